@@ -1,0 +1,28 @@
+# Everything a fresh machine needs is Python (3.10 to 3.13), git and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check install clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+install: $(STAMP)
+
+demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budgets
+	$(BIN)/clipwise demo
+
+test: $(STAMP)  ## the test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## style and types
+	$(BIN)/ruff check src tests examples
+	$(BIN)/mypy src
+
+clean:
+	rm -rf $(VENV) runs build dist

@@ -1,0 +1,1 @@
+"""clipwise: train PyTorch models under differential privacy."""

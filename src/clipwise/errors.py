@@ -1,0 +1,44 @@
+"""What clipwise raises. A message names the layer or argument, says what is wrong and what to do
+instead, and never carries a data value: a refusal is an output too."""
+
+from __future__ import annotations
+
+
+class ClipwiseError(Exception):
+    """Base of every error that clipwise raises on purpose."""
+
+
+class ConfigurationError(ClipwiseError, ValueError):
+    """An argument, or a combination of arguments, that cannot be made private as given."""
+
+
+class UnsupportedModelError(ClipwiseError):
+    """A model or a loss whose per-example gradients cannot be bounded."""
+
+
+class CoupledExamplesError(UnsupportedModelError):
+    """One example's loss depends on another example, so clipping examples bounds nothing."""
+
+
+class StepError(ClipwiseError):
+    """The training loop called the engine in an order or with values that it cannot accept."""
+
+
+class BudgetExhausted(ClipwiseError):
+    """One more step would pass the privacy budget. Nothing was released for that step."""
+
+
+class LedgerError(ClipwiseError):
+    """The ledger cannot be opened, read or continued."""
+
+
+class LedgerBusyError(LedgerError):
+    """Another process writes to this ledger."""
+
+
+class CheckpointError(ClipwiseError):
+    """A checkpoint does not fit the run that loads it."""
+
+
+class UnsupportedEventError(ClipwiseError):
+    """An accountant that has no bound for a kind of event; it refuses instead of guessing."""

@@ -1,0 +1,208 @@
+"""The vocabulary that the rooms share: who is protected, what one step releases, what that costs.
+
+Nothing here touches tensors or data. A *scheme* draws the batch, a *strategy* bounds a sum over it,
+and one step is one Gaussian mechanism on that sum. `Event` is that mechanism as data: all that an
+accountant needs to know, and nothing that an auditor may not see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from clipwise.errors import ConfigurationError
+
+
+class Adjacency(str, Enum):
+    """Which two data sets a guarantee makes hard to tell apart.
+
+    ZERO_OUT: one unit is replaced by an empty one, which is removed before anything is computed. The
+    size of the data set is public. Under Poisson sampling the accounting is that of add/remove.
+    REPLACE_ONE: one unit is replaced by any other; a clipped sum then moves by up to twice its bound.
+    """
+
+    ZERO_OUT = "zero-out"
+    REPLACE_ONE = "replace-one"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Unit(str, Enum):
+    """What the guarantee protects: one record, one mini-set of records, or all records of a user."""
+
+    RECORD = "record"
+    MINI_SET = "mini-set"
+    USER = "user"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Sampling(str, Enum):
+    """How a batch is drawn.
+
+    POISSON: every unit by its own coin. FIXED_SIZE: a uniform subset of constant size.
+    PARTITION: one block, uniformly, of a partition fixed beforehand and independent of the data.
+    SHUFFLED: each unit once an epoch, in random order; no amplification is claimed.
+    FULL: every unit in every step.
+    """
+
+    POISSON = "poisson"
+    FIXED_SIZE = "fixed-size"
+    PARTITION = "partition"
+    SHUFFLED = "shuffled"
+    FULL = "full"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# The pairs for which a sensitivity and an accountant are both proven; every other pair is refused.
+# The first adjacency of a scheme is its default.
+SUPPORTED: Mapping[Sampling, tuple[Adjacency, ...]] = {
+    Sampling.POISSON: (Adjacency.ZERO_OUT,),
+    Sampling.FIXED_SIZE: (Adjacency.REPLACE_ONE,),
+    Sampling.PARTITION: (Adjacency.REPLACE_ONE,),
+    Sampling.SHUFFLED: (Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE),
+    Sampling.FULL: (Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE),
+}
+
+
+def require_supported(sampling: Sampling, adjacency: Adjacency) -> None:
+    """Refuse a scheme and an adjacency that have no proven accounting together."""
+    if adjacency not in SUPPORTED[sampling]:
+        allowed = " or ".join(repr(str(a)) for a in SUPPORTED[sampling])
+        raise ConfigurationError(
+            f"adjacency={str(adjacency)!r} is not supported with sampling={str(sampling)!r}: use {allowed}."
+        )
+
+
+@dataclass(frozen=True)
+class Event:
+    """One private step: a Gaussian mechanism on the sum over one sampled batch.
+
+    Args:
+        sampling: the scheme that drew the batch.
+        adjacency: the neighbouring relation that `noise_multiplier` is relative to.
+        unit: what is protected.
+        noise_multiplier: z, the noise's standard deviation over the sensitivity *under this adjacency*
+            (2C, not C, for a clipped sum under replace-one). With several parts it is the effective
+            one of the joint mechanism. 0 means no noise and an infinite epsilon.
+        sample_rate: the probability that a given unit is in the batch. For SHUFFLED it is 1 / period;
+            for FULL it is 1.
+        period: for SHUFFLED, the number of steps in which each unit takes part exactly once; else 1.
+    """
+
+    sampling: Sampling
+    adjacency: Adjacency
+    unit: Unit
+    noise_multiplier: float
+    sample_rate: float
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        require_supported(self.sampling, self.adjacency)
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise ConfigurationError("noise_multiplier must be a finite number that is not negative.")
+        if not 0 < self.sample_rate <= 1:
+            raise ConfigurationError("sample_rate must lie in (0, 1].")
+        if self.period < 1 or (self.period > 1 and self.sampling is not Sampling.SHUFFLED):
+            raise ConfigurationError("period must be at least 1, and is 1 unless sampling is 'shuffled'.")
+        if self.sampling is Sampling.FULL and self.sample_rate != 1:
+            raise ConfigurationError("sampling='full' takes every unit: its sample_rate is 1.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event in plain types, for the ledger, a checkpoint or a statement."""
+        return {key: str(v) if isinstance(v, Enum) else v for key, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Event:
+        """The inverse of `to_dict`."""
+        return cls(
+            sampling=Sampling(data["sampling"]),
+            adjacency=Adjacency(data["adjacency"]),
+            unit=Unit(data["unit"]),
+            noise_multiplier=float(data["noise_multiplier"]),
+            sample_rate=float(data["sample_rate"]),
+            period=int(data["period"]),
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`count` releases of one event in a row.
+
+    Two entries are never merged across a change of key: a shuffled epoch that is broken off and begun
+    again takes its units part twice, so each entry of a shuffled event counts ceil(count / period) passes.
+    """
+
+    event: Event
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a step's release.
+
+    Args:
+        name: how messages and the statement call it.
+        parameters: the names of the model's parameters that it holds.
+        sensitivity: L2 sensitivity of the *sum* (before division), under the step's adjacency.
+        noise_std: standard deviation of the noise on each coordinate of the sum.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    sensitivity: float
+    noise_std: float
+
+
+def effective_multiplier(parts: Sequence[Part]) -> float:
+    """z of the joint mechanism: all parts come from one sample, so (sum_k (S_k / s_k)^2)^(-1/2)."""
+    if any(p.noise_std == 0 and p.sensitivity > 0 for p in parts):
+        return 0.0
+    total = sum((p.sensitivity / p.noise_std) ** 2 for p in parts if p.sensitivity > 0)
+    return total**-0.5 if total > 0 else math.inf
+
+
+def split_noise(
+    sensitivities: Sequence[float], dimensions: Sequence[int], noise_multiplier: float, split: str
+) -> list[float]:
+    """The standard deviation of each part such that the joint mechanism has `noise_multiplier`.
+
+    equal:   s_k = z sqrt(K) S_k
+    optimal: s_k = z sqrt( (S_k / sqrt(d_k)) sum_j S_j sqrt(d_j) ), which minimises the expected
+             squared noise sum_k d_k s_k^2 subject to sum_k (S_k / s_k)^2 = z^-2.
+    """
+    if split == "equal":
+        return [noise_multiplier * math.sqrt(len(sensitivities)) * s for s in sensitivities]
+    if split == "optimal":
+        total = sum(s * math.sqrt(d) for s, d in zip(sensitivities, dimensions, strict=True))
+        return [
+            noise_multiplier * math.sqrt(s / math.sqrt(d) * total)
+            for s, d in zip(sensitivities, dimensions, strict=True)
+        ]
+    raise ConfigurationError(f"split={split!r} is not known: use 'equal' or 'optimal'.")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has cost so far: the answer of `Private.spent()`."""
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    unit: Unit
+    sampling: Sampling
+    steps: int
+    accountant: str
+
+    def __str__(self) -> str:
+        return (
+            f"epsilon={self.epsilon:.4g} at delta={self.delta:g} ({self.adjacency} of one {self.unit}, "
+            f"{self.sampling} sampling, {self.steps} steps, {self.accountant})"
+        )
