@@ -1,0 +1,62 @@
+"""How parameters are grouped into parts, each with its own bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from clipwise.errors import ConfigurationError
+
+Groups = str | Sequence[Sequence[str]] | Mapping[str, Sequence[str]]
+
+
+def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, list[str]]:
+    """Part name -> parameter names. Every parameter is in exactly one part.
+
+    "all" is one part; "layer" is a module (weight and bias together); "tensor" is each parameter; a list
+    or a mapping of lists of parameter names (or of module names, for all that is under them) is as given.
+    """
+    if isinstance(parts, str):
+        if parts == "all":
+            return {"all": list(parameters)}
+        if parts == "tensor":
+            return {name: [name] for name in parameters}
+        if parts == "layer":
+            layers: dict[str, list[str]] = {}
+            for name in parameters:
+                layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+            return layers
+        raise ConfigurationError(
+            f"parts={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
+        )
+    named = parts if isinstance(parts, Mapping) else {f"group {i}": names for i, names in enumerate(parts)}
+    grouped = {part: [n for want in names for n in _under(want, parameters)] for part, names in named.items()}
+    seen = [name for names in grouped.values() for name in names]
+    for name in parameters:
+        if seen.count(name) != 1:
+            times = "in no part" if name not in seen else "in several parts"
+            raise ConfigurationError(
+                f"parts: trainable parameter {name!r} is {times}; it must be in exactly one."
+            )
+    return grouped
+
+
+def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
+    if not found:
+        raise ConfigurationError(f"parts: {wanted!r} is no trainable parameter or module of the model.")
+    return found
+
+
+def norms_of_parts(max_norm: float | Mapping[str, float], parts: Sequence[str]) -> dict[str, float]:
+    """C_k of each part: given one by one, or C / sqrt(K) so that the whole gradient stays within C."""
+    if isinstance(max_norm, Mapping):
+        missing = [part for part in parts if part not in max_norm]
+        if missing or len(max_norm) != len(parts):
+            raise ConfigurationError(
+                f"max_norm: give one number for each of the parts {', '.join(map(repr, parts))}."
+            )
+        return {part: max_norm[part] for part in parts}
+    return dict.fromkeys(parts, max_norm / math.sqrt(len(parts)))

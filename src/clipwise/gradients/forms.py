@@ -1,0 +1,302 @@
+"""The three forms that a per-example gradient can take, and what can be done with each.
+
+    Outer    sum_t left_t right_t^T, never written out unless that is cheaper (linear layers)
+    Rows     a few rows of a table (embeddings)
+    Written  a tensor for each example (biases, norms, convolutions, anything else)
+
+A rule turns one operation into forms; norms, weighted sums and instantiation are written once, here.
+
+Norms are *upper bounds in the arithmetic used*, squared and in float64. Three things could make a
+computed norm too small: rounding in the sum of squares (`squared_norms` bounds it), cancelling positions
+in a Gram product, and cancelling positions in the product that later forms the weighted sum, whose
+rounding error grows with the *mass* M = sum_t |left_t| |right_t| and not with the norm. Where the gradient
+is not written out, the bound is therefore n + c u M, with u the unit roundoff of the product; an example
+whose bound would be loose by more than 1e-5 is written out instead, in float64.
+
+Legend: B examples, T positions, m and n the sides of a weight; w_B one weight an example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20  # at most this much of per-example gradients is written out at a time
+_BLOCK = 256  # squares are summed in blocks of this length in the tensor's own dtype, then in float64
+_PRODUCT_ERROR = 4.0  # c in the bound n + c u M
+_LOOSE = 1e-5  # a relative width of the bound that is too much
+
+
+class Budget:
+    """Bytes that per-example gradients may occupy from the norms until the weighted sum."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.left = total_bytes
+
+    def take(self, wanted: int) -> bool:
+        """Reserve `wanted` bytes if they are there."""
+        if wanted > self.left:
+            return False
+        self.left -= wanted
+        return True
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """The unit roundoff u: half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def squared_norms(x_Bn: Tensor) -> Tensor:
+    """An upper bound on the squared norm of each row, in float64.
+
+    A block of k squares is summed, in any order, with relative error at most (k + 2) u, which is half of
+    that for its root. A square below the smallest number is lost: at most sqrt(k tiny) a block.
+    """
+    B, n = x_Bn.shape
+    if n == 0:
+        return torch.zeros(B, dtype=torch.float64, device=x_Bn.device)
+    x_Bn = x_Bn if x_Bn.dtype in (torch.float32, torch.float64) else x_Bn.float()
+    whole = n // _BLOCK * _BLOCK
+    total = torch.zeros(B, dtype=torch.float64, device=x_Bn.device)
+    if whole:
+        blocks = torch.linalg.vector_norm(x_Bn[:, :whole].reshape(B, -1, _BLOCK), dim=2)
+        total += torch.linalg.vector_norm(blocks.double(), dim=1).square()
+    if whole < n:
+        total += torch.linalg.vector_norm(x_Bn[:, whole:], dim=1).double().square()
+    length = min(n, _BLOCK)
+    lost = torch.finfo(x_Bn.dtype).tiny * n
+    return total * (1 + 2 * (length + 2) * roundoff(x_Bn.dtype)) + lost
+
+
+def _bytes(batch: int, shape: torch.Size, dtype: torch.dtype) -> int:
+    return batch * shape.numel() * dtype.itemsize
+
+
+def _chunks(batch: int, bytes_each: int) -> list[slice]:
+    step = max(1, min(batch, CHUNK_BYTES // max(1, bytes_each)))
+    return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
+
+
+class Form(ABC):
+    """The gradients of all examples with respect to one tensor of shape `shape`."""
+
+    batch: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @abstractmethod
+    def squared_norms(self, budget: Budget) -> Tensor:
+        """Upper bounds on the squared norms, [B] in float64."""
+
+    @abstractmethod
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        """sum_i w_i gradient_i."""
+
+    @abstractmethod
+    def instantiate(self, examples: slice) -> Tensor:
+        """The gradients of some examples, [b, *shape]."""
+
+    @abstractmethod
+    def mute(self, muted_B: Tensor) -> None:
+        """Make the gradients of these examples 0: a weight of 0 does not cancel an Inf or a NaN."""
+
+    def mass(self, example: int) -> float:
+        """How large the terms are whose sum is this example's gradient: rounding errors scale with it."""
+        return 0.0
+
+
+class Written(Form):
+    """A gradient for each example, at hand (`ready`) or made chunk by chunk (`make`)."""
+
+    def __init__(
+        self,
+        batch: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        make: Callable[[slice], Tensor],
+        ready: Tensor | None = None,
+    ) -> None:
+        self.batch, self.shape, self.dtype = batch, shape, dtype
+        self._make = make
+        self.ready = ready
+        self._muted_B: Tensor | None = None
+
+    @classmethod
+    def of(cls, ready: Tensor) -> Written:
+        """From gradients that are at hand, [B, *shape]."""
+        return cls(len(ready), ready.shape[1:], ready.dtype, lambda examples: ready[examples], ready)
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        if self.ready is None and budget.take(_bytes(self.batch, self.shape, self.dtype)):
+            self.ready = self._make(slice(0, self.batch))
+        if self.ready is not None:
+            return squared_norms(_flat(self.ready))
+        return torch.cat([squared_norms(_flat(self._make(c))) for c in self._chunks()])
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        if self.ready is not None:
+            return _combine(w_B, self.ready)
+        parts = [_combine(w_B[c], self.instantiate(c)) for c in self._chunks()]
+        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+    def instantiate(self, examples: slice) -> Tensor:
+        if self.ready is not None:
+            return self.ready[examples]
+        made = self._make(examples)
+        return made if self._muted_B is None else _zero(made, self._muted_B[examples])
+
+    def mute(self, muted_B: Tensor) -> None:
+        if self.ready is not None:
+            self.ready = _zero(self.ready, muted_B)
+        else:
+            self._muted_B = muted_B
+
+    def _chunks(self) -> list[slice]:
+        return _chunks(self.batch, _bytes(1, self.shape, self.dtype))
+
+
+class Outer(Form):
+    """gradient_i = sum_t left_it right_it^T, of shape [m, n]."""
+
+    def __init__(self, left_BTm: Tensor, right_BTn: Tensor) -> None:
+        dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
+        # A product of bf16 or fp16 rows is summed in float32: its rounding must not eat the bound.
+        self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
+        self.batch = len(left_BTm)
+        self.shape = torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
+        self._written: Written | None = None
+        self._exact: dict[int, Tensor] = {}
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        B, T, m = self.left.shape
+        n = self.right.shape[-1]
+        product_error = _PRODUCT_ERROR * roundoff(self.dtype)
+        left_BT = squared_norms(self.left.reshape(B * T, m)).view(B, T).sqrt()
+        right_BT = squared_norms(self.right.reshape(B * T, n)).view(B, T).sqrt()
+        mass_B = (left_BT * right_BT).sum(1)
+        if T == 1:
+            return (mass_B * (1 + product_error)).square()
+        if 2 * T * (m + n) < m * n:
+            square_B = self._gram_squares(mass_B)
+        else:
+            written = Written(B, self.shape, self.dtype, self._multiply)
+            square_B = written.squared_norms(budget)
+            if written.ready is not None:
+                self._written = written  # what gets summed is what was measured: no more to bound
+                return square_B
+        norm_B, slack_B = square_B.sqrt(), product_error * mass_B
+        bound_B = (norm_B + slack_B).square()
+        loose_B = (slack_B > _LOOSE * norm_B) & torch.isfinite(bound_B)
+        for i in loose_B.nonzero().flatten().tolist():
+            self._exact[i] = self.left[i].double().T @ self.right[i].double()
+            bound_B[i] = squared_norms(self._exact[i].reshape(1, -1))[0]
+        return bound_B
+
+    def _gram_squares(self, mass_B: Tensor) -> Tensor:
+        """|sum_t l_t r_t^T|^2 = sum_{t,s} <l_t, l_s> <r_t, r_s>, in float64.
+
+        With inner products of length m and n and T^2 terms the rounding error is at most
+        (m + n + T^2 + 4) u64 M^2, and is added.
+        """
+        left, right = self.left.double(), self.right.double()
+        gram = torch.einsum("bts,bts->b", left @ left.mT, right @ right.mT)
+        terms = self.left.shape[-1] + self.right.shape[-1] + self.left.shape[1] ** 2 + 4
+        return gram.clamp_min(0) + terms * roundoff(torch.float64) * mass_B.square()
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        if self._written is not None:
+            return self._written.weighted_sum(w_B)
+        product_w_B = w_B.to(self.dtype, copy=True)
+        product_w_B[list(self._exact)] = 0
+        w_B11 = product_w_B[:, None, None]
+        left, right = self.left, self.right
+        if left.shape[-1] <= right.shape[-1]:
+            left = left * w_B11
+        else:
+            right = right * w_B11
+        total = left.flatten(0, 1).T @ right.flatten(0, 1)
+        for i, gradient in self._exact.items():
+            total += (w_B[i] * gradient).to(self.dtype)
+        return total
+
+    def instantiate(self, examples: slice) -> Tensor:
+        return self._multiply(examples)
+
+    def _multiply(self, examples: slice) -> Tensor:
+        return self.left[examples].mT @ self.right[examples]
+
+    def mass(self, example: int) -> float:
+        left, right = (torch.linalg.vector_norm(x[example].double(), dim=1) for x in (self.left, self.right))
+        return float(left @ right)
+
+    def mute(self, muted_B: Tensor) -> None:
+        self.left, self.right = _zero(self.left, muted_B), _zero(self.right, muted_B)
+        for i in muted_B.nonzero().flatten().tolist():
+            self._exact.pop(i, None)
+        if self._written is not None:
+            self._written.mute(muted_B)
+
+
+class Rows(Form):
+    """gradient_i = sum_t e_{id_it} g_it^T: position t adds its row to row id of a table of shape [V, n]."""
+
+    def __init__(self, ids_BT: Tensor, g_BTn: Tensor, table_rows: int) -> None:
+        self.ids, self.g = ids_BT, g_BTn
+        self.batch = len(ids_BT)
+        self.shape = torch.Size((table_rows, g_BTn.shape[-1]))
+        self.dtype = g_BTn.dtype
+        self._merged: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeated ids of one example added up first: (example, id, row) of each distinct pair.
+
+        Norm and weighted sum both start from these rows, so what is summed is what was measured.
+        """
+        if self._merged is None:
+            examples = torch.arange(self.batch, device=self.ids.device)[:, None]
+            keys = (examples * self.shape[0] + self.ids).flatten()
+            distinct, where = torch.unique(keys, return_inverse=True)
+            rows = torch.zeros(len(distinct), self.shape[1], dtype=self.dtype, device=self.g.device)
+            rows.index_add_(0, where, self.g.flatten(0, 1))
+            self._merged = (distinct // self.shape[0], distinct % self.shape[0], rows)
+        return self._merged
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        example, _, rows = self._merge()
+        total = torch.zeros(self.batch, dtype=torch.float64, device=rows.device)
+        return total.index_add_(0, example, squared_norms(rows))
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        example, ids, rows = self._merge()
+        table = torch.zeros(self.shape, dtype=self.dtype, device=rows.device)
+        return table.index_add_(0, ids, rows * w_B.to(self.dtype)[example, None])
+
+    def instantiate(self, examples: slice) -> Tensor:
+        ids, g = self.ids[examples], self.g[examples]
+        table = torch.zeros(len(ids), *self.shape, dtype=self.dtype, device=g.device)
+        where = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+        return table.index_put_((where, ids), g, accumulate=True)
+
+    def mass(self, example: int) -> float:
+        return float(torch.linalg.vector_norm(self.g[example].double(), dim=1).sum())
+
+    def mute(self, muted_B: Tensor) -> None:
+        self.g = _zero(self.g, muted_B)
+        self._merged = None
+
+
+def _flat(gradients: Tensor) -> Tensor:
+    return gradients.reshape(len(gradients), -1)
+
+
+def _combine(w_B: Tensor, gradients: Tensor) -> Tensor:
+    flat = _flat(gradients)
+    return (w_B.to(flat.dtype) @ flat).view(gradients.shape[1:])
+
+
+def _zero(x: Tensor, muted_B: Tensor) -> Tensor:
+    return x.masked_fill(muted_B.view(-1, *[1] * (x.dim() - 1)), 0)

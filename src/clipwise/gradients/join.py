@@ -1,0 +1,64 @@
+"""All uses of one parameter become one form, before any norm is taken.
+
+|g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a module called twice needs the cross terms. Products
+and rows of the same kind are joined by laying their positions side by side; everything else is written
+out example by example and added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipwise.gradients.derived import Path
+from clipwise.gradients.forms import Form, Outer, Rows, Written
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The gradients of one use with respect to one tensor, and that tensor's path to the parameters."""
+
+    form: Form
+    path: Path
+
+
+def join(parameters: Mapping[str, torch.nn.Parameter], found: list[Contribution]) -> dict[str, Contribution]:
+    """One contribution for each parameter, on an isometric path."""
+    by_parameter: dict[str, list[Contribution]] = {}
+    for c in found:
+        for name in c.path.parameters:
+            by_parameter.setdefault(name, []).append(c)
+    return {name: _joined(name, parameters[name], by_parameter[name]) for name in parameters}
+
+
+def _joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -> Contribution:
+    first = uses[0].path
+    if all(c.path.isometric for c in uses):
+        if len(uses) == 1:
+            return uses[0]
+        if all(c.path.steps == first.steps for c in uses) and first.steps in ((), ("TBackward0",)):
+            form = _side_by_side([c.form for c in uses])
+            if form is not None:
+                return Contribution(form, first)
+
+    def make(examples: slice) -> Tensor:
+        total = uses[0].path.pull_each(uses[0].form.instantiate(examples))[name]
+        for c in uses[1:]:
+            total = total + c.path.pull_each(c.form.instantiate(examples))[name]
+        return total
+
+    written = Written(uses[0].form.batch, parameter.shape, parameter.dtype, make)
+    return Contribution(written, Path.identity(name, parameter))
+
+
+def _side_by_side(forms: list[Form]) -> Form | None:
+    if all(isinstance(f, Outer) for f in forms):
+        outers = [f for f in forms if isinstance(f, Outer)]
+        return Outer(torch.cat([f.left for f in outers], 1), torch.cat([f.right for f in outers], 1))
+    if all(isinstance(f, Rows) for f in forms):
+        rows = [f for f in forms if isinstance(f, Rows)]
+        return Rows(torch.cat([f.ids for f in rows], 1), torch.cat([f.g for f in rows], 1), rows[0].shape[0])
+    return None

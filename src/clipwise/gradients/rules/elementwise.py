@@ -1,0 +1,52 @@
+"""Sums, differences, products and quotients with a broadcast operand: biases, scales, position tables."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from clipwise.gradients.forms import Form
+from clipwise.gradients.layout import Layout
+from clipwise.gradients.rules.registry import Finish, Shapes, register
+from clipwise.gradients.rules.sums import at_least_float32, broadcast_sum
+from clipwise.gradients.walk import Node
+
+
+@register("AddBackward0")
+def add(node: Node, shapes: Shapes) -> Finish:
+    """out = left + alpha right."""
+    return _linear(shapes, {0: 1, 1: node._saved_alpha})
+
+
+@register("SubBackward0")
+def sub(node: Node, shapes: Shapes) -> Finish:
+    """out = left - alpha right."""
+    return _linear(shapes, {0: 1, 1: -node._saved_alpha})
+
+
+@register("MulBackward0")
+def mul(node: Node, shapes: Shapes) -> Finish:
+    """out = left * right."""
+    factor = {0: node._saved_other if 0 in shapes else 1, 1: node._saved_self if 1 in shapes else 1}
+    return _linear(shapes, factor)
+
+
+@register("DivBackward0")
+def div(node: Node, shapes: Shapes) -> Finish:
+    """out = left / right."""
+    right = node._saved_other
+    factor: dict[int, float | Tensor] = {}
+    if 0 in shapes:
+        factor[0] = 1 / at_least_float32(right)
+    if 1 in shapes:
+        factor[1] = -at_least_float32(node._saved_self) / at_least_float32(right).square()
+    return _linear(shapes, factor)
+
+
+def _linear(shapes: Shapes, factor: dict[int, float | Tensor]) -> Finish:
+    """The gradient of an operand at each position is g times that operand's factor there."""
+
+    def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
+        g = at_least_float32(g)
+        return {j: broadcast_sum(g * factor[j], layout, shape) for j, shape in shapes.items()}
+
+    return finish

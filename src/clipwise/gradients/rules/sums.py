@@ -1,0 +1,36 @@
+"""Sums over the positions of one example, for operands that were broadcast over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipwise.gradients.forms import Written
+from clipwise.gradients.layout import Layout
+from clipwise.gradients.rules.registry import RuleDoesNotApply
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Sums over positions run in float32 or better."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def broadcast_sum(h: Tensor, layout: Layout, shape: torch.Size) -> Written:
+    """Per example, sum `h` down to an operand of `shape` that was broadcast to h's shape."""
+    missing = h.dim() - len(shape)
+    if layout.axis >= missing and shape[layout.axis - missing] != 1:
+        raise RuleDoesNotApply("the operand has an entry for each example")
+    split = layout.split(at_least_float32(h))  # [B, ..., outer, inner, ...]
+    summed = [layout.axis + 1, layout.axis + 2]
+    for d in range(h.dim()):
+        if d != layout.axis and (d < missing or shape[d - missing] == 1):
+            summed.append(d + 1 if d < layout.axis else d + 2)
+    return Written.of(split.sum(summed).reshape(layout.batch, *shape))
+
+
+def channel_sum(h: Tensor, layout: Layout) -> Written:
+    """Per example, sum `h` of shape [N, C, ...] down to [C]."""
+    if layout.axis != 0:
+        raise RuleDoesNotApply("the examples do not lie along the first axis")
+    split = layout.split(at_least_float32(h))  # [B, outer, inner, C, ...]
+    return Written.of(split.sum([1, 2, *range(4, split.dim())]))

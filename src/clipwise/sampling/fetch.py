@@ -1,0 +1,151 @@
+"""From indices to a collated batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from clipwise.errors import ConfigurationError
+from clipwise.sampling.schemes import Indices
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetcher(Dataset[Any]):
+    """A data set seen as batches: `fetcher[indices]` is the collated batch of those records.
+
+    A `TensorDataset` is indexed tensor by tensor, without a Python call for each record, unless a
+    `collate_fn` or a subclass has its own idea of a record.
+
+    Args:
+        dataset: a map-style data set: it has a length and gives a record for an index.
+        collate_fn: from a list of records to a batch; without it, what `DataLoader` does.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
+        self.dataset_size = _length(dataset)
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+        if collate_fn is None and _is_plain_tensors(dataset):
+            self._tensors = dataset.tensors
+        self._empty: Any = None
+
+    def __getitem__(self, indices: Indices) -> Any:
+        if self._tensors is not None:
+            rows = torch.from_numpy(indices)
+            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+        if len(indices) == 0:
+            return self.empty()
+        return self._collate(self._records(indices.tolist()))
+
+    def empty(self) -> Any:
+        """A batch of no records, with the structure, shapes and dtypes of any other batch."""
+        if self._tensors is not None:
+            return self[np.empty(0, dtype=np.int64)]
+        if self._empty is None:
+            self._empty = self._make_empty()
+        # A copy, so that a caller may mark or move the batch in place.
+        return copy.deepcopy(self._empty)
+
+    def _make_empty(self) -> Any:
+        # Copies, because some collate functions take their records apart.
+        (record,) = self._records([0])
+        one = self._collate([copy.copy(record)])
+        two = self._collate([copy.copy(record), copy.copy(record)])
+        try:
+            return _none_from_one_and_two(one, two)
+        except _UnknownStructureError:
+            pass
+        if self._collate_fn is not None:
+            try:
+                return self._collate_fn([])
+            except Exception:
+                pass  # the message below says what to do; this one could quote a record
+        raise ConfigurationError(
+            "collate_fn returns something whose form for an empty batch is not clear, and a sampled batch "
+            "may be empty. Return tensors, lists, tuples or dicts in which one dimension counts the "
+            "records, or a collate_fn that also accepts []."
+        )
+
+    def _records(self, indices: list[int]) -> list[Any]:
+        get_many = getattr(self._dataset, "__getitems__", None)
+        if get_many is not None:
+            return list(get_many(indices))
+        return [self._dataset[i] for i in indices]
+
+    def _collate(self, records: list[Any]) -> Any:
+        return (self._collate_fn or default_collate)(records)
+
+
+def pieces(indices: Indices, max_physical_batch_size: int | None) -> list[Indices]:
+    """Cut a batch into nearly even pieces of at most that size; an empty batch is one empty piece."""
+    if max_physical_batch_size is None or len(indices) <= max_physical_batch_size:
+        return [indices]
+    return np.array_split(indices, -(-len(indices) // max_physical_batch_size))
+
+
+class _UnknownStructureError(Exception):
+    """Nothing in a collated value says how it grows with the number of records."""
+
+
+def _none_from_one_and_two(one: Any, two: Any) -> Any:
+    """What collating no records would give, from what one record gives once and twice.
+
+    Whatever grows from 1 to 2 counts records and becomes 0; all else is structure and stays. No value
+    of the record is kept, not even behind a view.
+    """
+    if one is None and two is None:
+        return None
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        growth = [(a, b) for a, b in zip(one.shape, two.shape, strict=False) if a != b]
+        if one.dim() == two.dim() and growth == [(1, 2)]:
+            return one.new_empty([a if a == b else 0 for a, b in zip(one.shape, two.shape, strict=True)])
+    elif type(one) is not type(two):
+        raise _UnknownStructureError
+    elif isinstance(one, Mapping) and one.keys() == two.keys():
+        return _mapping_like(one, {key: _none_from_one_and_two(one[key], two[key]) for key in one})
+    elif isinstance(one, (list, tuple)):
+        if (len(one), len(two)) == (1, 2):
+            return type(one)()
+        if len(one) == len(two):
+            members = [_none_from_one_and_two(a, b) for a, b in zip(one, two, strict=True)]
+            return _sequence_like(one, members)
+    raise _UnknownStructureError
+
+
+def _mapping_like(example: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+    # Built anew instead of copied: a mapping may carry more of the record than its items.
+    try:
+        return type(example)(content)  # type: ignore[call-arg]
+    except TypeError:
+        return content
+
+
+def _sequence_like(example: list[Any] | tuple[Any, ...], members: list[Any]) -> Sequence[Any]:
+    return type(example)(*members) if hasattr(example, "_fields") else type(example)(members)
+
+
+def _length(dataset: Any) -> int:
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError):
+            pass
+    raise ConfigurationError(
+        "dataset has no length or cannot be indexed: a private batch is drawn by index from a known number "
+        "of records. Give a map-style data set, with __len__ and __getitem__."
+    )
+
+
+def _is_plain_tensors(dataset: Any) -> bool:
+    return (
+        isinstance(dataset, TensorDataset)
+        and type(dataset).__getitem__ is TensorDataset.__getitem__
+        and not hasattr(dataset, "__getitems__")
+    )

@@ -1,0 +1,183 @@
+"""Hands out the batches of an epoch, each of them once, none of them skipped."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from clipwise.errors import ConfigurationError, StepError
+from clipwise.privacy import Sampling
+from clipwise.sampling.fetch import Fetcher, pieces
+from clipwise.sampling.schemes import Indices, Scheme, whole
+
+# For the next unreleased step, then the one after, and so on: its secret, its epoch's secret and its
+# slot in that epoch. Looking ahead changes nothing.
+Secrets = Callable[[], Iterator[tuple[bytes, bytes, int]]]
+
+
+@dataclass(eq=False)
+class Piece:
+    """What was handed out last. What tells of the draw is secret and not shown.
+
+    Args:
+        step_offset: the number of steps between the start of the iterator and this piece's step.
+        index_in_batch: the piece's place in its batch. 0 begins a batch, perhaps one that was begun
+            before and left: what was gathered of it must be dropped, or a record would count twice.
+        size: the number of records in this piece.
+        last: whether it ends its batch.
+        indices: the records in it.
+        consumed: whether the training loop has used it.
+    """
+
+    step_offset: int
+    index_in_batch: int = field(repr=False)
+    size: int = field(repr=False)
+    last: bool = field(repr=False)
+    indices: Indices = field(repr=False)
+    consumed: bool = False
+
+
+class PrivateLoader:
+    """An iterable whose every `iter` gives the steps of the current epoch that are not yet released.
+
+    The batch of a step follows from the step's secret. A batch that was looked at but not stepped on
+    (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing; and no batch
+    can be passed over because of what it holds. A new iterator ends the older ones.
+
+    Its length is the number of steps in an epoch. With `max_physical_batch_size` a step may come in
+    several pieces; how many is as secret as the size drawn, and neither is ever shown.
+
+    Args:
+        scheme: who is in a batch.
+        fetcher: from indices to a batch.
+        secrets: the secrets of the steps to come.
+        max_physical_batch_size: the most records to hand out at a time; None for whole batches.
+        num_workers: processes that fetch ahead; 0 fetches in this one.
+        pin_memory: hand out batches in page-locked memory, for faster copies to an accelerator.
+        prefetch_factor: pieces that each worker fetches ahead.
+        prepare: applied to each batch just before it is handed out.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        fetcher: Fetcher,
+        secrets: Secrets,
+        *,
+        max_physical_batch_size: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if scheme.dataset_size != fetcher.dataset_size:
+            raise ConfigurationError("dataset_size of the scheme is not the length of the data set.")
+        if max_physical_batch_size is not None:
+            whole("max_physical_batch_size", max_physical_batch_size, least=1)
+        whole("num_workers", num_workers, least=0)
+        if prefetch_factor is not None:
+            whole("prefetch_factor", prefetch_factor, least=1)
+            if num_workers == 0:
+                raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
+        if scheme.sampling is Sampling.POISSON:
+            fetcher.empty()  # it may be drawn at any step: if it cannot be made, say so before the first
+        self.current: Piece | None = None
+        self._scheme = scheme
+        self._fetcher = fetcher
+        self._secrets = secrets
+        self._max_physical_batch_size = max_physical_batch_size
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._prefetch_factor = prefetch_factor
+        self._prepare = prepare
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return self._scheme.steps_per_epoch
+
+    def __repr__(self) -> str:
+        return f"PrivateLoader(scheme={self._scheme!r}, steps_per_epoch={len(self)})"
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reset()
+        return self._hand_out(self._turn)
+
+    def reset(self) -> None:
+        """Forget what was handed out and end every iterator: the next one starts at the next step."""
+        self._turn += 1
+        self.current = None
+
+    def consume(self) -> Piece:
+        """Mark the current piece as used, once, and return it."""
+        if self.current is None or self.current.consumed:
+            raise StepError(
+                "private.step was called without a new batch: call it once for each batch that "
+                "private.loader hands out, with the losses of that batch."
+            )
+        self.current.consumed = True
+        return self.current
+
+    def _hand_out(self, turn: int) -> Iterator[Any]:
+        self._require_turn(turn)
+        fetched = self._fetch_ahead() if self._num_workers or self._pin_memory else self._fetch()
+        for piece, batch in fetched:
+            if self._prepare is not None:
+                batch = self._prepare(batch)
+            self.current = piece
+            yield batch
+            self._require_turn(turn)
+            if not piece.consumed:
+                raise StepError(
+                    "The previous batch was drawn but private.step was not called on it: a batch may not be "
+                    "skipped by what it holds. Step on every batch; to look at one, use next(iter(loader))."
+                )
+
+    def _require_turn(self, turn: int) -> None:
+        if turn != self._turn:
+            raise StepError(
+                "This iterator of private.loader has ended because a newer one was begun or the state of the "
+                "run was set anew: go on with the newest, or begin another."
+            )
+
+    def _schedule(self) -> Iterator[Piece]:
+        """The rest of the epoch, in pieces."""
+        for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
+            indices = self._scheme.draw(step_secret, epoch_secret, slot)
+            parts = pieces(indices, self._max_physical_batch_size)
+            for i, part in enumerate(parts):
+                yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part)
+            if slot + 1 >= self._scheme.steps_per_epoch:
+                return
+
+    def _fetch(self) -> Iterator[tuple[Piece, Any]]:
+        for piece in self._schedule():
+            yield piece, self._fetcher[piece.indices]
+
+    def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
+        """The same, through a `DataLoader`, which asks for pieces before it gives earlier ones, in order."""
+        asked: deque[Piece] = deque()
+
+        def ask() -> Iterator[Indices]:
+            for piece in self._schedule():
+                asked.append(piece)
+                yield piece.indices
+
+        batches = DataLoader(
+            self._fetcher,
+            batch_size=None,
+            sampler=ask(),
+            collate_fn=_as_fetched,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+            prefetch_factor=self._prefetch_factor,
+        )
+        for batch in batches:
+            yield asked.popleft(), batch
+
+
+def _as_fetched(batch: Any) -> Any:
+    return batch

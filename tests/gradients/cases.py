@@ -1,0 +1,328 @@
+"""Models, inputs and losses on which every test of per-example gradients runs.
+
+`CASES` is the table: one entry a kind of operation or awkward shape. A model takes the inputs that
+`inputs(batch)` draws and gives an output from which `losses` makes one loss an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+D = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    fallback: bool = False  # whether this model is expected to reach the slow path
+
+    def build(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.model().to(dtype)
+
+    def draw(self, batch: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in self.inputs(batch))
+
+
+def losses(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """One loss an example, from all of its outputs and none of the others'."""
+    out = model(*inputs)
+    flat = out.reshape(out.shape[0], -1)
+    ramp = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)
+    return (flat * ramp).sum(1).tanh() + flat.square().mean(1)
+
+
+def oracle(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """A separate forward and backward pass for each example, in float64: [B, *shape]."""
+    model = model.double()
+    rows: dict[str, list[Tensor]] = {n: [] for n, p in model.named_parameters() if p.requires_grad}
+    for i in range(len(inputs[0])):
+        one = tuple(x[i : i + 1].double() if x.is_floating_point() else x[i : i + 1] for x in inputs)
+        grads = torch.autograd.grad(
+            losses(model, one).sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
+        for (name, p), g in zip(
+            ((n, p) for n, p in model.named_parameters() if p.requires_grad), grads, strict=True
+        ):
+            rows[name].append(torch.zeros_like(p) if g is None else g)
+    return {name: torch.stack(g) for name, g in rows.items()}
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def vectors(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
+    return lambda batch: (torch.randn(batch, *shape),)
+
+
+def ids(length: int, vocabulary: int = 4) -> Callable[[int], tuple[Tensor, ...]]:
+    return lambda batch: (torch.randint(0, vocabulary, (batch, length)),)
+
+
+def frozen(model: nn.Module, *names: str) -> nn.Module:
+    for name, p in model.named_parameters():
+        if name in names:
+            p.requires_grad_(False)
+    return model
+
+
+class Twice(nn.Module):
+    """One module called twice, the second time on other positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(torch.tanh(self.a(x)))
+        return self.b(self.a(h) + self.a(x).sum(1, keepdim=True))
+
+
+class Tied(nn.Module):
+    """Embedding and output head share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, D)
+        self.head = nn.Linear(D, 6)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(x)))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x.transpose(0, 1))).transpose(0, 1)
+
+
+class Folded(nn.Module):
+    """Frames of a clip as rows of a convolution: B*k images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.GroupNorm(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x.flatten(0, 1))).tanh()
+        return h.view(x.shape[0], x.shape[1], *h.shape[1:])
+
+
+class BareParameters(nn.Module):
+    """Class token, position table, layer scale, temperature, bias: no modules at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.positions = nn.Parameter(torch.randn(4, D))
+        self.scale = nn.Parameter(torch.randn(D))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return (h * self.scale - self.shift).tanh() / self.temperature
+
+
+class PositionIds(nn.Module):
+    """Position embeddings looked up once for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(6, D), nn.Embedding(8, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.words(x) + self.positions(torch.arange(x.shape[1])[None])).tanh()
+
+
+class LeftProduct(nn.Module):
+    """The weight stands on the left and the examples are columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w @ x.t()).tanh().t()
+
+
+class Masked(nn.Module):
+    """A weight made of a parameter and a constant: derived, though it looks like a use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, D))
+        self.register_buffer("mask", (torch.arange(3 * D).view(3, D) % 2).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w * self.mask).tanh()
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(D, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight + self.up @ self.down, self.base.bias).tanh()
+
+
+class Chunked(nn.Module):
+    """One packed weight, cut into pieces that are used apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.randn(3 * D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.packed.chunk(3)
+        return F.linear(x, q).tanh() * F.linear(x, k).sigmoid() + F.linear(x, v)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Linear(D, D), nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x)
+        z *= self.w
+        return z.relu_() + z
+
+
+class Branches(nn.Module):
+    """Two inputs, a residual, a frozen layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+        self.b.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x) + y
+        return self.c(h + self.b(h.tanh()))
+
+
+class SquaredDistance(torch.autograd.Function):
+    """A user's own operation, of which clipwise knows nothing."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x[..., None, :] - w).square().sum(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        d = 2 * g[..., None] * (x[..., None, :] - w)
+        return d.sum(-2), -d.sum(tuple(range(d.dim() - 2)))
+
+
+class Centers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Linear(D, 3), nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SquaredDistance.apply(self.a(x), self.w)
+
+
+def _conv(kind: type[nn.Module], spatial: tuple[int, ...], **options: object) -> Case:
+    channels = 4 if options.get("groups", 1) == 2 else (3 if options.get("groups", 1) == 3 else 2)
+    out = {1: 3, 2: 6, 3: 6}[int(options.get("groups", 1))]  # type: ignore[call-overload]
+    name = f"{kind.__name__} {options}"
+    return Case(
+        name, lambda: nn.Sequential(kind(channels, out, **options), nn.Tanh()), vectors(channels, *spatial)
+    )
+
+
+_CONVOLUTIONS = [
+    _conv(nn.Conv1d, (9,), kernel_size=3),
+    _conv(nn.Conv1d, (9,), kernel_size=4, stride=2, padding=1, dilation=2, bias=False),
+    _conv(nn.Conv1d, (9,), kernel_size=3, padding=2, padding_mode="circular"),
+    _conv(nn.Conv2d, (6, 5), kernel_size=3, padding=1),
+    _conv(nn.Conv2d, (6, 5), kernel_size=(3, 2), stride=(2, 1), padding=(0, 1), dilation=(1, 2), groups=2),
+    _conv(nn.Conv2d, (6, 5), kernel_size=3, groups=3, padding="same"),
+    _conv(nn.Conv2d, (6, 5), kernel_size=2, padding="same"),
+    _conv(nn.Conv2d, (6, 5), kernel_size=3, padding=1, padding_mode="reflect"),
+    _conv(nn.Conv2d, (6, 5), kernel_size=3, padding=1, padding_mode="replicate"),
+    _conv(nn.Conv2d, (6, 5), kernel_size=1, stride=3),
+    _conv(nn.Conv3d, (4, 4, 3), kernel_size=2, stride=2, padding=1, groups=2),
+]
+
+CASES = [
+    Case("linear", lambda: nn.Linear(D, 3), vectors(D)),
+    Case("linear no bias", lambda: nn.Linear(D, 3, bias=False), vectors(D)),
+    Case(
+        "linear positions", lambda: nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 2)), vectors(7, D)
+    ),
+    Case("linear positions no bias", lambda: nn.Linear(D, 3, bias=False), vectors(7, D)),
+    Case("linear gram", lambda: nn.Linear(40, 30), vectors(2, 40)),
+    Case("linear two middle", lambda: nn.Linear(D, 3), vectors(2, 3, D)),
+    Case("linear three middle", lambda: nn.Linear(D, 3), vectors(2, 1, 3, D)),
+    Case("linear square", lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)), vectors(6, D)),
+    Case("linear time first", TimeFirst, vectors(6, D)),
+    Case("linear frozen weight", lambda: frozen(nn.Linear(D, 3), "weight"), vectors(4, D)),
+    Case("linear frozen bias", lambda: frozen(nn.Linear(D, 3), "bias"), vectors(4, D)),
+    Case("left product", LeftProduct, vectors(D)),
+    *_CONVOLUTIONS,
+    Case(
+        "conv frozen weight",
+        lambda: nn.Sequential(frozen(nn.Conv2d(2, 3, 3), "weight"), nn.Tanh()),
+        vectors(2, 5, 5),
+    ),
+    Case("conv folded", Folded, vectors(3, 2, 5, 5)),
+    Case("embedding", lambda: nn.Sequential(nn.Embedding(4, D), nn.Tanh()), ids(6)),
+    Case("embedding padding", lambda: nn.Sequential(nn.Embedding(4, D, padding_idx=1), nn.Tanh()), ids(6)),
+    Case(
+        "embedding 2-D ids",
+        lambda: nn.Sequential(nn.Embedding(4, D)),
+        lambda b: (torch.randint(0, 4, (b, 3, 2)),),
+    ),
+    Case("position ids", PositionIds, ids(5)),
+    Case("layer norm", lambda: nn.Sequential(nn.LayerNorm(D), nn.Tanh()), vectors(4, D)),
+    Case("layer norm 2-D", lambda: nn.Sequential(nn.LayerNorm((4, D)), nn.Tanh()), vectors(3, 4, D)),
+    Case("layer norm no bias", lambda: nn.Sequential(nn.LayerNorm(D, bias=False), nn.Tanh()), vectors(D)),
+    Case("group norm", lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()), vectors(4, 3, 3)),
+    Case("group norm flat", lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.Tanh()), vectors(6)),
+    Case(
+        "instance norm 1d", lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True), nn.Tanh()), vectors(3, 5)
+    ),
+    Case(
+        "instance norm 2d",
+        lambda: nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.Tanh()),
+        vectors(3, 4, 4),
+    ),
+    Case(
+        "instance norm 3d",
+        lambda: nn.Sequential(nn.InstanceNorm3d(2, affine=True), nn.Tanh()),
+        vectors(2, 3, 2, 2),
+    ),
+    Case("rms norm", lambda: nn.Sequential(nn.RMSNorm(D), nn.Tanh()), vectors(4, D)),
+    Case("batch norm frozen", lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Tanh()).eval(), vectors(3, 4, 4)),
+    Case("twice", Twice, vectors(4, D)),
+    Case("tied", Tied, ids(5, 6)),
+    Case("bare parameters", BareParameters, vectors(3, D)),
+    Case("masked", Masked, vectors(D)),
+    Case("low rank", LowRank, vectors(4, D)),
+    Case("chunked", Chunked, vectors(3, D)),
+    Case("in place", InPlace, vectors(D)),
+    Case("branches", Branches, lambda b: (torch.randn(b, 4, D), torch.randn(b, 1, D))),
+    Case("custom function", Centers, vectors(2, D), fallback=True),
+    Case("transposed convolution", lambda: nn.ConvTranspose2d(2, 3, 2), vectors(2, 4, 4), fallback=True),
+]
