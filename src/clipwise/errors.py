@@ -24,7 +24,7 @@ class StepError(ClipwiseError):
     """The training loop called the engine in an order or with values that it cannot accept."""
 
 
-class BudgetExhausted(ClipwiseError):
+class BudgetExhausted(ClipwiseError):  # noqa: N818 (an end that was planned, no mistake)
     """One more step would pass the privacy budget. Nothing was released for that step."""
 
 
@@ -42,3 +42,7 @@ class CheckpointError(ClipwiseError):
 
 class UnsupportedEventError(ClipwiseError):
     """An accountant that has no bound for a kind of event; it refuses instead of guessing."""
+
+
+class PrivacyWarning(UserWarning):
+    """Something that weakens or wastes a guarantee, though it stays true."""

@@ -1,0 +1,1 @@
+"""Real data sets by name."""

@@ -23,6 +23,7 @@ from clipwise.gradients.join import Contribution, join
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.resolve import Edge, Resolver
 from clipwise.gradients.rules import Finish, RuleDoesNotApply, begin
+from clipwise.gradients.rules.sums import at_least_float32
 from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
 
 KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum
@@ -45,10 +46,9 @@ class Memory:
 class PerExampleGradients:
     """The gradients of all examples of one batch, by parameter."""
 
-    def __init__(self, batch: int, by_parameter: dict[str, Contribution], parameters: Parameters) -> None:
+    def __init__(self, batch: int, by_parameter: dict[str, Contribution]) -> None:
         self.batch = batch
         self._by_parameter = by_parameter
-        self._parameters = parameters
 
     @torch.no_grad()
     def squared_norms(self) -> dict[str, Tensor]:
@@ -63,9 +63,9 @@ class PerExampleGradients:
 
     @torch.no_grad()
     def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """sum_i w_i gradient_i, by parameter, with each parameter's own weights [B]."""
+        """sum_i w_i gradient_i, by parameter, with each parameter's own weights [B]; in float32 or better."""
         return {
-            name: c.path.pull(c.form.weighted_sum(weights[name]))[name].to(self._parameters[name].dtype)
+            name: at_least_float32(c.path.pull(c.form.weighted_sum(weights[name]))[name])
             for name, c in self._by_parameter.items()
         }
 
@@ -103,7 +103,7 @@ def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> Pe
         forms = _forms(use, begun[use], shapes[use], outputs, layouts, graph, memory)
         for j, source in use.operands.items():
             found.append(Contribution(forms[j], path_to(*source, graph.names, parameters)))
-    result = PerExampleGradients(len(losses), join(parameters, found), parameters)
+    result = PerExampleGradients(len(losses), join(parameters, found))
     if probed:
         _check(result, losses, parameters)
     return result
@@ -122,7 +122,6 @@ def by_loop(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
             name: Contribution(Written.of(torch.stack(g)), Path.identity(name, parameters[name]))
             for name, g in rows.items()
         },
-        parameters,
     )
 
 

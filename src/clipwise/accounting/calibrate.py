@@ -1,0 +1,135 @@
+"""The inverse questions: how much noise for a budget, and how many steps within one.
+
+Both answers are checked with the PLD accountant itself: what is returned satisfies the budget, not what
+was searched for. A privacy loss distribution costs up to half a second, so a search begins at a guess and
+narrows its bracket by interpolation: four to eight of them are enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from clipwise.accounting import gaussian, pld
+from clipwise.accounting.composition import compose
+from clipwise.privacy import Entry, Event
+
+# The noise returned is within this factor of the smallest, and rounded up to so many digits.
+TOLERANCE = 5e-4
+DIGITS = 5
+
+
+def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> float:
+    """The smallest noise multiplier with which `steps` events like `event` are (epsilon, delta)-private.
+
+    Args:
+        event: the kind of step; its own noise multiplier does not matter.
+        steps: how many of them.
+        epsilon: the budget.
+        delta: its delta.
+    """
+    if steps == 0:
+        return 0.0
+
+    def cost(z: float) -> float:
+        return pld.epsilon([Entry(replace(event, noise_multiplier=z), steps)], delta)
+
+    def candidate(z: float) -> float:
+        places = DIGITS - 1 - math.floor(math.log10(z))
+        return round(math.ceil(z * 10.0**places) * 10.0**-places, places)
+
+    good, bad = _around(cost, epsilon, candidate(_guess(event, steps, epsilon, delta)), candidate)
+    return _narrow(cost, epsilon, good, bad, candidate, lambda a, b: abs(a - b) <= TOLERANCE * max(a, b))
+
+
+def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
+    """The largest number of further steps of `event` after `history` that keeps within (epsilon, delta).
+
+    The steps are counted as an entry of their own. To go on with a shuffled epoch that the last entry of
+    `history` has begun, leave that entry out and subtract its count from the answer.
+
+    Args:
+        history: what was released already.
+        event: the kind of step to come.
+        epsilon: the budget.
+        delta: its delta.
+        at_most: stop looking here; also the answer if all of them fit.
+    """
+
+    def cost(steps: float) -> float:
+        return pld.epsilon([*history, Entry(event, int(steps))], delta)
+
+    if cost(at_most) <= epsilon:
+        return at_most
+    spent = cost(0)
+    if spent > epsilon:
+        return 0
+    good, bad = (0.0, spent), (float(at_most), cost(at_most))
+    return int(_narrow(cost, epsilon, good, bad, round, lambda a, b: abs(a - b) <= 1))
+
+
+def _guess(event: Event, steps: int, epsilon: float, delta: float) -> float:
+    """The noise at which the privacy losses have the variance of the Gaussian mechanism on the budget.
+
+    Exact if nothing is amplified. Else it is the central limit theorem, which bounds nothing: the search only
+    starts here.
+    """
+    mu = gaussian.largest_mu(epsilon, delta)
+    entry = Entry(replace(event, noise_multiplier=1.0), steps)
+    unamplified = compose([entry]).unamplified_mu / mu
+    if not compose([entry]).steps:
+        return unamplified
+    low, high = -5.0, max(math.log(unamplified), 0.0)
+    for _ in range(20):
+        middle = 0.5 * (low + high)
+        _, variance = gaussian.loss_moments(event.sample_rate, math.exp(middle))
+        low, high = (middle, high) if steps * variance > mu * mu else (low, middle)
+    return math.exp(high)
+
+
+Point = tuple[float, float]  # where, and what it costs
+Rounding = Callable[[float], float]
+
+
+def _around(cost: Callable[[float], float], budget: float, start: float, rounding: Rounding) -> tuple[Point, Point]:
+    """A point within the budget and one beyond it, for a cost that falls with more noise."""
+    good: Point | None = None
+    bad: Point | None = None
+    z = start
+    while good is None or bad is None:
+        point = (z, cost(z))
+        if point[1] <= budget:
+            good = point
+        else:
+            bad = point
+        # epsilon falls at least like 1 / z, so this passes the boundary unless the curve is odd there
+        share = min(max(point[1] / budget, 0.25), 4.0)
+        z = rounding(z * share * (0.998 if point is good else 1.002))
+    return good, bad
+
+
+def _narrow(
+    cost: Callable[[float], float],
+    budget: float,
+    good: Point,
+    bad: Point,
+    rounding: Rounding,
+    close: Callable[[float, float], bool],
+) -> float:
+    """Move a point within the budget and one beyond it together; return the first, whose cost was computed."""
+    for attempt in itertools.count():
+        if close(good[0], bad[0]):
+            return good[0]
+        share = 0.5
+        if attempt % 3 < 2 and math.isfinite(bad[1]):
+            share = (budget - good[1]) / (bad[1] - good[1])
+            # A little further from the nearer end, so that it is that end which moves up to the boundary.
+            share += 0.05 if share < 0.5 else -0.05
+        x = rounding(good[0] + share * (bad[0] - good[0]))
+        if not min(good[0], bad[0]) < x < max(good[0], bad[0]):
+            x = rounding(0.5 * (good[0] + bad[0]))
+        point = (x, cost(x))
+        good, bad = (point, bad) if point[1] <= budget else (good, point)
+    raise AssertionError("unreachable")

@@ -1,0 +1,120 @@
+"""What a history of events comes to: the part of accounting that all accountants share.
+
+Every scheme is reduced here, in one place, to one of two things that an accountant must know:
+
+- a Gaussian mechanism that every unit takes part in. All of those together are one Gaussian mechanism;
+- an amplified `Step`: the same mechanism on a random batch that a given unit may not be in.
+
+The noise multiplier of an event is always noise over the *actual* sensitivity under the event's own
+adjacency (2C for a clipped sum under replace-one), and so is the z of a `Step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from clipwise.errors import ConfigurationError, UnsupportedEventError
+from clipwise.privacy import Entry, Event, Sampling
+
+# Outside of these an amplified step is replaced by a worse one that double precision can handle.
+SMALLEST_RATE = 1e-12
+SMALLEST_NOISE = 1e-2
+LARGEST_NOISE = 1e6
+
+
+class Amplification(Enum):
+    """Why a step costs less than its Gaussian mechanism.
+
+    COIN: the unit is in the batch by its own coin, and adds nothing if not. Worst pairs: (P, Q) and (Q, P)
+    of gaussian.py, which are two directions to be composed each on its own.
+    DRAW: another unit stands in if it is not drawn (replace-one). The worst pair is the subsampling operator
+    C_p(G_{1/z}), which is symmetric: one pair that dominates both directions at once.
+    """
+
+    COIN = "coin"
+    DRAW = "draw"
+
+
+class Step(NamedTuple):
+    """One amplified step: rate = the probability of taking part, z = noise / sensitivity."""
+
+    amplification: Amplification
+    rate: float
+    z: float
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A history as accountants see it.
+
+    Args:
+        mu: sensitivity / noise of the one Gaussian mechanism that all unamplified releases amount to.
+        steps: the amplified steps, each with the number of times it was taken.
+        unamplified_mu: mu of the whole history if no amplification is claimed for any of it: an upper bound
+            in closed form, whatever the numbers.
+    """
+
+    mu: float
+    steps: tuple[tuple[Step, int], ...]
+    unamplified_mu: float
+
+    @property
+    def count(self) -> int:
+        """The number of amplified steps."""
+        return sum(count for _, count in self.steps)
+
+
+def compose(history: Sequence[Entry]) -> Composition:
+    """Reduce a history to what accountants know how to bound, or refuse it."""
+    _require_one_guarantee(history)
+    squared_mu = squared_mu_of_steps = 0.0
+    steps: dict[Step, int] = {}
+    for entry in history:
+        if entry.count < 0 or entry.count != int(entry.count):
+            raise ConfigurationError("history: the count of an entry is a whole number that is not negative.")
+        if entry.count == 0:
+            continue
+        step = _amplified_step(entry.event)
+        participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts
+        inverse = 1 / entry.event.noise_multiplier if entry.event.noise_multiplier > 0 else math.inf
+        if step is None:
+            squared_mu += participations * inverse * inverse
+        else:
+            squared_mu_of_steps += participations * inverse * inverse
+            steps[step] = steps.get(step, 0) + entry.count
+    in_order = tuple(sorted(steps.items(), key=lambda item: (item[0].amplification.value, *item[0][1:])))
+    return Composition(math.sqrt(squared_mu), in_order, math.sqrt(squared_mu + squared_mu_of_steps))
+
+
+def _require_one_guarantee(history: Sequence[Entry]) -> None:
+    """Releases compose only if all of them protect the same unit under the same adjacency."""
+    if len({(entry.event.adjacency, entry.event.unit) for entry in history}) > 1:
+        raise UnsupportedEventError(
+            "The history mixes adjacencies or units of privacy, so no single guarantee covers it: account for "
+            "the releases of each adjacency and unit on their own."
+        )
+
+
+def _amplified_step(event: Event) -> Step | None:
+    """The amplified step that an event is, or None for a Gaussian mechanism that every unit is in."""
+    if event.sampling in (Sampling.FULL, Sampling.SHUFFLED):
+        return None
+    if event.sampling is Sampling.POISSON:
+        amplification = Amplification.COIN
+    elif event.sampling in (Sampling.FIXED_SIZE, Sampling.PARTITION):
+        amplification = Amplification.DRAW
+    else:
+        raise UnsupportedEventError(
+            f"No accountant bounds sampling={str(event.sampling)!r}: use one of "
+            + ", ".join(repr(str(s)) for s in Sampling) + "."
+        )
+    if event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
+        return None
+    return Step(
+        amplification, max(event.sample_rate, SMALLEST_RATE), min(event.noise_multiplier, LARGEST_NOISE)
+    )
+

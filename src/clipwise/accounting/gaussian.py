@@ -1,0 +1,114 @@
+"""Closed forms of one Gaussian release on a sampled batch: the pair that every scheme reduces to.
+
+A unit takes part with probability q; if it does, it moves a sum that carries noise N(0, z^2) by 1. The
+worst pair of outputs is then
+
+    P = (1 - q) N(0, z^2) + q N(1, z^2)   against   Q = N(0, z^2),
+
+with privacy loss l(x) = log(1 - q + q exp((x - 1/2) / z^2)), which increases with x. q = 1 is the Gaussian
+mechanism itself: composed T times it is again one, with mu = sensitivity / noise = sqrt(T) / z.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+Array = NDArray[np.float64]
+
+# A Gaussian is further than this many standard deviations out with probability 1e-19.
+TAIL = 9.0
+# From here on e^epsilon is not formed any more, so that it cannot overflow.
+LARGE_LOSS = 30.0
+
+
+def loss(x: Array, rate: float, z: float) -> Array:
+    """The privacy loss of the outputs x."""
+    y = (x - 0.5) / z**2
+    moderate = np.log1p(rate * np.expm1(np.minimum(y, LARGE_LOSS)))
+    large = y + np.log(rate + (1 - rate) * np.exp(-np.maximum(y, LARGE_LOSS)))
+    return np.where(y < LARGE_LOSS, moderate, large)
+
+
+def loss_at(deviations: float, rate: float, z: float) -> float:
+    """The privacy loss of an output that many standard deviations beyond the moved mean."""
+    return float(loss(np.array([1 + deviations * z]), rate, z)[0])
+
+
+def loss_moments(rate: float, z: float) -> tuple[float, float]:
+    """Mean and variance of the privacy loss under P, by a sum over a grid of outputs."""
+    x = np.arange(-TAIL * z, 1 + TAIL * z, 0.1 * z)
+    density = (1 - rate) * np.exp(-0.5 * (x / z) ** 2) + rate * np.exp(-0.5 * ((x - 1) / z) ** 2)
+    weights = density / density.sum()
+    losses = loss(x, rate, z)
+    mean = float(weights @ losses)
+    return mean, float(weights @ (losses - mean) ** 2)
+
+
+def hockey_stick(epsilons: Array, rate: float, z: float) -> Array:
+    """delta(epsilon) = sup_S P(S) - e^epsilon Q(S), for any real epsilon.
+
+    The supremum is at S = {l > epsilon} = {x > t}. With r = e^epsilon - 1 + q it is q sf(a) - r sf(b), where
+    t = z^2 log(r / q) + 1/2, a = (t - 1) / z and b = t / z. There q pdf(a) = r pdf(b), so in the tail both
+    terms are written as q pdf(a) times Mills' ratio sf / pdf: nothing overflows, no digits are lost.
+    """
+    large = epsilons > LARGE_LOSS
+    r = np.expm1(np.where(large, 0.0, epsilons)) + rate
+    with np.errstate(divide="ignore"):  # r <= 0: every output has a larger loss, so t = -inf
+        log_r = np.log(np.maximum(r, 0.0))
+    log_r = np.where(large, epsilons + np.log1p((rate - 1) * np.exp(-np.abs(epsilons))), log_r)
+    t = z**2 * (log_r - math.log(rate)) + 0.5
+    a, b = (t - 1) / z, t / z
+    density = rate * np.exp(-0.5 * a**2)
+    under_p = np.where(a > 0, density * _half_erfcx(a), rate * special.ndtr(-a))
+    under_q = np.where(b > 0, density * _half_erfcx(b), r * special.ndtr(-b))
+    return np.clip(under_p - under_q, 0.0, 1.0)
+
+
+def _half_erfcx(x: Array) -> Array:
+    """sf(x) / exp(-x^2 / 2) for x > 0: Mills' ratio without its constant."""
+    return 0.5 * special.erfcx(np.maximum(x, 0.0) / math.sqrt(2))
+
+
+def delta(epsilon: float, mu: float) -> float:
+    """The smallest delta of the Gaussian mechanism with sensitivity / noise = mu."""
+    if mu == 0 or math.isinf(mu):
+        return 0.0 if mu == 0 else 1.0
+    return float(hockey_stick(np.array([epsilon]), 1.0, 1 / mu)[0])
+
+
+def epsilon(delta_: float, mu: float) -> float:
+    """The smallest epsilon of the Gaussian mechanism with sensitivity / noise = mu, rounded up."""
+    # delta(epsilon) <= P(l > epsilon) = sf(epsilon / mu - mu / 2), which bounds the answer from above.
+    enough = mu * (mu / 2 - float(special.ndtri(delta_))) * (1 + 1e-12)
+    if math.isinf(enough):
+        return math.inf
+    if delta(0.0, mu) <= delta_:
+        return 0.0
+    return _bisect(lambda e: delta(e, mu) <= delta_, good=enough, bad=0.0)
+
+
+def largest_mu(epsilon_: float, delta_: float) -> float:
+    """The largest mu whose Gaussian mechanism is (epsilon, delta)-private, rounded down."""
+    # By the same bound, mu (mu / 2 + c) <= epsilon with c = ndtri(1 - delta) is enough.
+    c = -float(special.ndtri(delta_))
+    good = 2 * epsilon_ / (c + math.sqrt(c * c + 2 * epsilon_))
+    bad = 2 * good
+    while delta(epsilon_, bad) <= delta_:
+        bad *= 2
+    return _bisect(lambda m: delta(epsilon_, m) <= delta_, good=good, bad=bad)
+
+
+def _bisect(holds: Callable[[float], bool], good: float, bad: float) -> float:
+    """A point next to the boundary between `good`, where `holds` is true, and `bad`; it is true there."""
+    while abs(good - bad) > 1e-12 * max(good, bad):
+        middle = 0.5 * (good + bad)
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return good

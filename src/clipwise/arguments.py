@@ -1,0 +1,83 @@
+"""What `make_private` was asked for, made definite or refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from clipwise import accounting
+from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.privacy import SUPPORTED, Adjacency, Sampling
+from clipwise.sampling import Scheme
+
+
+def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
+    """The neighbouring relation: as given, or the one that the sampling scheme goes with."""
+    if adjacency is None:
+        return SUPPORTED[sampling][0]
+    try:
+        return Adjacency(adjacency)
+    except ValueError:
+        known = ", ".join(repr(str(a)) for a in Adjacency)
+        raise ConfigurationError(f"adjacency={adjacency!r} is not known: use one of {known}.") from None
+
+
+def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:
+    """How many steps the noise is calibrated for."""
+    if epochs is not None and steps is not None:
+        raise ConfigurationError("Give epochs or steps, not both.")
+    if epochs is not None:
+        if not (isinstance(epochs, (int, float)) and math.isfinite(epochs) and epochs > 0):
+            raise ConfigurationError(f"epochs must be a positive number, not {epochs!r}.")
+        return math.ceil(epochs * scheme.steps_per_epoch)
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ConfigurationError(f"steps must be a positive whole number, not {steps!r}.")
+    return steps
+
+
+def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
+    """delta: as given, or well below 1/N where only a noise multiplier was given."""
+    if delta is None:
+        if epsilon is not None:
+            raise ConfigurationError("epsilon needs delta: give both, for instance delta=1e-5.")
+        return min(1e-5, 0.1 / size)
+    if not (isinstance(delta, (int, float)) and 0 < delta < 1):
+        raise ConfigurationError(f"delta must lie in (0, 1), not {delta!r}.")
+    if delta >= 1 / size:
+        warnings.warn(
+            f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record would "
+            "pass. Choose delta well below 1/N.",
+            PrivacyWarning,
+            stacklevel=3,
+        )
+    return delta
+
+
+def multiplier_of(
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    delta: float,
+    planned: int | None,
+    scheme: Scheme,
+    adjacency: Adjacency,
+) -> float:
+    """z: as given, or the smallest that keeps the planned steps within the budget."""
+    if (noise_multiplier is None) == (epsilon is None):
+        raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
+    if noise_multiplier is not None:
+        if not (isinstance(noise_multiplier, (int, float)) and 0 <= noise_multiplier < math.inf):
+            raise ConfigurationError(f"noise_multiplier must be a number >= 0, not {noise_multiplier!r}.")
+        return float(noise_multiplier)
+    if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon > 0):
+        raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
+    if planned is None:
+        raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
+    return accounting.noise_multiplier(
+        epsilon=epsilon,
+        delta=delta,
+        sample_rate=scheme.sample_rate,
+        steps=planned,
+        sampling=str(scheme.sampling),
+        adjacency=str(adjacency),
+        period=scheme.period,
+    )

@@ -1,0 +1,78 @@
+"""What goes to disk between two sittings of a run, in two files that never mix.
+
+A *checkpoint* may be published: optimizer, accountant, configuration, position, in plain types. The
+*resume file* holds the secrets that the next step would have used. It has mode 0600, is written on a
+clean end and is deleted as soon as it is read: the same noise on two different sums would reveal their
+difference, so no secret may ever serve twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipwise.errors import CheckpointError
+from clipwise.files import replace_file, sync_folder
+
+
+def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write a checkpoint so that a crash leaves the old file or the new one, never half of one."""
+    replace_file(Path(path), lambda file: torch.save(dict(state), file), mode=0o644)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint; only plain types and tensors, never code."""
+    try:
+        state = torch.load(path, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: there is no checkpoint.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is no checkpoint, or was damaged: {type(error).__name__}.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is no checkpoint of clipwise.")
+    return state
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What a run needs to go on as if it had never stopped. Never shown, never published."""
+
+    run: str
+    position: int
+    fingerprint: str
+    data: str
+    key: str
+    epoch: str
+
+    def __repr__(self) -> str:
+        return "Secrets(<secret>)"
+
+    def matches(self, run: str, position: int, fingerprint: str, data: str) -> bool:
+        """Whether they belong to exactly this run, position, configuration and data set."""
+        return (self.run, self.position, self.fingerprint, self.data) == (run, position, fingerprint, data)
+
+
+def write_secrets(path: Path, secrets: Secrets) -> None:
+    """Write the resume file for its owner's eyes only."""
+    text = json.dumps(asdict(secrets)).encode()
+    replace_file(path, lambda file: file.write(text), mode=0o600)
+
+
+def take_secrets(path: Path) -> Secrets | None:
+    """Read the resume file and delete it for good, so that nobody can use it again."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    sync_folder(path.parent)
+    try:
+        return Secrets(**json.loads(text))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,180 @@
+"""What is refused, and why. No message carries a data value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.gradients.layout import Probe, probe_weights
+
+_PROBED_BATCHES = 2
+
+
+def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters to train privately, which are those of the model and of the optimizer alike."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}."
+        )
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    known = {id(p) for p in model.parameters()}
+    held = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in known:
+                raise ConfigurationError(
+                    f"optimizer holds a parameter of shape {tuple(p.shape)} (group {number}) that the model "
+                    "does not: build the optimizer from this model's parameters, after all changes to it."
+                )
+            held.add(id(p))
+    forgotten = [name for name, p in trainable.items() if id(p) not in held]
+    if forgotten:
+        raise ConfigurationError(
+            f"Parameter {forgotten[0]!r} is trainable but the optimizer does not hold it: add it to the "
+            "optimizer, or freeze it with requires_grad_(False)."
+        )
+    for name, p in trainable.items():
+        if not p.is_floating_point():
+            raise ConfigurationError(
+                f"Parameter {name!r} is {p.dtype}: only real floating point is supported."
+            )
+    return trainable
+
+
+def require_no_batch_statistics(model: nn.Module) -> None:
+    """Refuse layers that mix the examples of a batch, or keep statistics of private data."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UnsupportedModelError(
+                f"Layer {name!r} ({type(module).__name__}) is in training mode: it mixes the examples of a batch, so "
+                "one record moves every clipped gradient, and its running statistics leak. Replace it "
+                "by GroupNorm, LayerNorm or InstanceNorm, or freeze its statistics with .eval()."
+            )
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise UnsupportedModelError(
+                f"Layer {name!r} ({type(module).__name__}) keeps running statistics of private data. "
+                "Build it with track_running_stats=False, or freeze it with .eval()."
+            )
+
+
+def require_losses(losses: object, size: int) -> Tensor:
+    """One loss an example, attached to a graph. The size drawn is secret and not in the messages."""
+    if not isinstance(losses, Tensor):
+        raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
+    if losses.dim() == 0:
+        raise StepError(
+            "losses is a single number, so the examples can no longer be told apart. Give one loss an "
+            "example: use reduction='none' and no mean or sum over the batch."
+        )
+    if losses.dim() != 1:
+        raise StepError(
+            f"losses has {losses.dim()} dimensions. Give one loss an example: sum or average each example's "
+            "own positions, for instance losses.flatten(1).sum(1)."
+        )
+    if len(losses) != size:
+        raise StepError(
+            "losses does not have one entry for each example of the batch that private.loader handed out. "
+            "Do not drop, repeat or pool examples."
+        )
+    if not losses.is_floating_point():
+        raise StepError(f"losses is {losses.dtype}: it must be real floating point.")
+    if not losses.requires_grad:
+        raise StepError(
+            "losses carries no gradient: compute it from the model's output, with gradients enabled "
+            "(no torch.no_grad, no .detach())."
+        )
+    return losses
+
+
+class BufferGuard:
+    """Nothing that a buffer learned from private data may leave with the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def remember(self) -> None:
+        """Called when a batch is handed out."""
+        self._versions = dict(self._now())
+
+    def compare(self) -> None:
+        """Called when its losses come back."""
+        for name, version in self._now():
+            if self._versions.get(name, version) != version:
+                raise UnsupportedModelError(
+                    f"Buffer {name!r} was changed during the forward pass. What it learned from private data would "
+                    "leave with the model without any noise. Stop updating it in training."
+                )
+
+    def _now(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for prefix, module in self._model.named_modules():
+            # Spectral norm's power iteration looks at weights alone, which are released anyway.
+            if type(module).__name__ == "_SpectralNorm":
+                continue
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (f"{prefix}.{name}" if prefix else name), (id(buffer), buffer._version)
+
+
+class IndependenceProbe:
+    """d loss_i / d input_j must be 0 for i != j, on the first batches (see gradients/layout.py).
+
+    A lint, not a proof: it sees what a gradient shows, on the inputs that are floating point.
+    """
+
+    def __init__(self) -> None:
+        self._left = _PROBED_BATCHES
+        self._leaves: list[Tensor] = []
+
+    def mark(self, batch: Any) -> Any:
+        """Let a batch's inputs carry gradients, while the probe still looks."""
+        self._leaves = []
+        return self._marked(batch) if self._left else batch
+
+    def examine(self, losses: Tensor) -> None:
+        """Refuse losses that depend on other examples' inputs."""
+        leaves, self._leaves = self._leaves, []
+        if not leaves or len(losses) < 2:
+            return
+        self._left -= 1
+        weights_B = probe_weights(len(losses), losses)
+        plain, weighted = (
+            torch.autograd.grad(losses, leaves, w, retain_graph=True, allow_unused=True)
+            for w in (torch.ones_like(losses), weights_B)
+        )
+        for p, w in zip(plain, weighted, strict=True):
+            if p is None or w is None:
+                continue
+            probe = Probe(p, w, weights_B.to(p.device))
+            if not probe.is_dead() and not probe.layouts():
+                raise CoupledExamplesError(
+                    "The loss of one example depends on the inputs of another, so clipping single examples "
+                    "bounds nothing. Usual causes: batch statistics, subtracting a mean over the batch, a "
+                    "loss that compares examples or is divided by something of the whole batch. "
+                    "clipwise.check(model, loss, batch) helps to find the place."
+                )
+
+    def _marked(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not value.is_floating_point() or value.requires_grad:
+                return value
+            leaf = value.detach().requires_grad_()
+            self._leaves.append(leaf)
+            return leaf.clone()  # not a leaf itself, so that the model may work on it in place
+        if isinstance(value, Mapping):
+            return type(value)({k: self._marked(v) for k, v in value.items()})  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._marked(v) for v in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._marked(v) for v in value)
+        return value

@@ -1,0 +1,558 @@
+"""make_private and Private: the five stages of a private step around a model and an optimizer.
+
+    sample -> bound -> noise -> record -> update
+
+The engine wires and orders; it holds no mathematics. What belongs to one step lives in that step.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise import accounting, checkpoint, checks, faults, fingerprint
+from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps
+from clipwise.budget import Budget
+from clipwise.clipping import Clipper, PerExample, Strategy
+from clipwise.errors import (
+    BudgetExhausted,
+    CheckpointError,
+    ConfigurationError,
+    LedgerError,
+    PrivacyWarning,
+    StepError,
+)
+from clipwise.ledger import FileLedger, Ledger, MemoryLedger
+from clipwise.noise import NoiseKey, gaussian
+from clipwise.privacy import (
+    Adjacency,
+    Entry,
+    Event,
+    Part,
+    Sampling,
+    Spent,
+    effective_multiplier,
+    split_noise,
+)
+from clipwise.sampling import Fetcher, PrivateLoader, Scheme, make_scheme
+from clipwise.statement import Statement
+
+
+class Private:
+    """A private training run. Made by `make_private`; see there.
+
+    Attributes:
+        loader: hands out the batches of an epoch. A batch may be empty, and counts all the same.
+        optimizer: the user's own, unchanged.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parameters: dict[str, nn.Parameter],
+        dataset: Any,
+        scheme: Scheme,
+        strategy: Strategy,
+        clipper: Clipper,
+        parts: tuple[Part, ...],
+        event: Event,
+        budget: Budget | None,
+        delta: float,
+        ledger: Ledger,
+        resume_file: Path | None,
+        seed: int | None,
+        loader_options: Mapping[str, Any],
+        collate_fn: Callable[[list[Any]], Any] | None,
+        probe: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self._model, self._parameters, self._dataset = model, parameters, dataset
+        self._scheme, self._strategy, self._clipper = scheme, strategy, clipper
+        self._parts, self._event = parts, event
+        self._budget, self._delta = budget, delta
+        self._ledger, self._resume_file = ledger, resume_file
+        self._seeded = seed is not None
+        self._fingerprint = fingerprint.of_configuration(self._configuration())
+        self._must_load = isinstance(ledger, FileLedger) and ledger.existing
+        if budget is not None and ledger.position and not self._must_load:
+            budget.recompute(ledger.history(), event)
+        self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
+        self._epoch_secret, self._slot = b"", 0
+        self._partial: dict[str, Tensor] | None = None
+        self._written: dict[str, tuple[Tensor, int]] = {}
+        self._buffers = checks.BufferGuard(model)
+        self._independence = checks.IndependenceProbe() if probe else None
+        self._spent_cache: dict[tuple[int, float, str], float] = {}
+        self._closed = False
+        self.loader = PrivateLoader(
+            scheme,
+            Fetcher(dataset, collate_fn),
+            self._secrets_ahead,
+            prepare=self._hand_out,
+            **loader_options,
+        )
+
+    # ----------------------------------------------------------------- the step
+
+    def step(self, losses: Tensor) -> bool:
+        """`backward(losses)`, then `optimizer.step()` when the batch is complete.
+
+        Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
+        """
+        if not self.backward(losses):
+            return False
+        faults.reached("step.before-update")
+        self.optimizer.step()
+        self._remember_written()
+        return True
+
+    def backward(self, losses: Tensor) -> bool:
+        """Write the private gradient of the batch to `.grad` of every trainable parameter.
+
+        Args:
+            losses: one loss for each example of the batch that `loader` handed out last.
+
+        Returns:
+            Whether the batch is complete and `.grad` written. With `max_physical_batch_size` a batch comes
+            in pieces, whose sums are gathered until the last.
+
+        Raises:
+            BudgetExhausted: if the release would pass the budget; nothing is released then.
+        """
+        piece = self._require_open().current
+        if piece is None or piece.consumed:
+            self.loader.consume()  # explains what is wrong
+            raise StepError("private.step needs a batch from private.loader.")
+        losses = checks.require_losses(losses, piece.size)
+        self._require_untouched()
+        self._require_budget()
+        if self._independence is not None:
+            self._independence.examine(losses)
+        clipped = self._clipper.clipped_sum(losses)
+        if piece.index_in_batch == 0 or self._partial is None:
+            self._partial = clipped
+        else:
+            for name, gathered in self._partial.items():
+                gathered += clipped[name]
+        self.loader.consume()
+        if not piece.last:
+            return False
+        total, self._partial = self._partial, None
+        self._release(total)
+        return True
+
+    def _release(self, total: dict[str, Tensor]) -> None:
+        """record, then noise, then make visible; the secret of this step is gone afterwards."""
+        self._ledger.charge(self._event)
+        if self._budget is not None:
+            self._budget.left -= 1
+        noised = self._add_noise(total)
+        if self._slot == 0:
+            self._epoch_secret = self._key.derive("epoch")
+        self._key.advance()
+        self._slot = (self._slot + 1) % self._scheme.steps_per_epoch
+        faults.reached("step.before-grad")
+        for name, p in self._parameters.items():
+            p.grad = noised[name].div_(self._scheme.expected_size).to(p.dtype)
+        self._remember_written()
+
+    def _add_noise(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One stream a part (and device), in the order of its parameters."""
+        for number, part in enumerate(self._parts):
+            if part.noise_std == 0:
+                continue
+            devices = dict.fromkeys(total[name].device for name in part.parameters)
+            for place, device in enumerate(devices):
+                names = [n for n in part.parameters if total[n].device == device]
+                dtype = max((total[n].dtype for n in names), key=lambda d: d.itemsize)
+                noise = gaussian(
+                    self._key.derive(f"noise/{number}/{place}"),
+                    sum(total[n].numel() for n in names),
+                    part.noise_std,
+                    device=device,
+                    dtype=dtype,
+                )
+                begin = 0
+                for n in names:
+                    end = begin + total[n].numel()
+                    total[n] = noise[begin:end].view_as(total[n]) + total[n]
+                    begin = end
+        return total
+
+    # ------------------------------------------------------------- what it cost
+
+    def spent(self, delta: float | None = None, accountant: str = "pld") -> Spent:
+        """What all releases so far have cost.
+
+        Args:
+            delta: by default that of the run.
+            accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step.
+        """
+        delta = self._delta if delta is None else delta
+        key = (self._ledger.position, delta, accountant)
+        if key not in self._spent_cache:
+            self._spent_cache = {key: accounting.epsilon_of(self._ledger.history(), delta, accountant)}
+        return Spent(
+            epsilon=self._spent_cache[key],
+            delta=delta,
+            adjacency=self._event.adjacency,
+            unit=self._event.unit,
+            sampling=self._event.sampling,
+            steps=self._ledger.position,
+            accountant=accountant,
+        )
+
+    def parts(self) -> list[Part]:
+        """What the next release holds: names, sensitivity of the *sum*, noise on each coordinate."""
+        return list(self._parts)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z: the noise's standard deviation over the sensitivity, for all parts together."""
+        return self._event.noise_multiplier
+
+    def statement(self) -> Statement:
+        """The privacy statement of the run so far."""
+        return Statement(
+            spent=self.spent(),
+            event=self._event,
+            parts=self._parts,
+            expected_batch_size=self._scheme.expected_size,
+            strategy=self._strategy.describe(),
+            seeded=self._seeded,
+        )
+
+    # ------------------------------------------------- stopping and going on
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, accountant, configuration and position, in types that `weights_only=True` loads.
+
+        It holds no secret and may be published. Save the model's own `state_dict()` beside it.
+        """
+        return {
+            "format": 1,
+            "run": self._ledger.run,
+            "position": self._ledger.position,
+            "slot": self._slot,
+            "configuration": self._configuration(),
+            "fingerprint": self._fingerprint,
+            "seeded": self._seeded,
+            "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        After a clean end (`close`) at the checkpoint's position, with the same configuration, data and
+        resume file, the run goes on bit for bit as if it had never stopped. Otherwise a fresh secret is
+        taken, and steps that are made again are charged again.
+        """
+        if state.get("format") != 1:
+            raise CheckpointError("This is no state_dict of a private run, or one of another format.")
+        self._require_open()
+        history = [Entry(Event.from_dict(e["event"]), e["count"]) for e in state["history"]]
+        if self._ledger.position == 0 and not self._must_load:
+            self._ledger.import_history(history)
+        elif self._ledger.run != state["run"]:
+            raise LedgerError(
+                "The ledger belongs to another run than the checkpoint: give make_private the ledger that the "
+                "checkpoint's run wrote."
+            )
+        elif self._ledger.position < state["position"]:
+            raise LedgerError(
+                "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
+                "make_private the complete ledger."
+            )
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self._slot, self._seeded = int(state["slot"]), self._seeded or bool(state["seeded"])
+        # The optimizer's settings, as loaded, are a part of the configuration.
+        self._fingerprint = fingerprint.of_configuration(self._configuration())
+        secrets = checkpoint.take_secrets(self._resume_file) if self._resume_file else None
+        if (
+            secrets is not None
+            and self._ledger.position == state["position"]
+            and self._fingerprint == state["fingerprint"]
+            and secrets.matches(state["run"], state["position"], self._fingerprint, self._data_digest())
+        ):
+            self._key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key))
+            self._epoch_secret = bytes.fromhex(secrets.epoch)
+        else:
+            self._key = NoiseKey.fresh()
+            self._ledger.restart()
+            if self._scheme.sampling is Sampling.SHUFFLED:
+                self._slot = 0
+            again = self._ledger.position - int(state["position"])
+            warnings.warn(
+                "The run goes on with a fresh secret: it was not stopped cleanly at this checkpoint, or its "
+                "configuration, data or resume file are not the same."
+                + (f" {again} releases after the checkpoint stay counted." if again else ""),
+                PrivacyWarning,
+                stacklevel=2,
+            )
+        if self._budget is not None:
+            self._budget.recompute(self._ledger.history(), self._event)
+        self._must_load, self._partial, self._written = False, None, {}
+        self.loader.reset()
+
+    def close(self) -> None:
+        """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there."""
+        if self._closed:
+            return
+        if self._resume_file is not None and not self._must_load and self._ledger.position > 0:
+            checkpoint.write_secrets(
+                self._resume_file,
+                checkpoint.Secrets(
+                    run=self._ledger.run,
+                    position=self._ledger.position,
+                    fingerprint=fingerprint.of_configuration(self._configuration()),
+                    data=self._data_digest(),
+                    key=self._key.secret_bytes().hex(),
+                    epoch=self._epoch_secret.hex(),
+                ),
+            )
+        self._closed = True
+        self._ledger.close()
+        self._key.wipe()
+        self._epoch_secret = b""
+        self.loader.reset()
+
+    def __enter__(self) -> Private:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _key_from(self, seed: int) -> NoiseKey:
+        """The same seed under another configuration, model or data set must give other noise."""
+        model = fingerprint.of_values(self._model.state_dict())
+        return NoiseKey.from_seed(
+            seed, self._fingerprint.encode() + model + fingerprint.of_data(self._dataset)
+        )
+
+    def _secrets_ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
+        """For the steps to come: what draws the batch. Works on a copy of the key."""
+        key, epoch, slot = self._key.copy(), self._epoch_secret, self._slot
+        while True:
+            if slot == 0:
+                epoch = key.derive("epoch")
+            yield key.derive("sampling"), epoch, slot
+            key.advance()
+            slot = (slot + 1) % self._scheme.steps_per_epoch
+
+    def _hand_out(self, batch: Any) -> Any:
+        self._require_open()
+        self._require_loaded()
+        self._buffers.remember()
+        return batch if self._independence is None else self._independence.mark(batch)
+
+    def _require_open(self) -> PrivateLoader:
+        if self._closed:
+            raise StepError("This private run is closed: make a new one to go on.")
+        return self.loader
+
+    def _require_loaded(self) -> None:
+        if self._must_load:
+            raise LedgerError(
+                f"{self._ledger_name()} holds another run ({self._ledger.position} releases). To go on with that "
+                "run, call load_state_dict with its checkpoint; to begin a new one, give a new ledger path; to "
+                "begin a new one whose cost adds to the old one's, give FileLedger(path, join=True)."
+            )
+
+    def _require_untouched(self) -> None:
+        """Between two releases nobody else may have changed what is released."""
+        checks.require_no_batch_statistics(self._model)
+        self._buffers.compare()
+        for name, p in self._model.named_parameters():
+            if p.requires_grad != (name in self._parameters):
+                raise StepError(
+                    f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
+                )
+            if name in self._parameters and p.grad is not None:
+                written = self._written.get(name)
+                if written is None or p.grad is not written[0] or p.grad._version != written[1]:
+                    raise StepError(
+                        f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
+                        "backward() on the losses, leave that out: it is not private. If you changed .grad "
+                        "after private.backward, call optimizer.zero_grad() after the update."
+                    )
+
+    def _remember_written(self) -> None:
+        self._written = {
+            name: (p.grad, p.grad._version) for name, p in self._parameters.items() if p.grad is not None
+        }
+
+    def _require_budget(self) -> None:
+        if self._budget is not None and self._budget.is_exhausted(self._ledger.history, self._event):
+            raise BudgetExhausted(
+                f"One more step would pass epsilon={self._budget.epsilon:g} at delta={self._budget.delta:g} "
+                f"after {self._ledger.position} steps. Nothing was released for it."
+            )
+
+    def _configuration(self) -> dict[str, Any]:
+        """All that is public and shapes the releases, in plain types."""
+        groups = [
+            {
+                k: v
+                for k, v in group.items()
+                if k != "params" and isinstance(v, (bool, int, float, str, type(None)))
+            }
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "event": self._event.to_dict(),
+            "dataset_size": self._scheme.dataset_size,
+            "expected_batch_size": self._scheme.expected_size,
+            "strategy": self._strategy.describe(),
+            "parameters": _signature(self._parameters),
+            "optimizer": type(self.optimizer).__name__,
+            "groups": groups,
+        }
+
+    def _data_digest(self) -> str:
+        return fingerprint.of_data(self._dataset).hex()
+
+    def _ledger_name(self) -> str:
+        return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    clipping: Strategy | None = None,
+    batch_size: int | None = None,
+    sample_rate: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    noise_multiplier: float | None = None,
+    sampling: str | Sampling = "poisson",
+    adjacency: str | Adjacency | None = None,
+    noise: str = "standard",
+    max_physical_batch_size: int | None = None,
+    seed: int | None = None,
+    ledger: str | os.PathLike[str] | Ledger | None = None,
+    resume_file: str | os.PathLike[str] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    probe_independence: bool = True,
+) -> Private:
+    """Make the training of a model private. The model, the optimizer and the data set stay yours.
+
+    Args:
+        model: any module; not wrapped, no hooks, same `state_dict` keys.
+        optimizer: any torch optimizer over the model's trainable parameters.
+        dataset: map-style, with a length. Its length is public.
+        clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
+        batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
+        sample_rate: the probability that an example is in a batch; instead of `batch_size`.
+        epochs: how long you will train, or `steps`: what the noise is calibrated for.
+        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned
+            steps just fit; a step beyond what fits raises `BudgetExhausted`.
+        noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
+            debugging, and reports epsilon = inf.
+        sampling: "poisson", "fixed-size", "partition", "shuffled" or "full".
+        adjacency: by default the one that the sampling scheme goes with.
+        noise: "standard": tail-exact Gaussian noise.
+        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result.
+        seed: for a reproducible run; the guarantee then holds only while the seed is secret.
+        ledger: a path for the ledger file; in memory if left out.
+        resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
+        collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
+        probe_independence: look, on the first batches, whether a loss depends on other examples' inputs.
+            The inputs that the loader hands out then carry gradients there.
+
+    Returns:
+        The private run: loop over `.loader`, call `.step(losses)`.
+    """
+    parameters = checks.trainable_parameters(model, optimizer)
+    checks.require_no_batch_statistics(model)
+    strategy = PerExample() if clipping is None else clipping
+    if not isinstance(strategy, Strategy):
+        raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
+    if noise != "standard":
+        raise ConfigurationError(f"noise={noise!r} is not known: use 'standard'.")
+    size = Fetcher(dataset, collate_fn).dataset_size
+    scheme = make_scheme(sampling, size, batch_size, sample_rate)
+    relation = adjacency_of(adjacency, scheme.sampling)
+    planned = planned_steps(epochs, steps, scheme)
+    delta = delta_of(delta, epsilon, size)
+    z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
+    clipper = strategy.attach(parameters, relation, strategy.unit, scheme.sampling)
+    parts = _parts(clipper, parameters, z, strategy.split)
+    # Rounding in the split must not make the event better than the noise that is drawn.
+    event = scheme.event(min(z, effective_multiplier(parts)), relation, strategy.unit)
+    header = {"dataset_size": size, "parameters": _signature(parameters)}
+    book = _ledger(ledger, header)
+    if resume_file is None and isinstance(book, FileLedger):
+        resume_file = book.path.with_name(book.path.name + ".resume")
+    try:
+        return Private(
+            model=model,
+            optimizer=optimizer,
+            parameters=parameters,
+            dataset=dataset,
+            scheme=scheme,
+            strategy=strategy,
+            clipper=clipper,
+            parts=parts,
+            event=event,
+            budget=Budget(epsilon, delta, planned) if epsilon is not None and planned is not None else None,
+            delta=delta,
+            ledger=book,
+            resume_file=None if resume_file is None else Path(resume_file),
+            seed=seed,
+            loader_options={
+                "max_physical_batch_size": max_physical_batch_size,
+                "num_workers": num_workers,
+                "pin_memory": pin_memory,
+                "prefetch_factor": prefetch_factor,
+            },
+            collate_fn=collate_fn,
+            probe=probe_independence,
+        )
+    except BaseException:
+        if not isinstance(ledger, Ledger):
+            book.close()
+        raise
+
+
+def _parts(
+    clipper: Clipper, parameters: Mapping[str, nn.Parameter], z: float, split: str
+) -> tuple[Part, ...]:
+    sizes = [sum(parameters[n].numel() for n in bound.parameters) for bound in clipper.bounds]
+    stds = split_noise([b.sensitivity for b in clipper.bounds], sizes, z, split)
+    return tuple(
+        Part(b.name, b.parameters, b.sensitivity, std) for b, std in zip(clipper.bounds, stds, strict=True)
+    )
+
+
+def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str, Any]) -> Ledger:
+    if ledger is None:
+        return MemoryLedger()
+    if isinstance(ledger, Ledger):
+        return ledger
+    Path(ledger).parent.mkdir(parents=True, exist_ok=True)
+    return FileLedger(ledger, header=header)
+
+
+def _signature(parameters: Mapping[str, nn.Parameter]) -> str:
+    return fingerprint.of_configuration({name: list(p.shape) for name, p in parameters.items()})

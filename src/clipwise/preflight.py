@@ -1,0 +1,129 @@
+"""`clipwise.check`: would this model and this loss be accepted, and if not, why?
+
+It runs the model and the loss again with one example replaced, under the same random state, and so also
+sees couplings that no gradient shows, such as a loss divided by the number of valid tokens in the batch.
+Run it on synthetic or public rows: what it says depends on them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
+from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.gradients import FallbackWarning, Memory, by_bookkeeping
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found: `problems` are refusals, `notes` cost time only."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether private training would be accepted."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        lines = ["Accepted: this model and loss can be trained privately." if self.ok else "Refused:"]
+        lines += [f"  - {problem}" for problem in self.problems]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def check(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Report:
+    """Say whether `loss(model, *batch)` can be trained privately.
+
+    Args:
+        model: in the mode in which it will be trained.
+        loss: gives one loss an example.
+        batch: the loss's further arguments, each with the examples along its first axis; at least two
+            examples, synthetic or public.
+
+    Returns:
+        A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
+    """
+    size = _size(batch)
+    report = Report()
+    for test in (_structure, _coupling):
+        try:
+            test(model, loss, batch, size, report)
+        except ClipwiseError as refusal:
+            report.problems.append(str(refusal))
+            break
+    return report
+
+
+def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """The checks that a first training step makes."""
+    require_no_batch_statistics(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    guard, probe = BufferGuard(model), IndependenceProbe()
+    guard.remember()
+    losses = require_losses(_run(model, loss, probe.mark(tuple(batch))), size)
+    guard.compare()
+    probe.examine(losses)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        by_bookkeeping(losses, parameters, Memory())
+    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+
+
+def _coupling(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """Replace one example; every other example's loss must stay what it was."""
+    with torch.no_grad():
+        before = _run(model, loss, batch)
+        tolerance = 1e-5 * before.abs().max().clamp_min(1e-30)
+        for place in {0, size // 2, size - 1}:
+            for source in ((place + 1) % size, None):
+                after = _run(model, loss, _with_row(batch, place, size, source))
+                moved = (after - before).abs() > tolerance
+                moved[place] = False
+                if bool(moved.any()):
+                    report.problems.append(
+                        "The loss of an example moved when only another example was replaced. Usual causes: a "
+                        "loss divided by something of the whole batch (such as its number of valid tokens), "
+                        "batch statistics, a comparison between examples. Compute each loss from its own example."
+                    )
+                    return
+
+
+def _run(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Tensor:
+    """The losses under a fixed random state, so that dropout draws the same mask every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return loss(model, *batch)
+
+
+def _with_row(batch: Sequence[Any], place: int, size: int, source: int | None) -> tuple[Any, ...]:
+    """The batch with one example replaced by another one, or by zeros."""
+
+    def replaced(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != size:
+            return x
+        changed = x.clone()
+        changed[place] = 0 if source is None else x[source]
+        return changed
+
+    result: tuple[Any, ...] = pytree.tree_map(replaced, tuple(batch))
+    return result
+
+
+def _size(batch: Sequence[Any]) -> int:
+    tensors = [x for x in pytree.tree_leaves(tuple(batch)) if isinstance(x, Tensor) and x.dim() > 0]
+    if not tensors or len(tensors[0]) < 2:
+        raise ConfigurationError("batch must hold tensors with at least two examples along their first axis.")
+    return len(tensors[0])

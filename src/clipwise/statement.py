@@ -1,0 +1,84 @@
+"""The privacy statement of a run: what is promised, to whom, and what is not."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from clipwise.privacy import Adjacency, Event, Part, Spent
+
+NOT_COVERED = (
+    "data-dependent preprocessing and feature selection",
+    "hyper-parameters chosen by looking at the same data",
+    "anything printed or logged from private batches, such as the training loss",
+    "side channels such as the time a step takes",
+)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A privacy statement, for people (`str`) and for machines (`to_dict`)."""
+
+    spent: Spent
+    event: Event
+    parts: tuple[Part, ...]
+    expected_batch_size: float
+    strategy: dict[str, Any]
+    seeded: bool
+    not_covered: tuple[str, ...] = NOT_COVERED
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for JSON."""
+        spent = {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(self.spent).items()}
+        return {
+            "spent": spent,
+            "event": self.event.to_dict(),
+            "parts": [asdict(p) for p in self.parts],
+            "expected_batch_size": self.expected_batch_size,
+            "strategy": self.strategy,
+            "seeded": self.seeded,
+            "not_covered": list(self.not_covered),
+            "versions": _versions(),
+        }
+
+    def __str__(self) -> str:
+        s, e = self.spent, self.event
+        neighbours = (
+            f"one {s.unit} replaced by an empty one (the number of {s.unit}s is public)"
+            if s.adjacency is Adjacency.ZERO_OUT
+            else f"one {s.unit} replaced by another"
+        )
+        bounds = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in self.parts[:4])
+        bounds += f" and {len(self.parts) - 4} more parts" if len(self.parts) > 4 else ""
+        lines = [
+            "Privacy statement",
+            f"  guarantee    ({s.epsilon:.4g}, {s.delta:g})-differential privacy of every released model",
+            f"  neighbours   {neighbours}",
+            f"  sampling     {s.sampling}, rate {e.sample_rate:.6g}, {s.steps} steps",
+            f"  mechanism    Gaussian on the clipped sum, noise multiplier {e.noise_multiplier:.4g}",
+            f"  sensitivity  {bounds}",
+            f"  divisor      {self.expected_batch_size:g}, a public constant",
+            f"  accountant   {s.accountant}",
+            f"  not covered  {'; '.join(self.not_covered)}",
+            "  assumption   each loss depends on its own example only: probed on the first batches, not proven",
+        ]
+        if self.seeded:
+            lines.append(
+                "  seed         noise and sampling come from a given seed: the guarantee holds only while that "
+                "seed is secret"
+            )
+        versions = ", ".join(f"{name} {v}" for name, v in _versions().items())
+        lines.append(f"  software     {versions}")
+        return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("clipwise", "torch", "numpy", "dp-accounting"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
