@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check install clean
+.PHONY: demo test check format install clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ test: $(STAMP)  ## the test suite
 check: $(STAMP)  ## style and types
 	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy src
+
+format: $(STAMP)
+	$(BIN)/ruff format src tests examples
 
 clean:
 	rm -rf $(VENV) runs build dist

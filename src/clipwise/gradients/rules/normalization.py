@@ -48,14 +48,15 @@ def group_norm(node: Node, shapes: Shapes) -> Finish:
     return _affine(shapes, normalized, by_channel=True)
 
 
-@register("NativeBatchNormBackward0")
+@register("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 def fixed_batch_norm(node: Node, shapes: Shapes) -> Finish:
     """Batch norm in evaluation mode: a constant affine map a channel, then scale and shift."""
     if node._saved_training:
         raise RuleDoesNotApply("statistics of the batch couple its examples")
     x = node._saved_input if 1 in shapes else None
     mean: Tensor = node._saved_running_mean
-    rstd: Tensor = (node._saved_running_var + node._saved_eps).rsqrt()
+    eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon  # cuDNN's name for it
+    rstd: Tensor = (node._saved_running_var + eps).rsqrt()
 
     def normalized() -> Tensor:
         channels = [1, -1, *[1] * (_given(x).dim() - 2)]
