@@ -336,7 +336,7 @@ def test_seed_and_context_do_not_run_into_each_other() -> None:
 @pytest.mark.parametrize("seed", [True, 1.0, "1", None])
 def test_a_seed_that_is_no_whole_number_is_refused(seed: object) -> None:
     with pytest.raises(ConfigurationError, match="seed"):
-        NoiseKey.from_seed(seed, b"")
+        NoiseKey.from_seed(seed, b"")  # type: ignore[arg-type]
 
 
 def test_the_secret_survives_its_resume_file() -> None:
@@ -349,7 +349,7 @@ def test_the_secret_survives_its_resume_file() -> None:
 @pytest.mark.parametrize("secret", [b"", SECRET[:31], SECRET + b"x", bytes(32), "a" * 32])
 def test_a_secret_that_is_none_is_refused(secret: object) -> None:
     with pytest.raises(ConfigurationError, match="secret"):
-        NoiseKey.from_secret_bytes(secret)
+        NoiseKey.from_secret_bytes(secret)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -168,8 +168,8 @@ def gaussian(
     noise = torch.empty(even, dtype=dtype, device=maker)
     workspace = torch.empty(3, min(even, chunk) // 2, dtype=torch.float64, device=maker)
     pieces = _cuda_words(key, even, maker) if on_cuda else _cpu_words(key, even)
-    for out, words in zip(torch.split(noise, chunk), pieces, strict=False):
-        _write_normals(out, words, std, workspace[:, : out.numel() // 2])
+    for start, words in zip(range(0, even, chunk), pieces, strict=True):
+        _write_normals(noise[start : start + chunk], words, std, workspace[:, : words.numel() // 2])
     return noise[:size].to(target)
 
 
@@ -199,14 +199,15 @@ def _write_normals(out: Tensor, words: Tensor, std: float, workspace: Tensor) ->
     exactly (r = 9.49 std) and the tail has the full relative precision of float64; the largest rounds
     to 1, where r = 0. u is never 0 and never above 1, so no word gives NaN or infinity.
     """
-    pairs, target = words.view(-1, 2), out.view(-1, 2)
-    radius, angle, cosine = workspace
-    radius.copy_(pairs[:, 0].view(torch.uint64)).add_(0.5).mul_(2.0**-64)
+    k, a = words.view(-1, 2).unbind(1)
+    first, second = out.view(-1, 2).unbind(1)
+    radius, angle, cosine = workspace.unbind()
+    radius.copy_(k.view(torch.uint64)).add_(0.5).mul_(2.0**-64)
     radius.log_().mul_(-2.0).sqrt_().mul_(std)
-    angle.copy_(pairs[:, 1]).mul_(math.pi * 2.0**-63)
+    angle.copy_(a).mul_(math.pi * 2.0**-63)
     torch.cos(angle, out=cosine)
-    target[:, 0] = cosine.mul_(radius)
-    target[:, 1] = angle.sin_().mul_(radius)
+    first.copy_(cosine.mul_(radius))
+    second.copy_(angle.sin_().mul_(radius))
 
 
 def _cpu_words(key: bytes, count: int) -> Iterator[Tensor]:
@@ -217,7 +218,7 @@ def _cpu_words(key: bytes, count: int) -> Iterator[Tensor]:
     """
     chunks = [(start, min(_CPU_CHUNK, count - start)) for start in range(0, count, _CPU_CHUNK)]
     drawers = min(torch.get_num_threads(), _DRAWERS)
-    if drawers == 1 or len(chunks) == 1:
+    if drawers == 1 or len(chunks) <= 1:
         for start, size in chunks:
             yield _philox(key, start, size)
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from clipwise.gradients.rules import Finish, RuleDoesNotApply, begin
 from clipwise.gradients.rules.sums import at_least_float32
 from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
 
+_CHECKED_BATCHES = 2  # of each kind of graph, against plain autograd
 KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -41,6 +43,7 @@ class Memory:
 
     resolver: Resolver = field(default_factory=Resolver)
     fallbacks: set[str] = field(default_factory=set)
+    checked: Counter[tuple[object, ...]] = field(default_factory=Counter)
 
 
 class PerExampleGradients:
@@ -104,8 +107,9 @@ def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> Pe
         for j, source in use.operands.items():
             found.append(Contribution(forms[j], path_to(*source, graph.names, parameters)))
     result = PerExampleGradients(len(losses), join(parameters, found))
-    if probed:
+    if probed and memory.checked[graph.signature] < _CHECKED_BATCHES:
         _check(result, losses, parameters)
+        memory.checked[graph.signature] += 1
     return result
 
 

@@ -46,7 +46,9 @@ def forms(
         grads = call(node, {k: _only(g, layouts[k], i) for k, g in outputs.items()})
         for operand, shape in shapes.items():
             grad = grads[operand]
-            rows[operand].append(torch.zeros(shape, device=device) if grad is None else grad.detach())
+            # A node may leave the sum over broadcast positions to the engine that called it.
+            one = torch.zeros(shape, device=device) if grad is None else grad.detach().sum_to_size(shape)
+            rows[operand].append(one)
     return {operand: Written.of(torch.stack(grads)) for operand, grads in rows.items()}
 
 

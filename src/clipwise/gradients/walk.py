@@ -145,6 +145,11 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
         else:
             stack.pop()
             name = node_name(node)
+            if name == "CheckpointFunctionBackward":
+                raise UnsupportedModelError(
+                    "Reentrant activation checkpointing hides the parameters inside it. Call "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead."
+                )
             if name == ACCUMULATE and id(node.variable) in by_id:
                 names[node] = name = by_id[id(node.variable)]
             moves_rows |= name in ROW_MOVERS
