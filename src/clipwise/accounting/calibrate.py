@@ -94,20 +94,28 @@ Rounding = Callable[[float], float]
 
 
 def _around(cost: Callable[[float], float], budget: float, start: float, rounding: Rounding) -> tuple[Point, Point]:
-    """A point within the budget and one beyond it, for a cost that falls with more noise."""
+    """A point within the budget and one beyond it, for a cost that falls with more noise.
+
+    Takes the cost for a power z^-k, with k from the last two points, and steps a little past its boundary.
+    """
     good: Point | None = None
     bad: Point | None = None
-    z = start
-    while good is None or bad is None:
-        point = (z, cost(z))
+    power = 2.0
+    point = (start, cost(start))
+    while True:
         if point[1] <= budget:
             good = point
         else:
             bad = point
-        # epsilon falls at least like 1 / z, so this passes the boundary unless the curve is odd there
-        share = min(max(point[1] / budget, 0.25), 4.0)
-        z = rounding(z * share * (0.998 if point is good else 1.002))
-    return good, bad
+        if good is not None and bad is not None:
+            return good, bad
+        excess = math.log(min(max(point[1] / budget, 1e-3), 1e3)) / power
+        beyond = 0.002 if excess > 0 else -0.002
+        z = rounding(point[0] * math.exp(min(max(excess, -1.0), 1.0) + beyond))
+        previous, point = point, (z, cost(z))
+        if 0 < point[1] < math.inf and 0 < previous[1] < math.inf and point[1] != previous[1]:
+            power = math.log(previous[1] / point[1]) / math.log(point[0] / previous[0])
+            power = min(max(power, 0.5), 20.0)
 
 
 def _narrow(
@@ -123,9 +131,9 @@ def _narrow(
         if close(good[0], bad[0]):
             return good[0]
         share = 0.5
-        if attempt % 3 < 2 and math.isfinite(bad[1]):
-            share = (budget - good[1]) / (bad[1] - good[1])
-            # A little further from the nearer end, so that it is that end which moves up to the boundary.
+        if attempt % 3 < 2 and good[1] > 0 and math.isfinite(bad[1]):
+            share = math.log(budget / good[1]) / math.log(bad[1] / good[1])
+            # A little away from the nearer end, so that it is that end which moves up to the boundary.
             share += 0.05 if share < 0.5 else -0.05
         x = rounding(good[0] + share * (bad[0] - good[0]))
         if not min(good[0], bad[0]) < x < max(good[0], bad[0]):
