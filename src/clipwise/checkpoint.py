@@ -19,6 +19,10 @@ import torch
 
 from clipwise.errors import CheckpointError
 from clipwise.files import replace_file, sync_folder
+from clipwise.privacy import Entry, Event
+
+FORMAT = 1
+_FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", "history", "optimizer"}
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -37,6 +41,20 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is no checkpoint of clipwise.")
     return state
+
+
+def history_of(state: Mapping[str, Any]) -> list[Entry]:
+    """What the run of a checkpoint had released; refuses what is no checkpoint, or only a part of one."""
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise CheckpointError("This is no state_dict of a private run, or one of another format.")
+    try:
+        history = [Entry(Event.from_dict(e["event"]), int(e["count"])) for e in state["history"]]
+        complete = state.keys() >= _FIELDS and sum(e.count for e in history) == state["position"]
+    except (KeyError, TypeError, ValueError):
+        complete = False
+    if not complete:
+        raise CheckpointError("This state_dict of a private run is damaged: use the one saved before it.")
+    return history
 
 
 @dataclass(frozen=True)

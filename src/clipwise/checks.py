@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Probe, probe_weights
+from clipwise.gradients.walk import Node
 
 _PROBED_BATCHES = 2
 
@@ -21,6 +24,11 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "optimizer is LBFGS, which asks for several gradients of one batch a step: use SGD, Adam or another "
+            "that takes one."
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -52,15 +60,20 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def require_no_batch_statistics(model: nn.Module) -> None:
     """Refuse layers that mix the examples of a batch, or keep statistics of private data."""
     for name, module in model.named_modules():
-        if not module.training:
-            continue
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedModelError(
-                f"Layer {name!r} ({type(module).__name__}) is in training mode: it mixes the examples of a batch, so "
-                "one record moves every clipped gradient, and its running statistics leak. Replace it "
-                "by GroupNorm, LayerNorm or InstanceNorm, or freeze its statistics with .eval()."
-            )
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            if module.training:
+                raise UnsupportedModelError(
+                    f"Layer {name!r} ({type(module).__name__}) is in training mode: it mixes the examples of a "
+                    "batch, so one record moves every clipped gradient, and its running statistics leak. Replace "
+                    "it by GroupNorm, LayerNorm or InstanceNorm, or freeze its statistics with .eval()."
+                )
+            if module.running_mean is None:
+                raise UnsupportedModelError(
+                    f"Layer {name!r} ({type(module).__name__}) keeps no running statistics, so it mixes the examples "
+                    "of a batch even in .eval(). Replace it by GroupNorm, LayerNorm or InstanceNorm."
+                )
+        keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        if keeps and module.training:
             raise UnsupportedModelError(
                 f"Layer {name!r} ({type(module).__name__}) keeps running statistics of private data. "
                 "Build it with track_running_stats=False, or freeze it with .eval()."
@@ -97,11 +110,12 @@ def require_losses(losses: object, size: int) -> Tensor:
 
 
 class BufferGuard:
-    """Nothing that a buffer learned from private data may leave with the model."""
+    """Nothing that a buffer or a parameter learned in a forward pass may leave with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: dict[str, tuple[object, ...]] = {}
+        self._left = _PROBED_BATCHES  # batches on which contents are looked at: `.data` changes no version
 
     def remember(self) -> None:
         """Called when a batch is handed out."""
@@ -110,63 +124,82 @@ class BufferGuard:
     def compare(self) -> None:
         """Called when its losses come back."""
         for name, version in self._now():
-            if self._versions.get(name, version) != version:
+            if self._versions.get(name) != version:
                 raise UnsupportedModelError(
-                    f"Buffer {name!r} was changed during the forward pass. What it learned from private data would "
-                    "leave with the model without any noise. Stop updating it in training."
+                    f"{name} was set or changed between the draw of a batch and private.step, as in a forward pass "
+                    "that learns. What it learned from private data would leave with the model without any noise. "
+                    "Set it before the first batch, from public data; update parameters before the next batch is drawn."
                 )
+        self._left = max(0, self._left - 1)
+        self._versions = dict(self._now())
 
-    def _now(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _now(self) -> Iterator[tuple[str, tuple[object, ...]]]:
         for prefix, module in self._model.named_modules():
             # Spectral norm's power iteration looks at weights alone, which are released anyway.
             if type(module).__name__ == "_SpectralNorm":
                 continue
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (f"{prefix}.{name}" if prefix else name), (id(buffer), buffer._version)
+            for kind, tensors in (("Buffer", module._buffers), ("Parameter", module._parameters)):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        full_name = f"{prefix}.{name}" if prefix else name
+                        contents = _digest(tensor) if self._left else ()
+                        yield f"{kind} {full_name!r}", (id(tensor), tensor._version, *contents)
+
+
+def _digest(tensor: Tensor) -> tuple[float, ...]:
+    """Numbers that hardly stay what they are when the contents change."""
+    if is_lazy(tensor):
+        return ()
+    values = tensor.detach().double().nan_to_num()
+    return float(values.sum()), float(values.abs().sum())
 
 
 class IndependenceProbe:
     """d loss_i / d input_j must be 0 for i != j, on the first batches (see gradients/layout.py).
 
-    A lint, not a proof: it sees what a gradient shows, on the inputs that are floating point.
+    A lint, not a proof: it sees what a gradient shows, on the inputs that are floating point and, for
+    ids, at what trainable embeddings make of them.
     """
 
     def __init__(self) -> None:
         self._left = _PROBED_BATCHES
         self._leaves: list[Tensor] = []
+        self._ids: list[Tensor] = []
 
     def mark(self, batch: Any) -> Any:
         """Let a batch's inputs carry gradients, while the probe still looks."""
-        self._leaves = []
+        self._leaves, self._ids = [], []
         return self._marked(batch) if self._left else batch
 
     def examine(self, losses: Tensor) -> None:
         """Refuse losses that depend on other examples' inputs."""
-        leaves, self._leaves = self._leaves, []
-        if not leaves or len(losses) < 2:
+        if len(losses) < 2 or not (self._leaves or self._ids):
             return
-        self._left -= 1
+        inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
         weights_B = probe_weights(len(losses), losses)
-        plain, weighted = (
-            torch.autograd.grad(losses, leaves, w, retain_graph=True, allow_unused=True)
+        found: list[tuple[Tensor | None, ...]] = [
+            torch.autograd.grad(losses, inputs, w, retain_graph=True, allow_unused=True) if inputs else ()
             for w in (torch.ones_like(losses), weights_B)
-        )
-        for p, w in zip(plain, weighted, strict=True):
+        ]
+        for p, w in zip(*found, strict=True):
             if p is None or w is None:
                 continue
             probe = Probe(p, w, weights_B.to(p.device))
-            if not probe.is_dead() and not probe.layouts():
+            # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
+            if bool(w.any()) and not probe.layouts():
                 raise CoupledExamplesError(
                     "The loss of one example depends on the inputs of another, so clipping single examples "
                     "bounds nothing. Usual causes: batch statistics, subtracting a mean over the batch, a "
                     "loss that compares examples or is divided by something of the whole batch. "
                     "clipwise.check(model, loss, batch) helps to find the place."
                 )
+        # Only a batch that passed: who tries again after a refusal is looked at again.
+        self._left, self._leaves, self._ids = self._left - 1, [], []
 
     def _marked(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if not value.is_floating_point() or value.requires_grad:
+                self._ids.append(value)
                 return value
             leaf = value.detach().requires_grad_()
             self._leaves.append(leaf)
@@ -178,3 +211,27 @@ class IndependenceProbe:
         if isinstance(value, (list, tuple)):
             return type(value)(self._marked(v) for v in value)
         return value
+
+
+def _lookups(losses: Tensor, ids: list[Tensor]) -> list[GradientEdge]:
+    """What embeddings made of these ids, as edges of the losses' graph."""
+    edges: list[GradientEdge] = []
+    root: Node = losses.grad_fn
+    entered, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        saved = getattr(node, "_saved_indices", None)
+        if isinstance(saved, Tensor) and any(_same_ids(saved, x) for x in ids):
+            edges.append(GradientEdge(node, 0))
+        for child, _ in node.next_functions:
+            if child is not None and child not in entered:
+                entered.add(child)
+                stack.append(child)
+    return edges
+
+
+def _same_ids(saved: Tensor, ids: Tensor) -> bool:
+    """Whether these are the ids of the batch: a view of them, or a copy on another device or in another type."""
+    if saved.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
+        return True
+    return saved.shape == ids.shape and torch.equal(saved, ids.to(saved))

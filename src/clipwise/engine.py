@@ -33,7 +33,6 @@ from clipwise.ledger import FileLedger, Ledger, MemoryLedger
 from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import (
     Adjacency,
-    Entry,
     Event,
     Part,
     Sampling,
@@ -81,10 +80,12 @@ class Private:
         self._budget, self._delta = budget, delta
         self._ledger, self._resume_file = ledger, resume_file
         self._seeded = seed is not None
-        self._fingerprint = fingerprint.of_configuration(self._configuration())
-        self._must_load = isinstance(ledger, FileLedger) and ledger.existing
-        if budget is not None and ledger.position and not self._must_load:
-            budget.recompute(ledger.history(), event)
+        # A run that released nothing has nothing to go on with.
+        self._must_load = isinstance(ledger, FileLedger) and ledger.existing and ledger.position > 0
+        if ledger.position and not self._must_load:
+            ledger.restart()  # the key of this run is not that of the releases before it
+            if budget is not None:
+                budget.recompute(ledger.history(), event, goes_on=False)
         self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
         self._epoch_secret, self._slot = b"", 0
         self._partial: dict[str, Tensor] | None = None
@@ -147,7 +148,11 @@ class Private:
         if not piece.last:
             return False
         total, self._partial = self._partial, None
-        self._release(total)
+        try:
+            self._release(total)
+        except BaseException:
+            self.loader.reset()  # the iterator is a step ahead of the key: going on with it would mix them up
+            raise
         return True
 
     def _release(self, total: dict[str, Tensor]) -> None:
@@ -173,13 +178,13 @@ class Private:
             devices = dict.fromkeys(total[name].device for name in part.parameters)
             for place, device in enumerate(devices):
                 names = [n for n in part.parameters if total[n].device == device]
-                dtype = max((total[n].dtype for n in names), key=lambda d: d.itemsize)
+                exact = any(total[n].dtype == torch.float64 for n in names)
                 noise = gaussian(
                     self._key.derive(f"noise/{number}/{place}"),
                     sum(total[n].numel() for n in names),
                     part.noise_std,
                     device=device,
-                    dtype=dtype,
+                    dtype=torch.float64 if exact else torch.float32,
                 )
                 begin = 0
                 for n in names:
@@ -225,10 +230,12 @@ class Private:
         return Statement(
             spent=self.spent(),
             event=self._event,
+            history=tuple(self._ledger.history()),
             parts=self._parts,
             expected_batch_size=self._scheme.expected_size,
             strategy=self._strategy.describe(),
             seeded=self._seeded,
+            probed=self._independence is not None,
         )
 
     # ------------------------------------------------- stopping and going on
@@ -239,12 +246,12 @@ class Private:
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
         return {
-            "format": 1,
+            "format": checkpoint.FORMAT,
             "run": self._ledger.run,
             "position": self._ledger.position,
             "slot": self._slot,
             "configuration": self._configuration(),
-            "fingerprint": self._fingerprint,
+            "fingerprint": self._fingerprint(),
             "seeded": self._seeded,
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
             "optimizer": self.optimizer.state_dict(),
@@ -257,33 +264,34 @@ class Private:
         resume file, the run goes on bit for bit as if it had never stopped. Otherwise a fresh secret is
         taken, and steps that are made again are charged again.
         """
-        if state.get("format") != 1:
-            raise CheckpointError("This is no state_dict of a private run, or one of another format.")
         self._require_open()
-        history = [Entry(Event.from_dict(e["event"]), e["count"]) for e in state["history"]]
-        if self._ledger.position == 0 and not self._must_load:
-            self._ledger.import_history(history)
-        elif self._ledger.run != state["run"]:
+        history = checkpoint.history_of(state)
+        self._require_fitting(state["configuration"])
+        is_new = self._ledger.run != state["run"]  # then the history is brought along
+        if is_new and self._ledger.position > 0:
             raise LedgerError(
                 "The ledger belongs to another run than the checkpoint: give make_private the ledger that the "
                 "checkpoint's run wrote."
             )
-        elif self._ledger.position < state["position"]:
+        if not is_new and self._ledger.position < state["position"]:
             raise LedgerError(
                 "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
                 "make_private the complete ledger."
             )
+        # First, because the optimizer's settings, as loaded, are a part of the configuration.
         self.optimizer.load_state_dict(dict(state["optimizer"]))
+        if is_new:
+            self._ledger.import_history(history)
         self._slot, self._seeded = int(state["slot"]), self._seeded or bool(state["seeded"])
-        # The optimizer's settings, as loaded, are a part of the configuration.
-        self._fingerprint = fingerprint.of_configuration(self._configuration())
+        now = self._fingerprint()
         secrets = checkpoint.take_secrets(self._resume_file) if self._resume_file else None
-        if (
+        goes_on = (
             secrets is not None
             and self._ledger.position == state["position"]
-            and self._fingerprint == state["fingerprint"]
-            and secrets.matches(state["run"], state["position"], self._fingerprint, self._data_digest())
-        ):
+            and now == state["fingerprint"]
+            and secrets.matches(state["run"], state["position"], now, self._data_digest())
+        )
+        if secrets is not None and goes_on:
             self._key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key))
             self._epoch_secret = bytes.fromhex(secrets.epoch)
         else:
@@ -300,31 +308,25 @@ class Private:
                 stacklevel=2,
             )
         if self._budget is not None:
-            self._budget.recompute(self._ledger.history(), self._event)
-        self._must_load, self._partial, self._written = False, None, {}
+            # In the middle of an epoch the last entry is that of this key; imported ones are closed.
+            in_epoch = goes_on and not is_new and self._slot > 0
+            self._budget.recompute(self._ledger.history(), self._event, goes_on=in_epoch)
+        self._must_load, self._partial = False, None
         self.loader.reset()
 
     def close(self) -> None:
         """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there."""
         if self._closed:
             return
-        if self._resume_file is not None and not self._must_load and self._ledger.position > 0:
-            checkpoint.write_secrets(
-                self._resume_file,
-                checkpoint.Secrets(
-                    run=self._ledger.run,
-                    position=self._ledger.position,
-                    fingerprint=fingerprint.of_configuration(self._configuration()),
-                    data=self._data_digest(),
-                    key=self._key.secret_bytes().hex(),
-                    epoch=self._epoch_secret.hex(),
-                ),
-            )
         self._closed = True
-        self._ledger.close()
-        self._key.wipe()
-        self._epoch_secret = b""
-        self.loader.reset()
+        try:
+            if self._resume_file is not None and not self._must_load and self._ledger.position > 0:
+                checkpoint.write_secrets(self._resume_file, self._secrets())
+        finally:
+            self._ledger.close()
+            self._key.wipe()
+            self._epoch_secret = b""
+            self.loader.reset()
 
     def __enter__(self) -> Private:
         return self
@@ -338,13 +340,23 @@ class Private:
 
     def _key_from(self, seed: int) -> NoiseKey:
         """The same seed under another configuration, model or data set must give other noise."""
-        model = fingerprint.of_values(self._model.state_dict())
-        return NoiseKey.from_seed(
-            seed, self._fingerprint.encode() + model + fingerprint.of_data(self._dataset)
+        model, data = fingerprint.of_model(self._model), fingerprint.of_data(self._dataset)
+        return NoiseKey.from_seed(seed, self._fingerprint().encode() + model + data)
+
+    def _secrets(self) -> checkpoint.Secrets:
+        """What going on from here takes."""
+        return checkpoint.Secrets(
+            run=self._ledger.run,
+            position=self._ledger.position,
+            fingerprint=self._fingerprint(),
+            data=self._data_digest(),
+            key=self._key.secret_bytes().hex(),
+            epoch=self._epoch_secret.hex(),
         )
 
     def _secrets_ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
         """For the steps to come: what draws the batch. Works on a copy of the key."""
+        self._require_open()
         key, epoch, slot = self._key.copy(), self._epoch_secret, self._slot
         while True:
             if slot == 0:
@@ -381,9 +393,15 @@ class Private:
                 raise StepError(
                     f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
                 )
+            if p.requires_grad and p is not self._parameters[name]:
+                raise StepError(
+                    f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
+                    "with an optimizer that holds the new one."
+                )
             if name in self._parameters and p.grad is not None:
                 written = self._written.get(name)
-                if written is None or p.grad is not written[0] or p.grad._version != written[1]:
+                foreign = written is None or p.grad is not written[0] or p.grad._version != written[1]
+                if foreign and bool(p.grad.any()):  # zero_grad(set_to_none=False) leaves zeros
                     raise StepError(
                         f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
                         "backward() on the losses, leave that out: it is not private. If you changed .grad "
@@ -402,14 +420,23 @@ class Private:
                 f"after {self._ledger.position} steps. Nothing was released for it."
             )
 
+    def _require_fitting(self, configuration: Mapping[str, Any]) -> None:
+        """A checkpoint's optimizer state must belong to such parameters and such an optimizer."""
+        mine = self._configuration()
+        for field in ("parameters", "optimizer"):
+            if configuration.get(field) != mine[field]:
+                raise CheckpointError(
+                    f"The checkpoint's run has another {field} than this one: build model and optimizer as they "
+                    "were there, or begin a new run."
+                )
+
+    def _fingerprint(self) -> str:
+        return fingerprint.of_configuration(self._configuration())
+
     def _configuration(self) -> dict[str, Any]:
         """All that is public and shapes the releases, in plain types."""
         groups = [
-            {
-                k: v
-                for k, v in group.items()
-                if k != "params" and isinstance(v, (bool, int, float, str, type(None)))
-            }
+            {name: _plain(value) for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
         return {
@@ -473,7 +500,9 @@ def make_private(
         adjacency: by default the one that the sampling scheme goes with.
         noise: "standard": tail-exact Gaussian noise.
         max_physical_batch_size: hand batches out in pieces of at most this size; changes no result.
-        seed: for a reproducible run; the guarantee then holds only while the seed is secret.
+        seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
+            configuration, model or data set gets other noise from it, as far as those can be seen (of a data
+            set that is not made of tensors, some records); another loss function does not: take a new seed.
         ledger: a path for the ledger file; in memory if left out.
         resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
         collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
@@ -552,6 +581,15 @@ def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str,
         return ledger
     Path(ledger).parent.mkdir(parents=True, exist_ok=True)
     return FileLedger(ledger, header=header)
+
+
+def _plain(value: Any) -> Any:
+    """A setting of an optimizer in types that JSON and `weights_only=True` know."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
 def _signature(parameters: Mapping[str, nn.Parameter]) -> str:

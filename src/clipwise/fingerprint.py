@@ -7,13 +7,17 @@ therefore never published: it goes into the derivation of a key, or into the res
 from __future__ import annotations
 
 import json
+import pickle
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 _SAMPLED_ITEMS = 16  # of a data set that is not a TensorDataset
 
@@ -31,31 +35,38 @@ def of_data(dataset: Any) -> bytes:
     if isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
             _update(digest, tensor)
+    elif type(dataset) is Subset:
+        _update(digest, list(dataset.indices))
+        digest.update(of_data(dataset.dataset))
     else:
         for i in np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_ITEMS).astype(int)).tolist():
             _update(digest, dataset[i])
     return digest.digest()
 
 
-def of_values(values: Any) -> bytes:
-    """A digest of tensors and plain values, nested as they are."""
+def of_model(model: nn.Module) -> bytes:
+    """A digest of a model: how it is built, as far as that shows, and all its values."""
     digest = blake2b(digest_size=32)
-    _update(digest, values)
+    digest.update(re.sub(r" at 0x[0-9a-f]+", "", repr(model)).encode())
+    _update(digest, model.state_dict())
     return digest.digest()
 
 
 def _update(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif isinstance(value, Mapping):
-        for key in value:
-            _update(digest, key)
-            _update(digest, value[key])
+        _update(digest, list(value.items()))
     elif isinstance(value, (list, tuple)):
+        digest.update(f"{len(value)}:".encode())
         for item in value:
             _update(digest, item)
-    else:
+    elif isinstance(value, (bool, int, float, str, bytes, type(None))):
         digest.update(f"{type(value).__name__}:{value!r}".encode())
+    else:  # not its text, which may hold its address
+        digest.update(f"{type(value).__qualname__}:".encode())
+        with suppress(Exception):  # what cannot be pickled counts by its type alone
+            digest.update(pickle.dumps(value, protocol=4))

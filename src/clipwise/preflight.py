@@ -1,14 +1,16 @@
 """`clipwise.check`: would this model and this loss be accepted, and if not, why?
 
-It runs the model and the loss again with one example replaced, under the same random state, and so also
-sees couplings that no gradient shows, such as a loss divided by the number of valid tokens in the batch.
+It runs the model and the loss again with one example replaced or taken out, under the same random state,
+and so also sees couplings that no gradient shows, such as a loss divided by the number of valid tokens in
+the batch, or by the number of its examples.
 Run it on synthetic or public rows: what it says depends on them.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
-from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning, Memory, by_bookkeeping
 
 Loss = Callable[..., Tensor]
@@ -34,6 +36,9 @@ class Report:
     def ok(self) -> bool:
         """Whether private training would be accepted."""
         return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def __str__(self) -> str:
         lines = ["Accepted: this model and loss can be trained privately." if self.ok else "Refused:"]
@@ -56,7 +61,7 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Report:
     """
     size = _size(batch)
     report = Report()
-    for test in (_structure, _coupling):
+    for test in (_structure, _replacement, _removal):
         try:
             test(model, loss, batch, size, report)
         except ClipwiseError as refusal:
@@ -82,43 +87,100 @@ def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, re
     report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
 
 
-def _coupling(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+@torch.no_grad()
+def _replacement(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
     """Replace one example; every other example's loss must stay what it was."""
-    with torch.no_grad():
+    before = _run(model, loss, batch)
+    for place in _places(size):
+        for source in ((place + 1) % size, None):
+            after = _run(model, loss, _with_row(batch, place, size, source))
+            if _moved(before, after, _others(place, size)):
+                raise CoupledExamplesError(
+                    "The loss of an example moved when only another example was replaced. Usual causes: a loss "
+                    "divided by something of the whole batch (such as its number of valid tokens), batch "
+                    "statistics, a comparison between examples. Compute each loss from its own example."
+                )
+
+
+@torch.no_grad()
+def _removal(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """Take one example out; every other example's loss must stay what it was. The size drawn is secret.
+
+    Random layers draw other numbers for another size, so a model that has them is looked at in `.eval()`.
+    """
+    everyone = torch.arange(size)
+    random = _moved(_run(model, loss, batch), _run(model, loss, batch, seed=1), everyone)
+    with _evaluating(model) if random else nullcontext():
         before = _run(model, loss, batch)
-        tolerance = 1e-5 * before.abs().max().clamp_min(1e-30)
-        for place in {0, size // 2, size - 1}:
-            for source in ((place + 1) % size, None):
-                after = _run(model, loss, _with_row(batch, place, size, source))
-                moved = (after - before).abs() > tolerance
-                moved[place] = False
-                if bool(moved.any()):
-                    report.problems.append(
-                        "The loss of an example moved when only another example was replaced. Usual causes: a "
-                        "loss divided by something of the whole batch (such as its number of valid tokens), "
-                        "batch statistics, a comparison between examples. Compute each loss from its own example."
-                    )
-                    return
+        if _moved(before, _run(model, loss, batch, seed=1), everyone):
+            report.notes.append("The losses are random even in .eval(): no example was taken out to test.")
+            return
+        for place in _places(size):
+            others = _others(place, size)
+            after = _run(model, loss, _without_row(batch, place, size))
+            if after.shape != others.shape or _moved(before[others], after, torch.arange(size - 1)):
+                raise CoupledExamplesError(
+                    "The loss of an example moved when another example was taken out of the batch. Usual cause: a "
+                    "loss divided by the number of examples. How many are drawn is secret, and private.step divides "
+                    "by a constant of its own: leave the division out."
+                )
 
 
-def _run(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Tensor:
+def _places(size: int) -> list[int]:
+    return sorted({0, size // 2, size - 1})
+
+
+def _others(place: int, size: int) -> Tensor:
+    return torch.cat([torch.arange(place), torch.arange(place + 1, size)])
+
+
+def _moved(before: Tensor, after: Tensor, where: Tensor) -> bool:
+    """Whether a loss changed by more than rounding."""
+    tolerance = 1e-5 * before.abs().max().clamp_min(1e-30)
+    return bool(((after - before).abs() > tolerance)[where].any())
+
+
+def _run(model: nn.Module, loss: Loss, batch: Sequence[Any], seed: int = 0) -> Tensor:
     """The losses under a fixed random state, so that dropout draws the same mask every time."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return loss(model, *batch)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _with_row(batch: Sequence[Any], place: int, size: int, source: int | None) -> tuple[Any, ...]:
     """The batch with one example replaced by another one, or by zeros."""
 
-    def replaced(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != size:
-            return x
+    def replaced(x: Tensor) -> Tensor:
         changed = x.clone()
         changed[place] = 0 if source is None else x[source]
         return changed
 
-    result: tuple[Any, ...] = pytree.tree_map(replaced, tuple(batch))
+    return _rows(batch, size, replaced)
+
+
+def _without_row(batch: Sequence[Any], place: int, size: int) -> tuple[Any, ...]:
+    """The batch with one example taken out."""
+    return _rows(batch, size, lambda x: x[_others(place, size)])
+
+
+def _rows(batch: Sequence[Any], size: int, change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """The batch with a change made to every tensor that holds the examples along its first axis."""
+
+    def changed(x: Any) -> Any:
+        return change(x) if isinstance(x, Tensor) and x.dim() > 0 and len(x) == size else x
+
+    result: tuple[Any, ...] = pytree.tree_map(changed, tuple(batch))
     return result
 
 

@@ -181,12 +181,22 @@ def split_noise(
     if split == "equal":
         return [noise_multiplier * math.sqrt(len(sensitivities)) * s for s in sensitivities]
     if split == "optimal":
-        total = sum(s * math.sqrt(d) for s, d in zip(sensitivities, dimensions, strict=True))
+        roots = [math.sqrt(max(d, 1)) for d in dimensions]  # a part without coordinates needs no care
+        total = sum(s * root for s, root in zip(sensitivities, roots, strict=True))
         return [
-            noise_multiplier * math.sqrt(s / math.sqrt(d) * total)
-            for s, d in zip(sensitivities, dimensions, strict=True)
+            noise_multiplier * math.sqrt(s / root * total)
+            for s, root in zip(sensitivities, roots, strict=True)
         ]
     raise ConfigurationError(f"split={split!r} is not known: use 'equal' or 'optimal'.")
+
+
+def rounded_up(epsilon: float) -> str:
+    """To four digits, never below what was spent."""
+    text = f"{epsilon:.4g}"
+    if float(text) >= epsilon:
+        return text
+    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 3)
+    return f"{float(text) + unit:.4g}"
 
 
 @dataclass(frozen=True)
@@ -203,6 +213,6 @@ class Spent:
 
     def __str__(self) -> str:
         return (
-            f"epsilon={self.epsilon:.4g} at delta={self.delta:g} ({self.adjacency} of one {self.unit}, "
+            f"epsilon={rounded_up(self.epsilon)} at delta={self.delta:g} ({self.adjacency} of one {self.unit}, "
             f"{self.sampling} sampling, {self.steps} steps, {self.accountant})"
         )

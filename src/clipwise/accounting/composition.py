@@ -110,11 +110,11 @@ def _amplified_step(event: Event) -> Step | None:
     else:
         raise UnsupportedEventError(
             f"No accountant bounds sampling={str(event.sampling)!r}: use one of "
-            + ", ".join(repr(str(s)) for s in Sampling) + "."
+            + ", ".join(repr(str(s)) for s in Sampling)
+            + "."
         )
     if event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
         return None
     return Step(
         amplification, max(event.sample_rate, SMALLEST_RATE), min(event.noise_multiplier, LARGEST_NOISE)
     )
-

@@ -66,12 +66,14 @@ def hockey_stick(epsilons: Array, rate: float, z: float) -> Array:
     density = rate * np.exp(-0.5 * a**2)
     under_p = np.where(a > 0, density * _half_erfcx(a), rate * special.ndtr(-a))
     under_q = np.where(b > 0, density * _half_erfcx(b), r * special.ndtr(-b))
-    return np.clip(under_p - under_q, 0.0, 1.0)
+    deltas: Array = np.clip(under_p - under_q, 0.0, 1.0)
+    return deltas
 
 
 def _half_erfcx(x: Array) -> Array:
     """sf(x) / exp(-x^2 / 2) for x > 0: Mills' ratio without its constant."""
-    return 0.5 * special.erfcx(np.maximum(x, 0.0) / math.sqrt(2))
+    ratio: Array = 0.5 * special.erfcx(np.maximum(x, 0.0) / math.sqrt(2))
+    return ratio
 
 
 def delta(epsilon: float, mu: float) -> float:

@@ -1,4 +1,4 @@
-"""dp-accounting, loaded when a figure needs it: training, norms and closed forms work without it."""
+"""dp-accounting, loaded when a figure needs it: training and the PLD accountant work without it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            "Accounting for sampled batches needs the package dp-accounting, which is not installed: "
-            "run `pip install dp-accounting`."
+            "Renyi accounting needs the package dp-accounting, which is not installed: run "
+            "`pip install dp-accounting`."
         ) from error
 
 

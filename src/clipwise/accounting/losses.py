@@ -40,7 +40,7 @@ class Losses:
     def delta(self, epsilon: float) -> float:
         """delta(epsilon) = lost + sum_l m(l) max(0, 1 - e^(epsilon - l))."""
         above = max(0, math.floor(epsilon / self.interval) + 1 - self.first)
-        losses = self.interval * np.arange(self.first + above, self.first + len(self.masses))
+        losses = grid(self.first + above, self.first + len(self.masses) - 1, self.interval)
         return self.lost + float(self.masses[above:] @ -np.expm1(epsilon - losses))
 
     def epsilon(self, delta: float) -> float:
@@ -60,6 +60,11 @@ class Losses:
         j = int(beyond[0]) - 1 if len(beyond) else len(masses) - 1
         loss = self.interval * (self.first + len(self.masses) - 1 - j)
         return max(0.0, loss + min(0.0, math.log((upper[j] - delta) / weighted[j])))
+
+
+def grid(first: int, last: int, interval: float) -> Array:
+    """The losses from first to last, in units of the interval."""
+    return interval * np.arange(first, last + 1, dtype=np.float64)
 
 
 def connect_dots(deltas: Array, interval: float) -> tuple[Array, float]:
@@ -113,14 +118,15 @@ def _window(parts: Sequence[tuple[Losses, int]]) -> tuple[int, int]:
     """
     low, high = 0, sum(count * (len(part.masses) - 1) for part, count in parts)
     with np.errstate(divide="ignore"):
-        tables = [(np.log(part.masses), np.arange(len(part.masses)), part, count) for part, count in parts]
+        tables = [(np.log(part.masses), np.arange(len(part.masses)), count) for part, count in parts]
     deviation = math.sqrt(sum(count * _variance(part) for part, count in parts))
     longest = max(len(part.masses) for part, _ in parts)
-    largest = 2 * math.sqrt(-2 * math.log(TAIL_MASS)) / max(deviation, 1e-3)  # twice the best for a Gaussian sum
-    smallest = min(1 / longest, largest / 8)  # for a sum that is as heavy-tailed as one of its terms
+    # From what suits a sum as heavy-tailed as its longest term to twice the best order for a Gaussian sum.
+    largest = 2 * math.sqrt(-2 * math.log(TAIL_MASS)) / max(deviation, 1e-3)
+    smallest = min(1 / longest, largest / 8)
     for order in np.geomspace(smallest, largest, 1 + math.ceil(math.log(largest / smallest, 3))):
         for t in (order, -order):
-            K = sum(count * _log_sum_exp(logs + t * positions) for logs, positions, _, count in tables)
+            K = sum(count * _log_sum_exp(logs + t * positions) for logs, positions, count in tables)
             bound = (K - math.log(TAIL_MASS)) / t
             if t > 0:
                 high = min(high, math.ceil(bound))
@@ -131,7 +137,7 @@ def _window(parts: Sequence[tuple[Losses, int]]) -> tuple[int, int]:
 
 def _variance(part: Losses) -> float:
     positions = np.arange(len(part.masses))
-    mean = part.masses @ positions
+    mean = float(part.masses @ positions)
     return float(part.masses @ (positions - mean) ** 2)
 
 

@@ -19,13 +19,13 @@ from scipy import special
 
 from clipwise.accounting import gaussian, rdp
 from clipwise.accounting.composition import Amplification, Composition, Step, compose
-from clipwise.accounting.losses import Losses, add_up, connect_dots
+from clipwise.accounting.losses import Losses, add_up, connect_dots, grid
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Entry
 
 # Interval over the root mean square loss of a step: puts epsilon within about 0.03 percent.
 FINENESS = 0.05
-LARGEST_GRID = 2**20
+LARGEST_GRID = 2**19
 LARGEST_INTERVAL = 64.0
 MOST_KINDS = 256
 MOST_STEPS = 10**10
@@ -38,11 +38,11 @@ def epsilon(history: Sequence[Entry], delta: float) -> float:
     best = gaussian.epsilon(delta, total.unamplified_mu)
     if not total.steps or best in (0.0, math.inf):
         return best
-    grid = _grid(total)
+    spacing = _spacing(total)
     room = delta - _rounding(total)
-    if grid.possible and room > 0.5 * delta:
-        best = min(best, max(losses.epsilon(room) for losses in _directions(total, grid.interval)))
-    if not grid.fine or room < 0.9 * delta:
+    if spacing.possible and room > 0.5 * delta:
+        best = min(best, max(losses.epsilon(room) for losses in _directions(total, spacing.interval)))
+    if not spacing.fine or room < 0.9 * delta:
         best = min(best, rdp.epsilon_of(total, delta))
     return best
 
@@ -53,12 +53,12 @@ def delta(history: Sequence[Entry], epsilon: float) -> float:
     best = gaussian.delta(epsilon, total.unamplified_mu)
     if not total.steps or best == 0:
         return best
-    grid = _grid(total)
+    spacing = _spacing(total)
     rounding = _rounding(total)
-    if grid.possible:
-        by_losses = max(losses.delta(epsilon) for losses in _directions(total, grid.interval))
+    if spacing.possible:
+        by_losses = max(losses.delta(epsilon) for losses in _directions(total, spacing.interval))
         best = min(best, max(by_losses, 0.0) + rounding)
-    if not grid.fine or rounding > 0.1 * best:
+    if not spacing.fine or rounding > 0.1 * best:
         best = min(best, rdp.delta_of(total, epsilon))
     return best
 
@@ -71,7 +71,7 @@ def _rounding(total: Composition) -> float:
     return 1e-13 + 8 * UNIT_ROUNDOFF * total.count
 
 
-class _Grid(NamedTuple):
+class _Spacing(NamedTuple):
     """The spacing of the grid of losses; does it keep epsilon within a few percent; can it be laid at all?"""
 
     interval: float
@@ -79,7 +79,7 @@ class _Grid(NamedTuple):
     possible: bool
 
 
-def _grid(total: Composition) -> _Grid:
+def _spacing(total: Composition) -> _Spacing:
     """Choose the spacing: a power of two, so that steps are found again in the cache.
 
     On a grid of spacing h a loss is split between its two neighbours, which adds up to h^2 / 6 to its variance
@@ -99,9 +99,11 @@ def _grid(total: Composition) -> _Grid:
     span += 2 * gaussian.TAIL * math.sqrt(variance)
     wanted = FINENESS * math.sqrt(min(variance, 2 * mean) / count)
     needed = max(span / LARGEST_GRID, math.sqrt(1e3 * noise))
+    if math.isinf(needed):
+        return _Spacing(math.inf, fine=False, possible=False)
     interval = 2.0 ** math.floor(math.log2(max(wanted, needed)))
     possible = len(total.steps) <= MOST_KINDS and count <= MOST_STEPS and interval <= LARGEST_INTERVAL
-    return _Grid(interval, possible and needed <= 8 * wanted, possible)
+    return _Spacing(interval, possible and needed <= 16 * wanted, possible)
 
 
 @lru_cache(maxsize=256)
@@ -140,7 +142,7 @@ def _of_coin(rate: float, z: float, interval: float) -> tuple[Losses, Losses]:
     """
     first = math.floor(gaussian.loss_at(-gaussian.TAIL - 1 / z, rate, z) / interval)
     last = math.ceil(gaussian.loss_at(gaussian.TAIL, rate, z) / interval)
-    losses = interval * np.arange(first, last + 1)
+    losses = grid(first, last, interval)
     masses, lost = connect_dots(gaussian.hockey_stick(losses, rate, z), interval)
     backwards = (masses * np.exp(-losses))[::-1]
     below = float(special.ndtr(-gaussian.TAIL))
@@ -153,7 +155,7 @@ def _of_draw(rate: float, z: float, interval: float) -> Losses:
     Symmetry gives the rest: the mass at -l is e^-l times that at l, and what is left lies at loss 0.
     """
     last = math.ceil(gaussian.loss_at(gaussian.TAIL, rate, z) / interval)
-    losses = interval * np.arange(last + 1)
+    losses = grid(0, last, interval)
     masses, lost = connect_dots(gaussian.hockey_stick(losses, rate, z), interval)
     positive, negative = masses[1:], (masses * np.exp(-losses))[:0:-1]
     at_zero = max(0.0, 1 - lost - float(positive.sum() + negative.sum()))
@@ -163,6 +165,6 @@ def _of_draw(rate: float, z: float, interval: float) -> Losses:
 def _of_gaussian(z: float, interval: float) -> Losses:
     """The Gaussian mechanism, which is symmetric."""
     last = math.ceil(gaussian.loss_at(gaussian.TAIL, 1.0, z) / interval)
-    losses = interval * np.arange(-last, last + 1)
+    losses = grid(-last, last, interval)
     masses, lost = connect_dots(gaussian.hockey_stick(losses, 1.0, z), interval)
     return Losses(interval, -last, masses, lost)

@@ -32,6 +32,9 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
             f"parts={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
         )
     named = parts if isinstance(parts, Mapping) else {f"group {i}": names for i, names in enumerate(parts)}
+    for part, names in named.items():
+        if not names:
+            raise ConfigurationError(f"parts: {part!r} holds no parameter; leave it out.")
     grouped = {part: [n for want in names for n in _under(want, parameters)] for part, names in named.items()}
     seen = [name for names in grouped.values() for name in names]
     for name in parameters:

@@ -19,6 +19,7 @@ from clipwise.privacy import Adjacency, Sampling, Unit
 METHODS = ("auto", "bookkeeping", "loop")
 MODES = ("clip", "normalize")
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): keeps tiny gradients from being blown up
+_SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # a smaller one would be rounded by more than 2^-24
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class PerExample(Strategy):
     def __post_init__(self) -> None:
         norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         for norm in norms:
-            if not (isinstance(norm, (int, float)) and math.isfinite(norm) and norm > 0):
+            number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+            if not (number and math.isfinite(norm) and norm > 0):
                 raise ConfigurationError(f"max_norm must be a positive, finite number, not {norm!r}.")
         for argument, value, allowed in (
             ("mode", self.mode, MODES),
@@ -117,7 +119,8 @@ class PerExampleClipper(Clipper):
             gradients.mute(bad_B)
         weights = {}
         for part, names in self._groups.items():
-            nu_B = self._weights(part_norms[part], self._norms[part]).masked_fill(bad_B, 0)
+            nu_B = self._weights(part_norms[part], self._norms[part])
+            nu_B = nu_B.masked_fill(bad_B | (nu_B < _SMALLEST_WEIGHT), 0)
             weights.update(dict.fromkeys(names, nu_B))
         return gradients.weighted_sums(weights)
 
