@@ -19,9 +19,9 @@ from clipwise.accounting.gaussian import Array
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Entry
 
-# The divergence of one amplified step is a sum of terms near 1, good to about 1e-15. Rounding must not
-# make many tiny steps look free.
-ROUNDING = 1e-14
+# The divergence of one amplified step is the logarithm of a sum near 1, good to about 1e-15. Rounding must not
+# make many tiny steps cheaper than they are.
+ROUNDING = 1e-15
 
 
 def epsilon(history: Sequence[Entry], delta: float) -> float:

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from clipwise.accounting.composition import Amplification, Step, compose
+from clipwise.errors import ConfigurationError, UnsupportedEventError
+from clipwise.privacy import Adjacency, Entry, Unit
+
+Make = Callable[..., Entry]
+
+
+def test_all_unamplified_releases_are_one_gaussian(entry: Make) -> None:
+    history = [entry("full", 1.0, 2.0, 8), entry("shuffled", 0.1, 1.0, 25, period=10)]
+    assert compose(history).mu == pytest.approx(math.sqrt(8 / 4 + 3))  # 25 steps of 10 are 3 passes
+    assert compose(history).steps == ()
+
+
+def test_a_broken_off_epoch_counts_in_full_each_time(entry: Make) -> None:
+    epoch = entry("shuffled", 0.1, 1.0, 4, period=10)
+    assert compose([epoch, epoch]).mu == pytest.approx(math.sqrt(2))
+
+
+def test_equal_steps_are_merged_and_order_does_not_matter(entry: Make) -> None:
+    a, b = entry("poisson", 0.1, 1.0, 3), entry("poisson", 0.2, 1.0, 5)
+    assert compose([a, b, a]).steps == (
+        (Step(Amplification.COIN, 0.1, 1.0), 6),
+        (Step(Amplification.COIN, 0.2, 1.0), 5),
+    )
+    assert compose([a, b]) == compose([b, a])
+
+
+def test_a_partition_is_accounted_like_fixed_size_batches(entry: Make) -> None:
+    assert compose([entry("partition", 0.1, 1.0, 3)]) == compose([entry("fixed-size", 0.1, 1.0, 3)])
+    assert compose([entry("partition", 0.1, 1.0, 3)]) != compose([entry("poisson", 0.1, 1.0, 3)])
+
+
+def test_rate_one_is_no_amplification(entry: Make) -> None:
+    assert compose([entry("poisson", 1.0, 2.0, 4)]) == compose([entry("full", 1.0, 2.0, 4)])
+
+
+def test_steps_beyond_double_precision_are_replaced_by_worse_ones(entry: Make) -> None:
+    assert compose([entry("poisson", 1e-200, 1e9, 1)]).steps[0][0] == Step(Amplification.COIN, 1e-12, 1e6)
+    assert compose([entry("poisson", 0.1, 1e-3, 4)]) == compose([entry("full", 1.0, 1e-3, 4)])
+    assert compose([entry("poisson", 0.1, 1e-200, 4)]).mu == math.inf
+
+
+def test_no_noise_and_nothing_at_all(entry: Make) -> None:
+    assert compose([entry("poisson", 0.1, 1.0, 4), entry("poisson", 0.1, 0.0, 1)]).mu == math.inf
+    assert compose([entry("poisson", 0.1, 0.0, 0)]) == compose([])
+
+
+@pytest.mark.parametrize("change", [{"adjacency": Adjacency.REPLACE_ONE}, {"unit": Unit.USER}])
+def test_different_guarantees_do_not_compose(entry: Make, change: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedEventError, match="mixes"):
+        compose([entry("poisson", 0.1, 1.0, 1), entry("full", 1.0, 1.0, 1, **change)])
+
+
+def test_an_unknown_scheme_is_refused(entry: Make) -> None:
+    unknown = entry("poisson", 0.1, 1.0, 1)
+    object.__setattr__(unknown.event, "sampling", "balls-and-bins")
+    with pytest.raises(UnsupportedEventError, match="balls-and-bins"):
+        compose([unknown])
+
+
+@pytest.mark.parametrize("count", [-1, 1.5])
+def test_a_count_is_a_whole_number(entry: Make, count: float) -> None:
+    with pytest.raises(ConfigurationError, match="count"):
+        compose([Entry(entry("poisson", 0.1, 1.0, 1).event, count)])  # type: ignore[arg-type]
