@@ -4,7 +4,8 @@ Events are data (`clipwise.privacy.Event`); accountants interpret them, and an e
 bound is refused. Every figure is an upper bound:
 
 - `pld` (privacy loss distributions) is tight, and takes milliseconds to tenths of a second;
-- `rdp` (Renyi divergences) is looser, and takes microseconds for a new step: a live figure while training.
+- `rdp` (Renyi divergences) is looser, and takes microseconds for a new step: a live figure while training;
+- `dp-accounting` is that library's own PLD, a second opinion on the first, without fixed-size batches.
 
 A noise multiplier is always the noise's standard deviation over the sensitivity under the adjacency in
 question: std / C for a clipped sum under zero-out, std / 2C under replace-one.
@@ -16,12 +17,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from clipwise.accounting import arguments, calibrate, pld, rdp
+from clipwise.accounting import arguments, calibrate, pld, rdp, reference
 from clipwise.privacy import Adjacency, Entry, Event, Sampling
 
 __all__ = ["delta", "delta_of", "epsilon", "epsilon_of", "noise_multiplier", "steps_within"]
 
-_ACCOUNTANTS = {"pld": pld, "rdp": rdp}
+_ACCOUNTANTS = {"pld": pld, "rdp": rdp, "dp-accounting": reference}
 
 
 def epsilon(
@@ -46,7 +47,7 @@ def epsilon(
         sampling: how batches are drawn: "poisson", "fixed-size", "partition", "shuffled" or "full".
         adjacency: "zero-out" or "replace-one"; by default that of the scheme.
         period: for "shuffled", the number of steps in an epoch; sample_rate is then 1 / period.
-        accountant: "pld" (tight) or "rdp" (cheap).
+        accountant: "pld" (tight), "rdp" (cheap) or "dp-accounting" (a second opinion).
     """
     event = arguments.event(noise_multiplier, sample_rate, sampling, adjacency, period)
     return epsilon_of([Entry(event, arguments.whole("steps", steps))], delta, accountant)

@@ -1,0 +1,60 @@
+"""A second opinion: the privacy loss distributions of dp-accounting, on the same history.
+
+It computes what pld.py computes, by other people's code. Slower, and without fixed-size batches: for a
+cross-check or for an auditor who asks for the field's own library, not for a live figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from clipwise.accounting import library
+from clipwise.accounting.composition import Amplification, compose
+from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Entry
+
+INTERVAL = 1e-4  # of the grid of privacy losses; dp-accounting's own default
+
+
+def epsilon(history: Sequence[Entry], delta: float) -> float:
+    """The smallest epsilon of a history, from above."""
+    distribution = _distribution(history)
+    return distribution if isinstance(distribution, float) else distribution.get_epsilon_for_delta(delta)
+
+
+def delta(history: Sequence[Entry], epsilon: float) -> float:
+    """The smallest delta of a history, from above."""
+    distribution = _distribution(history)
+    if isinstance(distribution, float):
+        return 0.0 if distribution == 0 else 1.0
+    return float(distribution.get_delta_for_epsilon(epsilon))
+
+
+def _distribution(history: Sequence[Entry]) -> Any:
+    """The composed distribution, or epsilon itself where there is nothing to compose: 0 or infinity."""
+    total = compose(history)
+    if math.isinf(total.mu):
+        return math.inf
+    found = [] if total.mu == 0 else [_of_step(1.0, 1 / total.mu)]
+    for step, count in total.steps:
+        if step.amplification is not Amplification.COIN:
+            raise UnsupportedEventError(
+                "dp-accounting has no privacy loss distribution of fixed-size batches: use accountant='pld'."
+            )
+        found.append(_of_step(step.rate, step.z).self_compose(count))
+    result: Any = found[0] if found else 0.0
+    for other in found[1:]:
+        result = result.compose(other)
+    return result
+
+
+@lru_cache(maxsize=32)
+def _of_step(rate: float, z: float) -> Any:
+    """One release. Under add/remove both read a noise multiplier as noise over the record's own bound."""
+    distributions = library.load("dp_accounting.pld.privacy_loss_distribution")
+    return distributions.from_gaussian_mechanism(
+        standard_deviation=z, sampling_prob=rate, value_discretization_interval=INTERVAL
+    )
