@@ -181,20 +181,26 @@ class IndependenceProbe:
             torch.autograd.grad(losses, inputs, w, retain_graph=True, allow_unused=True) if inputs else ()
             for w in (torch.ones_like(losses), weights_B)
         ]
-        for p, w in zip(*found, strict=True):
+        finite = True
+        for number, (p, w) in enumerate(zip(*found, strict=True)):
             if p is None or w is None:
                 continue
-            probe = Probe(p, w, weights_B.to(p.device))
+            finite &= bool(torch.isfinite(p).all())
+            layouts = Probe(p, w, weights_B.to(p.device)).layouts()
+            if number < len(self._leaves) and len(p) == len(losses):
+                # As the loader hands them out: one loss a *position*, of all examples, is none an example.
+                layouts = [layout for layout in layouts if layout.axis == 0]
             # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
-            if bool(w.any()) and not probe.layouts():
+            if bool(w.any()) and not layouts:
                 raise CoupledExamplesError(
                     "The loss of one example depends on the inputs of another, so clipping single examples "
                     "bounds nothing. Usual causes: batch statistics, subtracting a mean over the batch, a "
                     "loss that compares examples or is divided by something of the whole batch. "
                     "clipwise.check(model, loss, batch) helps to find the place."
                 )
-        # Only a batch that passed: who tries again after a refusal is looked at again.
-        self._left, self._leaves, self._ids = self._left - 1, [], []
+        # Only a batch that passed: who tries again after a refusal is looked at again. And one NaN can hide
+        # what all others share.
+        self._left, self._leaves, self._ids = self._left - finite, [], []
 
     def _marked(self, value: Any) -> Any:
         if isinstance(value, Tensor):

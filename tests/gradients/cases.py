@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 D = 5
 
@@ -242,6 +244,52 @@ class Centers(nn.Module):
         return SquaredDistance.apply(self.a(x), self.w)
 
 
+class Recurrent(nn.Module):
+    """All outputs of a recurrent layer."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
+        super().__init__()
+        self.cell = kind(D, 4, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+class TimeFirstAttention(nn.Module):
+    """Attention and its output projection run on T*B rows; a norm runs on [T, B, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(6, 2), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.transpose(0, 1))
+        return (h + self.attention(h, h, h, need_weights=False)[0]).transpose(0, 1)
+
+
+class Checkpointed(nn.Module):
+    """The middle is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(D, D), nn.Linear(D, 2)
+        self.b = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(checkpoint(self.b, self.a(x), use_reentrant=False))
+
+
+class Table(nn.Module):
+    """A table that is indexed without an embedding, and an einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.w = nn.Parameter(torch.randn(4, D)), nn.Parameter(torch.randn(D, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,dn->btn", self.table[x].tanh(), self.w)
+
+
 def _conv(kind: type[nn.Module], spatial: tuple[int, ...], **options: object) -> Case:
     channels = 4 if options.get("groups", 1) == 2 else (3 if options.get("groups", 1) == 3 else 2)
     out = {1: 3, 2: 6, 3: 6}[int(options.get("groups", 1))]  # type: ignore[call-overload]
@@ -323,6 +371,18 @@ CASES = [
     Case("chunked", Chunked, vectors(3, D)),
     Case("in place", InPlace, vectors(D)),
     Case("branches", Branches, lambda b: (torch.randn(b, 4, D), torch.randn(b, 1, D))),
+    Case("weight norm", lambda: parametrizations.weight_norm(nn.Linear(D, 3)), vectors(2, D)),
+    Case(
+        "encoder layer",
+        lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
+        vectors(4, 6),
+    ),
+    Case("attention time first", TimeFirstAttention, vectors(6, 6)),
+    Case("checkpointed", Checkpointed, vectors(3, D)),
+    Case("gru", lambda: Recurrent(nn.GRU), vectors(3, D)),
+    # In float32 some builds of torch fuse a whole LSTM layer into one operation.
+    Case("lstm", lambda: Recurrent(nn.LSTM), vectors(3, D), fallback=True),
+    Case("indexed table", Table, ids(3), fallback=True),
     Case("custom function", Centers, vectors(2, D), fallback=True),
     Case("transposed convolution", lambda: nn.ConvTranspose2d(2, 3, 2), vectors(2, 4, 4), fallback=True),
 ]

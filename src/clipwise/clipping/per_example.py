@@ -41,7 +41,8 @@ class PerExample(Strategy):
         scheme that knows the adjacency. Unit: one record.
         Assumptions: each loss depends on its own example only (checked by a probe, which is a lint and no
         proof); norms are upper bounds in the arithmetic used; an example whose gradient is not finite
-        counts as 0; sums run in IEEE float32 or better, whose rounding moves a sum by less than 1e-5 C.
+        counts as 0, and so does one that is 1e38 times longer than C; sums run in IEEE float32 or better,
+        whose rounding moves the sum of B examples by less than (1e-5 + B u) C, u = 2^-24 in float32.
     """
 
     max_norm: float | Mapping[str, float] = 1.0

@@ -21,6 +21,7 @@ _ISOMETRIC = named(
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
     *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
 )
+_CASTS = named("ToCopy")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Path:
     number: int
     parameters: Mapping[str, torch.nn.Parameter]
     isometric: bool
-    steps: tuple[str, ...]  # the operations on the way of an isometric path
+    nodes: tuple[Node, ...]  # on the way of an isometric path
 
     @classmethod
     def identity(cls, name: str, parameter: torch.nn.Parameter) -> Path:
@@ -39,15 +40,25 @@ class Path:
         return cls(None, 0, {name: parameter}, True, ())
 
     @property
+    def steps(self) -> tuple[str, ...]:
+        """The operations on the way of an isometric path."""
+        return tuple(node_name(node) for node in self.nodes)
+
+    @property
     def owner(self) -> str:
         """The one parameter at the end of an isometric path."""
         return next(iter(self.parameters))
 
     def pull(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Carry one gradient back."""
-        if self.steps == ("TBackward0",):
-            return {self.owner: gradient.T}
-        return dict(zip(self.parameters, self._vjp(gradient, batched=False), strict=True))
+        """Carry one gradient back on an isometric path, in its own precision.
+
+        It is a sum over examples: to round it to the bfloat16 of a weight under autocast, as the engine
+        would, moves it by 2^-9 of *its* norm, which is no function of one example.
+        """
+        for node in self.nodes:
+            if node_name(node) not in _CASTS:
+                gradient = node(gradient)
+        return {self.owner: gradient.to(self.parameters[self.owner].device)}
 
     def pull_each(self, gradients_b: Tensor) -> dict[str, Tensor]:
         """Carry the gradients of several examples back, each by itself: [b, ...]."""
@@ -55,31 +66,30 @@ class Path:
             return {self.owner: gradients_b}
         if self.steps == ("TBackward0",):
             return {self.owner: gradients_b.mT}
-        return dict(zip(self.parameters, self._vjp(gradients_b, batched=True), strict=True))
-
-    def _vjp(self, gradient: Tensor, batched: bool) -> tuple[Tensor, ...]:
-        targets = list(self.parameters.values())
-        if not self.steps and self.isometric:
-            return (gradient,)
         meta = self.source._input_metadata[self.number]
         edge = torch.autograd.graph.GradientEdge(self.source, self.number)
-        return torch.autograd.grad(
-            [edge], targets, [gradient.to(meta.dtype)], retain_graph=True, is_grads_batched=batched
+        found = torch.autograd.grad(
+            [edge],
+            list(self.parameters.values()),
+            [gradients_b.to(meta.dtype)],
+            retain_graph=True,
+            is_grads_batched=True,
         )
+        return dict(zip(self.parameters, found, strict=True))
 
 
 def path_to(
     source: Node, number: int, names: Mapping[Node, str], parameters: Mapping[str, torch.nn.Parameter]
 ) -> Path:
     """Follow a DERIVED tensor back to its parameters."""
-    steps: list[str] = []
+    nodes: list[Node] = []
     node = source
     while node not in names and node_name(node) in _ISOMETRIC and len(node.next_functions) == 1:
-        steps.append(node_name(node))
+        nodes.append(node)
         node = node.next_functions[0][0]
     if node in names:
         name = names[node]
-        return Path(source, number, {name: parameters[name]}, True, tuple(steps))
+        return Path(source, number, {name: parameters[name]}, True, tuple(nodes))
     behind: dict[str, torch.nn.Parameter] = {}
     stack = [source]
     while stack:

@@ -6,14 +6,16 @@ A node's backward function is linear in the output gradient. With all rows but t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.walk import Node
+from clipwise.gradients.walk import Node, node_name
 
 
 def call(node: Node, outputs: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
@@ -38,18 +40,29 @@ def forms(
 ) -> dict[int, Form]:
     """One form for each wanted operand, at the price of B calls of the node."""
     batch = next(iter(layouts.values())).batch
-    if not all(bool(torch.isfinite(g).all()) for g in outputs.values()):
-        _clear_saved(node)
     device = next(iter(outputs.values())).device
     rows: dict[int, list[Tensor]] = {operand: [] for operand in shapes}
-    for i in range(batch):
-        grads = call(node, {k: _only(g, layouts[k], i) for k, g in outputs.items()})
-        for operand, shape in shapes.items():
-            grad = grads[operand]
-            # A node may leave the sum over broadcast positions to the engine that called it.
-            one = torch.zeros(shape, device=device) if grad is None else grad.detach().sum_to_size(shape)
-            rows[operand].append(one)
-    return {operand: Written.of(torch.stack(grads)) for operand, grads in rows.items()}
+    with _only_finite(node):
+        for i in range(batch):
+            grads = call(node, {k: _only(g, layouts[k], i) for k, g in outputs.items()})
+            for operand, shape in shapes.items():
+                grad = grads[operand]
+                # A node may leave the sum over broadcast positions to the engine that called it.
+                one = torch.zeros(shape, device=device) if grad is None else grad.detach().sum_to_size(shape)
+                rows[operand].append(one)
+    written = {operand: torch.stack(grads) for operand, grads in rows.items()}
+    healthy_B = _finite([layouts[k].split(g) for k, g in outputs.items()])
+    if bool(healthy_B.any()) and not bool(healthy_B.all()) and not bool(_finite(written.values()).any()):
+        raise UnsupportedModelError(
+            f"{node_name(node)} keeps its inputs in a form of its own, so an example that is not finite cannot be "
+            "kept apart from the others there. Leave such examples out of the data, or make them finite."
+        )
+    return {operand: Written.of(grads) for operand, grads in written.items()}
+
+
+def _finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether all that an example has in these tensors [B, ...] is finite."""
+    return torch.stack([torch.isfinite(t.flatten(1)).all(1) for t in tensors]).all(0)
 
 
 def _only(g: Tensor, layout: Layout, example: int) -> Tensor:
@@ -61,15 +74,32 @@ def _only(g: Tensor, layout: Layout, example: int) -> Tensor:
     return g.masked_fill(layout.along_axis(others).view(shape), 0)
 
 
-def _clear_saved(node: Node) -> None:
-    """Keep an example that is not finite away from the others.
+@contextmanager
+def _only_finite(node: Node) -> Iterator[None]:
+    """Keep what an example that is not finite has saved away from the others, during the calls.
 
-    A summed weight gradient multiplies every row that the node saved, those of an Inf or NaN example
-    by 0. Those entries are cleared in the saved tensors of this one node, whose graph ends with this
-    step. The example itself is known by its output gradient, which is not finite either.
+    A summed weight gradient multiplies every row that the node saved, those of the other examples by 0,
+    and 0 * Inf is NaN. Such entries are 0 until the end. (Which example they belong to is not guessed. As
+    a rule its output gradient is not finite either, and tells; if it is, the example counts without them.)
     """
+    cleared: list[tuple[Tensor, Tensor]] = []
+    for saved in _saved(node):
+        silent = ~torch.isfinite(saved)
+        if bool(silent.any()):
+            cleared.append((saved, saved.clone()))
+            saved.masked_fill_(silent, 0)
+    try:
+        yield
+    finally:
+        for saved, before in cleared:
+            saved.copy_(before)
+
+
+def _saved(node: Node) -> Iterator[Tensor]:
+    """The floating point tensors that a node keeps; their `.data`, so that no version changes."""
     for name in dir(node):
-        if name.startswith("_saved_"):
-            saved = getattr(node, name)
-            if isinstance(saved, Tensor) and saved.is_floating_point():
-                saved.data.nan_to_num_(0.0, 0.0, 0.0)
+        if name.startswith("_saved_") or name == "saved_tensors":
+            value = getattr(node, name)
+            for saved in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(saved, Tensor) and saved.is_floating_point():
+                    yield saved.data

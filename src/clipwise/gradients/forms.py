@@ -28,6 +28,7 @@ CHUNK_BYTES = 64 * 2**20  # at most this much of per-example gradients is writte
 _BLOCK = 256  # squares are summed in blocks of this length in the tensor's own dtype, then in float64
 _PRODUCT_ERROR = 4.0  # c in the bound n + c u M
 _LOOSE = 1e-5  # a relative width of the bound that is too much
+_NEGLIGIBLE = 1e-12  # a norm below which no bound worth using clips, however loose the norm's own bound
 
 
 class Budget:
@@ -49,6 +50,11 @@ def roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Sums run in float32 or better."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 def squared_norms(x_Bn: Tensor) -> Tensor:
     """An upper bound on the squared norm of each row, in float64.
 
@@ -58,7 +64,7 @@ def squared_norms(x_Bn: Tensor) -> Tensor:
     B, n = x_Bn.shape
     if n == 0:
         return torch.zeros(B, dtype=torch.float64, device=x_Bn.device)
-    x_Bn = x_Bn if x_Bn.dtype in (torch.float32, torch.float64) else x_Bn.float()
+    x_Bn = at_least_float32(x_Bn)
     whole = n // _BLOCK * _BLOCK
     total = torch.zeros(B, dtype=torch.float64, device=x_Bn.device)
     if whole:
@@ -190,7 +196,7 @@ class Outer(Form):
                 return square_B
         norm_B, slack_B = square_B.sqrt(), product_error * mass_B
         bound_B = (norm_B + slack_B).square()
-        loose_B = (slack_B > _LOOSE * norm_B) & torch.isfinite(bound_B)
+        loose_B = (slack_B > _LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > _NEGLIGIBLE**2)
         for i in loose_B.nonzero().flatten().tolist():
             self._exact[i] = self.left[i].double().T @ self.right[i].double()
             bound_B[i] = squared_norms(self._exact[i].reshape(1, -1))[0]
@@ -294,7 +300,7 @@ def _flat(gradients: Tensor) -> Tensor:
 
 
 def _combine(w_B: Tensor, gradients: Tensor) -> Tensor:
-    flat = _flat(gradients)
+    flat = at_least_float32(_flat(gradients))
     return (w_B.to(flat.dtype) @ flat).view(gradients.shape[1:])
 
 

@@ -15,13 +15,17 @@ Legend: B examples in the batch; an axis of size outer * B * inner holds example
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 _LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot push a gradient into the denormals
+_DENORMAL = 2.0**20  # below this many times the smallest normal number digits may have been lost
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,15 @@ class Layout:
             return Layout(self.axis, k, batch, 1)
         return Layout(self.axis, self.outer, batch, self.inner) if k == self.outer * self.inner else None
 
+    def is_stiff(self, later: Layout) -> bool:
+        """Whether the axis kept its size though the batch did not: it may not hold the examples at all."""
+        return self.batch != later.batch and self.size == later.size
+
+    @property
+    def size(self) -> int:
+        """The length of the axis."""
+        return self.outer * self.batch * self.inner
+
 
 def hypotheses(shape: torch.Size, batch: int) -> Iterator[Layout]:
     """Every way in which `batch` examples could lie in a tensor of this shape."""
@@ -79,10 +92,17 @@ def hypotheses(shape: torch.Size, batch: int) -> Iterator[Layout]:
                 yield Layout(axis, outer, batch, k // outer)
 
 
+def private_generator() -> torch.Generator:
+    """Randomness that nobody can foresee, and that leaves the user's own random state alone."""
+    return torch.Generator().manual_seed(secrets.randbits(63))
+
+
 def probe_weights(batch: int, like: Tensor) -> Tensor:
     """Random powers of two, as distinct as the batch allows."""
-    levels = torch.arange(batch) % _LEVELS
-    return (2.0 ** levels[torch.randperm(batch)]).to(device=like.device, dtype=like.dtype)
+    generator = private_generator()
+    levels = torch.randperm(_LEVELS, generator=generator).repeat(-(-batch // _LEVELS))[:batch]
+    weights_B: Tensor = 2.0 ** levels[torch.randperm(batch, generator=generator)]
+    return weights_B.to(device=like.device, dtype=like.dtype)
 
 
 @dataclass(frozen=True)
@@ -95,18 +115,42 @@ class Probe:
 
     def agrees(self, layout: Layout) -> bool:
         """Whether every live, finite row has exactly the weight of the example that owns it here."""
-        expected = layout.scale(self.plain, self.weights_B).double()
-        actual = self.weighted.double()
-        others = [d for d in range(expected.dim()) if d != layout.axis]
-        error, size = (expected - actual).square(), expected.square() + actual.square()
-        if others:
-            error, size = error.sum(others), size.sum(others)
+        return self._agrees(layout, self._moments(layout.axis))
+
+    def _agrees(self, layout: Layout, moments: tuple[Tensor, Tensor, Tensor]) -> bool:
+        """|r p - w|^2 = r^2 |p|^2 - 2 r <p, w> + |w|^2 a row, for plain p, weighted w and its weight r."""
+        pp, pw, ww = moments
+        r = layout.along_axis(self.weights_B.double())
+        error, size = r.square() * pp - 2 * r * pw + ww, r.square() * pp + ww
         tolerance = 1e-10 if self.plain.device.type == "cpu" else 1e-6  # squared; atomics reorder sums
-        return bool(((error <= tolerance * size) | ~torch.isfinite(error)).all())
+        tiny = torch.finfo(torch.float64 if self.plain.dtype == torch.float64 else torch.float32).tiny
+        lost = (_DENORMAL * tiny / self._scale) ** 2 * (self.plain.numel() / len(error))
+        return bool((error <= tolerance * size + lost).all())
+
+    def _moments(self, axis: int) -> tuple[Tensor, Tensor, Tensor]:
+        """|p|^2, <p, w> and |w|^2 of every row along an axis."""
+        p, w = (x.movedim(axis, 0).reshape(x.shape[axis], -1) for x in self._speaking)
+        return p.square().sum(1), (p * w).sum(1), w.square().sum(1)
+
+    @cached_property
+    def _speaking(self) -> tuple[Tensor, Tensor]:
+        """Plain and weighted gradient in float64, no entry above 1.
+
+        Single entries that are not finite say nothing, and are 0; the other entries of their row still
+        speak, or one bad example would let any axis pass that crosses it.
+        """
+        silent = ~(torch.isfinite(self.plain) & torch.isfinite(self.weighted))
+        p, w = (x.double().masked_fill(silent, 0) / self._scale for x in (self.plain, self.weighted))
+        return p, w
+
+    @cached_property
+    def _scale(self) -> float:
+        largest = max(float(x.nan_to_num(0, 0, 0).abs().max()) for x in (self.plain, self.weighted))
+        return largest or 1.0
 
     def is_dead(self) -> bool:
-        """No gradient at all arrives here, so this batch decides nothing."""
-        return not bool((self.plain != 0).any())
+        """No gradient at all arrives here, so this batch decides nothing. (A plain sum can cancel.)"""
+        return not bool((self.plain != 0).any() or (self.weighted != 0).any())
 
     def first_layout(self) -> Layout | None:
         """Any layout that the shape allows."""
@@ -114,4 +158,8 @@ class Probe:
 
     def layouts(self) -> list[Layout]:
         """The layouts that survive."""
-        return [h for h in hypotheses(self.plain.shape, len(self.weights_B)) if self.agrees(h)]
+        found: list[Layout] = []
+        for axis, same in groupby(hypotheses(self.plain.shape, len(self.weights_B)), key=lambda h: h.axis):
+            moments = self._moments(axis)
+            found.extend(h for h in same if self._agrees(h, moments))
+        return found

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.layout import Layout, Probe, probe_weights
-from clipwise.gradients.walk import Graph, Node, gradients_at, output_shape
+from clipwise.gradients.rules import Finish, RuleDoesNotApply, begin
+from clipwise.gradients.walk import Graph, Node, gradients_at, node_name, output_shape
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _EXTRA_PROBES = 4
+_GROWN_BATCHES = 2
 
 Edge = tuple[Node, int]
 
@@ -34,10 +36,34 @@ class Finding:
 
 
 @dataclass
+class Growth:
+    """Whether a tensor grows with the batch. One that is made of parameters alone does not.
+
+    `axes` holds the axes whose size has been the same multiple of the batch's so far.
+    """
+
+    axes: dict[int, float] | None = None
+    batch: int = 0
+    grown: int = 0
+
+    def observe(self, shape: torch.Size, batch: int) -> bool:
+        """Take one batch in; True once the tensor has followed the batch's size twice."""
+        ratios = {axis: size / batch for axis, size in enumerate(shape) if size and size % batch == 0}
+        if self.axes is None:
+            self.axes = ratios
+        else:
+            self.axes = {axis: r for axis, r in self.axes.items() if ratios.get(axis) == r}
+            self.grown += batch != self.batch
+        self.batch = batch
+        return bool(self.axes) and self.grown >= _GROWN_BATCHES
+
+
+@dataclass
 class Resolver:
     """Owned by a run; remembers findings from batch to batch."""
 
     findings: dict[tuple[object, ...], Finding] = field(default_factory=dict)
+    growths: dict[tuple[object, ...], dict[int, Growth]] = field(default_factory=dict)
 
     def resolve(self, graph: Graph) -> tuple[dict[Edge, Layout], dict[Edge, Tensor] | None]:
         """Classify the graph. Returns layouts of all use outputs and, if it probed, their gradients."""
@@ -45,6 +71,20 @@ class Resolver:
         if known is not None:
             return known, None
         return self._probe(graph)
+
+    def _watch_growth(self, graph: Graph) -> None:
+        """What was taken for DERIVED must not grow with the batch."""
+        if not graph.taken_for_derived:
+            return
+        growths = self.growths.setdefault(graph.signature, {})
+        for node, index in graph.taken_for_derived:
+            growth = growths.setdefault(index, Growth())
+            if growth.observe(output_shape(node, min(graph.consumed[node])), len(graph.losses)):
+                raise CoupledExamplesError(
+                    f"The result of {node_name(node)} grows with the batch, yet none of its rows belongs to one "
+                    "example alone. Usual causes: batch statistics, subtracting a mean over the batch, a loss "
+                    "that compares examples. Compute each example's loss from that example alone."
+                )
 
     def _recall(self, graph: Graph) -> dict[Edge, Layout] | None:
         finding = self.findings.get(graph.signature)
@@ -54,13 +94,14 @@ class Resolver:
         if finding.used % _PROBE_AGAIN_AFTER == 0:
             return None
         graph.classify(finding.carries_data)
+        self._watch_growth(graph)
         layouts: dict[Edge, Layout] = {}
         for use in graph.uses:
             for number in use.outputs:
                 before = finding.layouts.get((use.index, number))
                 shape = output_shape(use.node, number)
                 now = before.resized(shape, len(graph.losses)) if before else None
-                if now is None:
+                if before is None or now is None or before.is_stiff(now):
                     return None
                 layouts[(use.node, number)] = now
         return layouts
@@ -72,13 +113,24 @@ class Resolver:
         graph.classify(carries_data)
         while graph.open:
             probes = prober.at([(node, k) for node, _ in graph.open for k in graph.consumed[node]])
+            carriers: set[Node] = set()
+            by_rule: set[Node] = set()
             for node, index in graph.open:
                 here = [probes[(node, k)] for k in graph.consumed[node]]
-                dead = all(p.is_dead() for p in here)
-                certain &= not dead
-                # With no gradient at all, every layout gives the same answer: zero.
-                carries_data[index] = all(p.first_layout() if dead else p.layouts() for p in here)
+                opinion = _carries_examples(node, here)
+                carries_data[index] = opinion is not False
+                if all(p.is_dead() for p in here):  # any answer is right on this batch, and none remembered
+                    certain = False
+                    continue
+                carriers.update({node} if opinion is not False else ())
+                by_rule.update({node} if opinion is True else ())
+            # If examples enter at a node, nothing behind it can have had them: of two that look so, one
+            # does by chance. Either gives the right answer on this batch, and neither on the next.
+            certain &= not carriers & _behind(by_rule)
             graph.classify(carries_data)
+        settled = {index for _, index in graph.taken_for_derived} | {use.index for use in graph.uses}
+        carries_data = {index: carries for index, carries in carries_data.items() if index in settled}
+        self._watch_growth(graph)
 
         layouts: dict[Edge, Layout] = {}
         edges = [(use.node, k) for use in graph.uses for k in use.outputs]
@@ -113,6 +165,46 @@ class Resolver:
                 before.agreed += 1
                 return
         self.findings[graph.signature] = Finding(carries_data, by_index)
+
+
+def _carries_examples(node: Node, probes: list[Probe]) -> bool | None:
+    """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
+
+    Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the
+    weight itself had examples. A rule knows from which operand an axis comes; without one the answer, if
+    it is not no, is None.
+    """
+    layouts = [p.layouts() for p in probes]
+    if not all(layouts):
+        return False
+    shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
+    try:
+        finish = begin(node, shapes) if len(probes) == 1 else None
+    except CoupledExamplesError:  # comes again if the node turns out to be a use
+        return None
+    if finish is None:
+        return None
+    return any(_applies(finish, probes[0].plain, layout) for layout in layouts[0])
+
+
+def _behind(nodes: set[Node]) -> set[Node]:
+    """All nodes that feed these."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        for child, _ in stack.pop().next_functions:
+            if child is not None and child not in found:
+                found.add(child)
+                stack.append(child)
+    return found
+
+
+def _applies(finish: Finish, g: torch.Tensor, layout: Layout) -> bool:
+    try:
+        finish(g, layout)
+    except RuleDoesNotApply:
+        return False
+    return True
 
 
 class _Prober:

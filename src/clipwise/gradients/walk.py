@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.errors import UnsupportedModelError
+from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 
 Node = Any  # torch exposes autograd nodes by duck type only
 
@@ -42,9 +42,16 @@ PURE = named(
 # Nodes that can move rows about in a way that depends on the data: no layout outlives its batch then.
 ROW_MOVERS = named(
     *("Index", "IndexSelect", "IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy", "Gather", "Scatter"),
-    *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take"),
-    "PackPaddedSequence",
-)
+    *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take", "AsStrided"),
+    *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
+) | {"torch::autograd::CopySlices"}
+
+# Numbers by which a node cuts a tensor: the data may choose them, so they are part of the signature.
+_CUTS = {
+    "SelectBackward0": ("_saved_index",),
+    "SliceBackward0": ("_saved_start", "_saved_end"),
+    "SplitWithSizesBackward0": ("_saved_split_sizes",),
+}
 
 
 def node_name(node: Node) -> str:
@@ -64,14 +71,18 @@ class Use:
 
     def describe(self, names: Mapping[Node, str]) -> str:
         """For messages: the operation and the parameters that it takes."""
-        reached = sorted({name for source, _ in self.operands.values() for name in _leaves(source, names)})
-        return f"{node_name(self.node)} (parameters: {', '.join(reached)})"
-
-
-def _leaves(node: Node, names: Mapping[Node, str]) -> list[str]:
-    if node in names:
-        return [names[node]]
-    return [name for child, _ in node.next_functions if child is not None for name in _leaves(child, names)]
+        reached: set[str] = set()
+        entered: set[Node] = set()
+        stack = [source for source, _ in self.operands.values()]
+        while stack:
+            node = stack.pop()
+            if node in entered:
+                continue
+            entered.add(node)
+            if node in names:
+                reached.add(names[node])
+            stack.extend(child for child, _ in node.next_functions if child is not None)
+        return f"{node_name(self.node)} (parameters: {', '.join(sorted(reached))})"
 
 
 @dataclass(eq=False)
@@ -86,10 +97,11 @@ class Graph:
     moves_rows: bool
     uses: list[Use] = field(default_factory=list)
     open: list[tuple[Node, int]] = field(default_factory=list)
+    taken_for_derived: list[tuple[Node, int]] = field(default_factory=list)
 
     def classify(self, decided: Mapping[int, bool]) -> None:
         """Find uses and open nodes; `decided` says of open nodes (by index) whether they carry data."""
-        self.uses, self.open = [], []
+        self.uses, self.open, self.taken_for_derived = [], [], []
         derived: set[Node] = set()
         for index, node in enumerate(self.order):
             if node in self.names:
@@ -109,13 +121,15 @@ class Graph:
                 if carries_data is None:
                     self.open.append((node, index))
                 if not carries_data:
+                    self.taken_for_derived.append((node, index))
                     derived.add(node)
                     continue
             self.uses.append(Use(node, index, operands, tuple(sorted(self.consumed[node]))))
         if self.losses.grad_fn in derived and not self.open:
-            raise UnsupportedModelError(
-                "The losses do not depend on the examples: no path from the parameters to the losses "
-                "carries an example axis."
+            raise CoupledExamplesError(
+                "The losses cannot be told apart: nowhere between the parameters and the losses does a row "
+                "belong to one example alone. Usual causes: batch statistics, subtracting a mean over the "
+                "batch, a loss that compares examples. Compute each example's loss from that example alone."
             )
 
 
@@ -129,6 +143,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     consumed: dict[Node, set[int]] = {root: {losses.output_nr}}
     signature: list[object] = []
     moves_rows = False
+    alone: set[Node] = set()  # parameters and plain functions of one
 
     stack: list[tuple[Node, Any]] = [(root, iter(root.next_functions))]
     entered = {root}
@@ -152,11 +167,15 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
                 )
             if name == ACCUMULATE and id(node.variable) in by_id:
                 names[node] = name = by_id[id(node.variable)]
-            moves_rows |= name in ROW_MOVERS
+            # Rows of a parameter belong to no example, and may be picked and cut as the data will.
+            of_parameters = all(n in alone for n, _ in node.next_functions if n is not None)
+            if node in names or (of_parameters and name in PURE):
+                alone.add(node)
+            moves_rows |= name in ROW_MOVERS and not of_parameters
             position[node] = len(order)
             order.append(node)
             inputs = tuple((-1 if n is None else position[n], nr) for n, nr in node.next_functions)
-            signature.append((name, inputs))
+            signature.append((name, inputs, None if of_parameters else _cuts(node, name, len(losses))))
 
     missing = [name for name in parameters if name not in set(names.values())]
     if missing:
@@ -165,6 +184,17 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             "would be pure noise. Freeze them with requires_grad_(False), or use them in the forward pass."
         )
     return Graph(losses, order, names, tuple(signature), consumed, moves_rows)
+
+
+def _cuts(node: Node, name: str, batch: int) -> object:
+    """Where a node cuts its input, if that may be along the examples."""
+    if name == "RollBackward0":
+        return node._saved_shifts
+    if name not in _CUTS:
+        return None
+    sizes, dim = node._saved_self_sym_sizes, node._saved_dim
+    size = sizes[dim if dim < len(sizes) else dim - 2**64]  # torch gives -1 in unsigned 64 bits
+    return tuple(getattr(node, saved) for saved in _CUTS[name]) if size % batch == 0 else None
 
 
 def _some(names: list[str], most: int = 5) -> str:

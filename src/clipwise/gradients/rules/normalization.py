@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
@@ -52,7 +53,10 @@ def group_norm(node: Node, shapes: Shapes) -> Finish:
 def fixed_batch_norm(node: Node, shapes: Shapes) -> Finish:
     """Batch norm in evaluation mode: a constant affine map a channel, then scale and shift."""
     if node._saved_training:
-        raise RuleDoesNotApply("statistics of the batch couple its examples")
+        raise CoupledExamplesError(
+            "A batch norm uses the statistics of the batch, so the loss of one example depends on the others. "
+            "Use GroupNorm, LayerNorm or InstanceNorm, or fixed statistics (.eval(), training=False)."
+        )
     x = node._saved_input if 1 in shapes else None
     mean: Tensor = node._saved_running_mean
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon  # cuDNN's name for it
@@ -71,6 +75,9 @@ def _given(x: Tensor | None) -> Tensor:
 
 
 def _affine(shapes: Shapes, normalized: Callable[[], Tensor], by_channel: bool) -> Finish:
+    if 0 in shapes:
+        raise RuleDoesNotApply("what is normalized is made of parameters")
+
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         forms: dict[int, Form] = {}
         for operand, shape in shapes.items():

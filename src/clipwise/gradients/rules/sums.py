@@ -6,13 +6,9 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.forms import Written
+from clipwise.gradients.forms import at_least_float32 as at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import RuleDoesNotApply
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Sums over positions run in float32 or better."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def broadcast_sum(h: Tensor, layout: Layout, shape: torch.Size) -> Written:

@@ -1,0 +1,58 @@
+"""`clipwise check`: can this model and this loss be trained privately?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+from clipwise.commands.output import say
+from clipwise.commands.target import load, running
+from clipwise.errors import ConfigurationError
+from clipwise.preflight import check as examine
+
+
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="path/to/file.py:function or package.module:function. The function takes no arguments and "
+            "returns (model, loss, batch), where loss(model, *batch) gives one loss an example."
+        ),
+    ],
+) -> None:
+    """Say whether a model and a loss can be trained privately, and if not, why.
+
+    For example:
+
+        clipwise check my_model.py:example
+
+    where my_model.py has, for instance:
+
+        def example():
+            return Net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"), (x, y)
+
+    Use synthetic or public rows for the batch: what a check says depends on them. It runs your code, replaces
+    one example after the other and looks whether any other example's loss moves. It is a lint and no proof.
+
+    Exit code 0: accepted. 1: refused. 2: the check could not be made.
+    """
+    function = load(target)
+    with running(target):
+        model, loss, batch = _parts(function(), target)
+        report = examine(model, loss, batch)
+    say(str(report), style="" if report.ok else "red")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _parts(made: object, target: str) -> tuple[nn.Module, Callable[..., Any], Sequence[Any]]:
+    if isinstance(made, tuple) and len(made) == 3:
+        model, loss, batch = made
+        if isinstance(model, nn.Module) and callable(loss) and isinstance(batch, (tuple, list)):
+            return model, loss, batch
+    raise ConfigurationError(
+        f"{target} must return (model, loss, batch): a torch.nn.Module, a function loss(model, *batch) and a "
+        "tuple of its further arguments, such as (x, y)."
+    )

@@ -1,0 +1,81 @@
+"""A function of the user's, named on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from clipwise.errors import ClipwiseError, ConfigurationError
+
+
+def load(target: str) -> Callable[[], Any]:
+    """The function that `path/to/file.py:function` or `package.module:function` names."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ConfigurationError(
+            f"TARGET is {target!r}: it must look like path/to/file.py:function or package.module:function."
+        )
+    with running(target):
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(
+            f"{place} has no function {name!r}: name one that returns what is asked for."
+        )
+    made: Callable[[], Any] = function
+    return made
+
+
+@contextmanager
+def running(target: str) -> Iterator[None]:
+    """The user's code runs here: what it raises is told in one line, with the place where it happened."""
+    try:
+        yield
+    except ClipwiseError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not _is_foreign(f.filename)]
+        place = f" in {Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+        raise ConfigurationError(f"{target} raised {type(error).__name__}{place}: {error}") from error
+
+
+def _is_foreign(filename: str) -> bool:
+    folders = (
+        os.path.dirname(os.path.dirname(__file__)),
+        os.path.dirname(os.__file__),
+        sys.prefix,
+        "<frozen",
+    )
+    return filename.startswith(folders)
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigurationError(f"TARGET: there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"TARGET: {path} cannot be loaded as Python.")
+    module = importlib.util.module_from_spec(spec)
+    _look_in(path.parent)  # as python does for a script, so that the file finds its neighbours
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))

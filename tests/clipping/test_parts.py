@@ -1,0 +1,80 @@
+"""How parameters are grouped into parts, and how a total bound is divided."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from clipwise.clipping.parts import group_parameters, norms_of_parts
+from clipwise.errors import ConfigurationError
+
+
+def parameters(*names: str) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(1)) for name in names}
+
+
+MODEL = parameters("embed.weight", "block.attn.weight", "block.attn.bias", "block.norm.weight", "head.weight")
+
+
+def test_all_is_one_part() -> None:
+    assert group_parameters("all", MODEL) == {"all": list(MODEL)}
+
+
+def test_tensor_is_a_part_a_parameter() -> None:
+    assert group_parameters("tensor", MODEL) == {name: [name] for name in MODEL}
+
+
+def test_layer_is_a_module() -> None:
+    assert group_parameters("layer", MODEL) == {
+        "embed": ["embed.weight"],
+        "block.attn": ["block.attn.weight", "block.attn.bias"],
+        "block.norm": ["block.norm.weight"],
+        "head": ["head.weight"],
+    }
+
+
+def test_groups_take_parameters_and_modules() -> None:
+    lists = [["embed.weight", "head"], ["block"]]
+    assert group_parameters(lists, MODEL) == {
+        "group 0": ["embed.weight", "head.weight"],
+        "group 1": ["block.attn.weight", "block.attn.bias", "block.norm.weight"],
+    }
+    named = group_parameters({"ends": lists[0], "middle": lists[1]}, MODEL)
+    assert list(named) == ["ends", "middle"]
+
+
+def test_a_module_is_no_prefix_of_another_ones_name() -> None:
+    model = parameters("head.weight", "head2.weight")
+    assert group_parameters([["head"], ["head2"]], model)["group 0"] == ["head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ("layers", "'layers' is not known"),
+        ([["embed", "block"]], "'head.weight' is in no part"),
+        ([["embed", "block", "head"], ["head.weight"]], "'head.weight' is in several parts"),
+        ([["embed", "block", "head", "tail"]], "'tail' is no trainable parameter"),
+        ([["embed", "block", "head"], []], "'group 1' holds no parameter"),
+        ({"a": ["embed", "block"], "b": ["block.attn", "head"]}, "in several parts"),
+    ],
+)
+def test_groups_that_miss_or_repeat_a_parameter_are_refused(parts: object, words: str) -> None:
+    with pytest.raises(ConfigurationError, match="parts") as error:
+        group_parameters(parts, MODEL)  # type: ignore[arg-type]
+    assert words in str(error.value)
+
+
+def test_a_total_is_divided_so_that_the_whole_stays_within_it() -> None:
+    norms = norms_of_parts(2.0, ["a", "b", "c"])
+    assert math.isclose(math.hypot(*norms.values()), 2.0)
+    assert norms_of_parts({"b": 1.0, "a": 3.0}, ["a", "b"]) == {"a": 3.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("norms", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1.0, "c": 1.0}])
+def test_norms_that_do_not_fit_the_parts_are_refused(norms: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="'a', 'b'"):
+        norms_of_parts(norms, ["a", "b"])

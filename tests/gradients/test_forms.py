@@ -1,0 +1,120 @@
+"""Norms are upper bounds, whatever form a gradient takes; sums and instantiated gradients agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipwise.gradients import forms
+from clipwise.gradients.forms import Budget, Form, Outer, Rows, Written, squared_norms
+
+QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@QUICK
+@given(
+    st.sampled_from([1, 2, 255, 256, 257, 512, 1000]),
+    st.sampled_from([1e-42, 1e-30, 1e-20, 1e-5, 1.0, 1e10, 1e18]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)
+def test_a_squared_norm_is_a_close_upper_bound(n: int, scale: float, dtype: torch.dtype, seed: int) -> None:
+    x = (torch.randn(3, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(
+        dtype
+    )
+    bounds = squared_norms(x)
+    assert bounds.dtype == torch.float64
+    for row, bound in zip(x.double().tolist(), bounds.tolist(), strict=True):
+        exact = math.fsum(v * v for v in row)
+        assert exact <= bound <= exact * 1.0001 + 2 * n * torch.finfo(torch.float32).tiny
+
+
+def test_adversarial_orders_of_summation_are_covered() -> None:
+    """One large entry and many that it swallows, or that are swallowed one by one."""
+    for n in (256, 4096, 10_000):
+        x = torch.full((2, n), 2.0**-12.5)
+        x[0, 0], x[1, -1] = 1.0, 1.0
+        exact = torch.tensor(
+            [math.fsum(v * v for v in row) for row in x.double().tolist()], dtype=torch.float64
+        )
+        assert (squared_norms(x) >= exact).all()
+
+
+def test_an_empty_gradient_has_no_length() -> None:
+    assert squared_norms(torch.zeros(3, 0)).tolist() == [0, 0, 0]
+
+
+def outer(T: int, m: int, n: int, dtype: torch.dtype) -> Outer:
+    return Outer(torch.randn(4, T, m).to(dtype), torch.randn(4, T, n).to(dtype))
+
+
+def rows(T: int, m: int, n: int, dtype: torch.dtype) -> Rows:
+    return Rows(torch.randint(0, m, (4, T)), torch.randn(4, T, n).to(dtype), m)
+
+
+def written(T: int, m: int, n: int, dtype: torch.dtype) -> Written:
+    ready = torch.randn(4, m, n).to(dtype)
+    return Written(4, torch.Size([m, n]), dtype, lambda examples: ready[examples])
+
+
+@pytest.mark.parametrize("keep", [0, 2**30])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3, 4), (3, 4, 3), (2, 40, 30), (0, 3, 4)], ids=str)
+@pytest.mark.parametrize("make", [outer, rows, written])
+def test_norms_and_sums_are_those_of_the_instantiated_gradients(
+    make: type[Form],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    keep: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forms, "CHUNK_BYTES", 3 * sizes[1] * sizes[2] * 8)
+    torch.manual_seed(0)
+    form = make(*sizes, dtype)
+    each: Tensor = form.instantiate(slice(0, 4)).double()
+    norms, weights = each.flatten(1).norm(dim=1), torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    found = form.squared_norms(Budget(keep)).sqrt()
+    assert (found >= norms * (1 - 1e-6)).all()
+    torch.testing.assert_close(found, norms, rtol=tolerance, atol=1e-12)
+    expected = torch.einsum("b,bmn->mn", weights, each)
+    torch.testing.assert_close(form.weighted_sum(weights).double(), expected, rtol=tolerance, atol=tolerance)
+    # Muted after the norms were taken: a NaN would survive a weight of 0.
+    muted = torch.tensor([False, True, False, True])
+    form.mute(muted)
+    expected = torch.einsum("b,bmn->mn", weights.masked_fill(muted, 0), each)
+    torch.testing.assert_close(form.weighted_sum(weights).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_low_precision_factors_are_multiplied_in_float32() -> None:
+    form = outer(3, 4, 5, torch.bfloat16)
+    assert form.weighted_sum(torch.ones(4)).dtype == torch.float32
+    assert form.instantiate(slice(0, 1)).dtype == torch.float32
+
+
+def test_written_gradients_in_low_precision_are_summed_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16."""
+    form = Written.of(torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16))
+    assert form.weighted_sum(torch.ones(2)).item() == 257.0
+
+
+def test_a_budget_is_spent_once() -> None:
+    budget = Budget(100)
+    assert budget.take(60) and not budget.take(60) and budget.take(40)
+    assert budget.left == 0
+
+
+def test_gradients_of_nothing_are_not_worth_writing_out() -> None:
+    """Where the loss has no gradient, a Gram norm is all rounding; it needs no second look."""
+    left = torch.randn(3, 4, 512)
+    right = torch.randn(3, 4, 512)
+    right[1:] = 0
+    form = Outer(left, right)
+    form.squared_norms(Budget(0))
+    assert not form._exact

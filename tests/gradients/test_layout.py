@@ -1,0 +1,263 @@
+"""Which rows belong to which example: taking apart and putting together, and telling layouts apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipwise.errors import CoupledExamplesError
+from clipwise.gradients import Memory, by_bookkeeping, by_loop
+from clipwise.gradients.layout import Layout, Probe, hypotheses, probe_weights
+from clipwise.gradients.resolve import Growth
+from tests.gradients.cases import trainable
+
+QUICK = settings(max_examples=50, deadline=None, derandomize=True)
+sizes = st.integers(1, 4)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
+    """A layout and the shape of a tensor that it fits."""
+    outer, batch, inner = draw(sizes), draw(st.integers(1, 5)), draw(sizes)
+    before, after = draw(st.lists(sizes, max_size=2)), draw(st.lists(sizes, max_size=2))
+    return Layout(len(before), outer, batch, inner), (*before, outer * batch * inner, *after)
+
+
+def owner(layout: Layout, index: int) -> int:
+    """The definition: an axis of size outer * B * inner holds example (index // inner) % B."""
+    return index // layout.inner % layout.batch
+
+
+@QUICK
+@given(layouts())
+def test_split_gathers_exactly_an_examples_rows(drawn: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = drawn
+    t = torch.arange(torch.Size(shape).numel()).view(shape)
+    split = layout.split(t)
+    assert split.shape == (
+        layout.batch, *shape[: layout.axis], layout.outer, layout.inner, *shape[layout.axis + 1 :],
+    )  # fmt: skip
+    for i in range(layout.batch):
+        mine = [k for k in range(shape[layout.axis]) if owner(layout, k) == i]
+        assert torch.equal(
+            split[i].flatten(layout.axis, layout.axis + 1), t.index_select(layout.axis, torch.tensor(mine))
+        )
+
+
+@QUICK
+@given(layouts())
+def test_along_axis_and_scale_follow_the_definition(drawn: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = drawn
+    numbers = torch.arange(1.0, layout.batch + 1)
+    along = layout.along_axis(numbers)
+    assert along.tolist() == [float(owner(layout, k) + 1) for k in range(shape[layout.axis])]
+    t = torch.randn(shape)
+    scaled = layout.split(layout.scale(t, numbers))
+    torch.testing.assert_close(scaled, layout.split(t) * numbers.view(-1, *[1] * (scaled.dim() - 1)))
+
+
+@QUICK
+@given(layouts())
+def test_rows_has_every_position_in_one_dimension(drawn: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = drawn
+    t = torch.randn(*shape, 3)
+    rows = layout.rows(t)
+    assert rows.shape == (layout.batch, t.numel() // 3 // layout.batch, 3)
+    assert torch.equal(rows.flatten().sort()[0], t.flatten().sort()[0])
+
+
+@QUICK
+@given(layouts())
+def test_every_layout_is_among_the_hypotheses_and_agrees_with_itself(
+    drawn: tuple[Layout, tuple[int, ...]],
+) -> None:
+    layout, shape = drawn
+    assert layout in list(hypotheses(torch.Size(shape), layout.batch))
+    weights = probe_weights(layout.batch, torch.zeros(1))
+    plain = torch.randn(shape)
+    probe = Probe(plain, layout.scale(plain, weights), weights)
+    assert probe.agrees(layout)
+    # Whoever agrees as well gives every live row the same weight.
+    for other in probe.layouts():
+        assert torch.equal(other.scale(plain, weights), layout.scale(plain, weights))
+
+
+@QUICK
+@given(layouts(), st.integers(1, 5))
+def test_resized_is_the_same_layout_or_nothing(drawn: tuple[Layout, tuple[int, ...]], batch: int) -> None:
+    layout, shape = drawn
+    for k in range(1, 9):
+        resized = layout.resized(
+            torch.Size((*shape[: layout.axis], k * batch, *shape[layout.axis + 1 :])), batch
+        )
+        if resized is None:
+            continue
+        assert resized.batch == batch and resized.size == k * batch
+        # The side of the fold that was 1 stays 1, or nothing is known.
+        assert resized.outer == 1 if layout.outer == 1 else layout.inner > 1 or resized.inner == 1
+        assert resized.inner == 1 if layout.inner == 1 else layout.outer > 1 or resized.outer == 1
+
+
+def test_a_layout_of_single_rows_says_nothing_about_folds() -> None:
+    assert Layout(0, 1, 4, 1).resized(torch.Size([8, 3]), 4) is None
+
+
+def test_an_axis_that_keeps_its_size_in_another_batch_is_doubted() -> None:
+    assert Layout(0, 1, 4, 3).is_stiff(Layout(0, 1, 6, 2))
+    assert not Layout(0, 1, 4, 3).is_stiff(Layout(0, 1, 6, 3))
+    assert not Layout(0, 1, 4, 3).is_stiff(Layout(0, 1, 4, 3))
+
+
+# Probes
+
+
+@pytest.mark.parametrize("batch", [2, 3, 13, 14, 40])
+def test_probe_weights_are_powers_of_two_as_distinct_as_can_be(batch: int) -> None:
+    weights = probe_weights(batch, torch.zeros(1))
+    assert (weights.log2() == weights.log2().round()).all()
+    assert len(weights.unique()) == min(batch, 13)
+    assert weights.max() / weights.min() <= 2**12
+
+
+def test_probe_weights_cannot_be_foreseen() -> None:
+    torch.manual_seed(0)
+    one = [probe_weights(5, torch.zeros(1)) for _ in range(4)]
+    torch.manual_seed(0)
+    other = [probe_weights(5, torch.zeros(1)) for _ in range(4)]
+    assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_gradient_that_cancels_in_the_plain_sum_is_not_dead() -> None:
+    weights = torch.tensor([1.0, 2.0])
+    assert not Probe(torch.zeros(3, 2), torch.ones(3, 2), weights).is_dead()
+    assert Probe(torch.zeros(3, 2), torch.zeros(3, 2), weights).is_dead()
+
+
+def test_entries_that_are_not_finite_do_not_speak_for_their_row() -> None:
+    """[T, B] with T = B: a NaN example crosses every row of the wrong axis."""
+    weights = torch.tensor([1.0, 4.0, 2.0])
+    plain = torch.randn(3, 3)
+    weighted = plain * weights
+    for bad in (plain, weighted):
+        bad[:, 1] = torch.nan
+    probe = Probe(plain, weighted, weights)
+    assert probe.layouts() == [Layout(1, 1, 3, 1)]
+
+
+def test_rounding_of_denormals_is_no_disagreement() -> None:
+    weights = torch.tensor([1.0, 4096.0])
+    plain = torch.tensor([[1.0], [3e-45]])
+    weighted = torch.tensor([[1.0], [5e-42]])  # 4096 * 3e-45 is 1.2e-41: digits were lost on the way
+    assert Probe(plain, weighted, weights).agrees(Layout(0, 1, 2, 1))
+    assert not Probe(plain, torch.tensor([[1.0], [5e-6]]), weights).agrees(Layout(0, 1, 2, 1))
+
+
+# Growth: what is made of parameters alone keeps its size
+
+
+@pytest.mark.parametrize(
+    ("shapes", "grows"),
+    [
+        ([((4, 7), 4), ((5, 7), 5), ((3, 7), 3)], True),
+        ([((8, 7), 4), ((10, 7), 5), ((6, 7), 3)], True),
+        ([((4, 7), 4), ((5, 9), 5), ((3, 2), 3)], True),  # sequences of other lengths, besides
+        ([((4, 7), 4), ((4, 7), 4), ((4, 7), 4)], False),  # never another batch size
+        ([((4, 7), 4), ((4, 7), 2), ((4, 7), 1)], False),
+        ([((4, 7), 4), ((5, 7), 5), ((5, 7), 5)], False),  # once can be chance
+        ([((5, 7), 4), ((6, 7), 5), ((4, 7), 3)], False),
+        ([((4, 4), 4), ((4, 5), 5), ((4, 3), 3)], True),
+    ],
+)
+def test_growth(shapes: list[tuple[tuple[int, ...], int]], grows: bool) -> None:
+    growth = Growth()
+    assert [growth.observe(torch.Size(shape), batch) for shape, batch in shapes][-1] == grows
+
+
+# Whole graphs: coincidences of sizes
+
+
+class Reordered(nn.Module):
+    """A linear layer (with a norm) on rows in some order; the losses are batch first."""
+
+    def __init__(self, there: Callable[[Tensor], Tensor], back: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.there, self.back = there, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.norm(self.linear(self.there(x)).tanh()), x.shape[0])
+
+
+ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = {
+    "batch first": (lambda x: x, lambda h, B: h),
+    "time first": (lambda x: x.transpose(0, 1), lambda h, B: h.transpose(0, 1)),
+    "folded major": (lambda x: x.reshape(-1, 4), lambda h, B: h.view(B, -1, 4)),
+    "folded minor": (
+        lambda x: x.transpose(0, 1).reshape(-1, 4),
+        lambda h, B: h.view(-1, B, 4).transpose(0, 1),
+    ),
+    "folded both": (
+        lambda x: x.view(x.shape[0], 2, -1, 4).transpose(0, 1).reshape(-1, 4),
+        lambda h, B: h.view(2, B, -1, 4).transpose(0, 1).flatten(1, 2),
+    ),
+}
+SIZES = [(4, 4), (2, 2), (4, 8), (8, 4), (6, 2), (3, 6), (4, 4), (2, 8)]  # (B, T): T = B, T a multiple, ...
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_right_layout_is_found_among_sizes_that_coincide(order: str, marked: bool) -> None:
+    """One memory through all of them, as in a run."""
+    torch.manual_seed(0)
+    model, memory = Reordered(*ORDERS[order]).double(), Memory()
+    for B, T in SIZES:
+        x = torch.randn(B, T, 4, dtype=torch.float64, requires_grad=marked)
+        found = by_bookkeeping(model(x).flatten(1).square().sum(1).tanh(), trainable(model), memory)
+        for i in range(B):
+            alone = by_loop(model(x[i : i + 1]).flatten(1).square().sum(1).tanh(), trainable(model))
+            for name, g in found.instantiate(slice(i, i + 1)).items():
+                torch.testing.assert_close(g, alone.instantiate(slice(0, 1))[name], msg=f"{name} at {B}, {T}")
+
+
+COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "subtracts the batch mean": lambda h: h - h.mean(0),
+    "divides by the batch norm": lambda h: h / h.norm(),
+    "softmax over the batch": lambda h: h.softmax(0),
+    "similarities": lambda h: (h @ h.t()).softmax(1),
+    "the neighbour's row": lambda h: h * h.roll(1, 0),
+    "cumulative": lambda h: h.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_rows_that_mix_examples_have_no_layout(coupling: str) -> None:
+    """With inputs that require gradients, as the loader hands them out at first."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(CoupledExamplesError):
+        by_bookkeeping(COUPLINGS[coupling](model(x)).square().sum(1), trainable(model), Memory())
+
+
+@pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_rows_that_mix_examples_are_found_without_input_gradients_too(coupling: str) -> None:
+    """Then the mixed rows might be made of parameters alone; that they grow with the batch gives them away."""
+    torch.manual_seed(0)
+    model, memory = nn.Linear(4, 4), Memory()
+    with pytest.raises(CoupledExamplesError):
+        for B in (5, 6, 7):
+            h = COUPLINGS[coupling](model(torch.randn(B, 4)))
+            by_bookkeeping((h * torch.randn(h.shape)).sum(1), trainable(model), memory)
+
+
+def test_losses_that_sum_to_a_constant_are_found() -> None:
+    """Their plain gradient is 0 everywhere, which must not pass for 'nothing arrives here'."""
+    model, x = nn.Linear(4, 1), torch.randn(5, 4, requires_grad=True)
+    losses = model(x).squeeze(1)
+    with pytest.raises(CoupledExamplesError):
+        by_bookkeeping(losses - losses.mean(), trainable(model), Memory())

@@ -1,0 +1,267 @@
+"""Positions that cancel: the norm may be nothing beside the terms that it is summed from.
+
+Rounding errors go with the terms. So wherever a norm is not taken from the very numbers that are summed
+later, it must be a bound on *their* norm: in every way of computing it, at every scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.clipping import PerExample
+from clipwise.gradients import Memory, bookkeeping, by_bookkeeping, forms
+from clipwise.gradients.forms import Budget, Form, Outer, Rows
+from clipwise.privacy import Adjacency
+from tests.gradients.cases import trainable
+from tests.soundness.neighbours import attach, excess
+
+PLENTY = 2**40
+SCALES = [1e-30, 1e-15, 1e-5, 1.0, 1e5, 1e15]
+SLACK = 1 + 1e-5
+
+
+def cancelling_pairs(T: int, m: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Positions in pairs of the same left and opposite right side: their products cancel exactly."""
+    half, same = torch.randn(T // 2, m, dtype=dtype), torch.randn(T // 2, n, dtype=dtype)
+    order = torch.randperm(T)
+    return torch.cat([half, half])[order], torch.cat([same, -same])[order]
+
+
+def nearly(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, but a little is left over."""
+    return left, right * (1 + 1e-6 * torch.randn_like(right))
+
+
+def batch_of(T: int, m: int, n: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Cancelling, nearly cancelling, ordinary and zero examples together."""
+    torch.manual_seed(0)
+    ordinary = torch.randn(T, m), torch.randn(T, n)
+    examples = [
+        cancelling_pairs(T, m, n) if T > 1 else ordinary,
+        nearly(*cancelling_pairs(T, m, n)) if T > 1 else ordinary,
+        ordinary,
+        (torch.zeros(T, m), torch.randn(T, n)),
+    ]
+    left, right = (torch.stack(side) for side in zip(*examples, strict=True))
+    return left * scale, right
+
+
+def require_bounded(form: Form, budget: int) -> Tensor:
+    """What is released of each example is no longer than its computed norm. Returns those norms."""
+    norms = form.squared_norms(Budget(budget)).sqrt()
+    for i in range(form.batch):
+        alone = torch.zeros(form.batch, dtype=torch.float64)
+        alone[i] = 1
+        assert form.weighted_sum(alone).double().norm() <= norms[i] * SLACK + 1e-37
+    # And together, clipped: n examples of at most 1 each.
+    clipped = form.weighted_sum((1 / norms).clamp(max=1))
+    assert clipped.double().norm() <= form.batch * SLACK
+    return norms
+
+
+def require_close(norms: Tensor, left: Tensor, right: Tensor) -> None:
+    """The bound is no looser than promised: 1e-5, or what is lost in the terms."""
+    truth = torch.stack([(a.double().T @ b.double()).norm() for a, b in zip(left, right, strict=True)])
+    mass = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
+    assert (norms >= truth * (1 - 1e-12) - 1e-6 * mass).all()
+    assert (norms <= truth * (1 + 1e-4) + 1e-6 * mass + 1e-16).all()
+
+
+# (T, m, n, bytes that may be kept, bytes in a chunk): each takes another way.
+WAYS = {
+    "product of norms": (1, 6, 5, PLENTY, PLENTY),
+    "Gram": (8, 64, 48, PLENTY, PLENTY),
+    "written and kept": (16, 6, 5, PLENTY, PLENTY),
+    "written, not kept": (16, 6, 5, 0, PLENTY),
+    "written in chunks": (16, 6, 5, 0, 1),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_bounds_what_is_released(way: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    T, m, n, keep, chunk = WAYS[way]
+    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk)
+    left, right = batch_of(T, m, n, scale)
+    outer = Outer(left, right)
+    norms = require_bounded(outer, keep)
+    if scale > 1e-20:  # below, the squares of single entries are lost, and the bound says so
+        require_close(norms, left, right)
+
+
+def test_the_ways_are_really_taken() -> None:
+    """Each entry of WAYS ends where its name says."""
+    for way, (T, m, n, keep, _) in WAYS.items():
+        outer = Outer(*batch_of(T, m, n, 1.0))
+        outer.squared_norms(Budget(keep))
+        assert (outer._written is not None) == (way == "written and kept")
+        # Without a written gradient, cancelling examples are formed one by one in float64.
+        assert bool(outer._exact) == (way in ("Gram", "written, not kept", "written in chunks"))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e15])
+def test_the_published_trap(scale: float) -> None:
+    """T=256, d=p=512 in float32: the Gram norm of cancelling positions is noise, and can be 0."""
+    left, right = batch_of(256, 512, 512, scale)
+    gram = torch.einsum("bts,bts->b", left @ left.mT, right @ right.mT)
+    mass = (left.norm(dim=2) * right.norm(dim=2)).sum(1)
+    assert gram[0] <= 1e-6 * mass[0] ** 2  # the trap is there: what float32 sees is rounding
+    require_bounded(Outer(left, right), 0)
+
+
+def test_a_gram_norm_without_care_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`require_bounded` can fail."""
+
+    def careless(outer: Outer, budget: Budget) -> Tensor:
+        gram = torch.einsum("bts,bts->b", outer.left @ outer.left.mT, outer.right @ outer.right.mT)
+        return gram.double().clamp_min(0)
+
+    monkeypatch.setattr(Outer, "squared_norms", careless)
+    left, right = batch_of(16, 64, 48, 1e15)
+    left[0] = left[0, :1] * torch.linspace(1, 2, 16)[:, None]  # no two products round alike
+    right[0] = (
+        right[0, :1] * (1 / torch.linspace(1, 2, 16)[:, None]) * torch.tensor([1.0, -1.0]).repeat(8)[:, None]
+    )
+    with pytest.raises(AssertionError):
+        require_bounded(Outer(left, right), 0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_repeated_ids_with_opposite_gradients(scale: float) -> None:
+    torch.manual_seed(0)
+    g = torch.randn(1, 4, 7)
+    g = torch.cat([g, -g, 1e-6 * g[:, :1]], 1) * scale
+    ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0]])
+    rows = Rows(torch.cat([ids, ids * 0]), torch.cat([g, g]), 5)
+    norms = require_bounded(rows, 0)
+    truth = torch.stack([rows.instantiate(slice(i, i + 1))[0].double().norm() for i in range(2)])
+    assert (norms >= truth).all() and (norms <= truth * 1.001 + 1e-4 * scale * 1e-5 + 1e-17).all()
+
+
+# Whole models: each loss is linear in the output with weights that cancel over positions.
+
+
+def _cancelling_weights(out: Tensor) -> Tensor:
+    """+w, -w, +w, ... along the positions of [B, T, ...], the same w for every pair."""
+    w = torch.linspace(0.5, 2, out[0, 0].numel()).view(out.shape[2:])
+    signs = 1 - 2.0 * (torch.arange(out.shape[1]) % 2)
+    return signs.view(-1, *[1] * (out.dim() - 2)) * w
+
+
+class Joined(nn.Module):
+    """One weight, used twice on opposite inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(40, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.a(x), -self.a(x * (1 + 1e-6))], 1)
+
+
+class Times(torch.autograd.Function):
+    """An operation that clipwise does not know."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(tuple(range(g.dim() - w.dim())))
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Times.apply(x, self.w)
+
+
+class Channels(nn.Module):
+    """A convolution whose output positions are put where `_cancelling_weights` looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).transpose(1, 2)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(torch.zeros(x.shape[:2], dtype=torch.long)) * x[..., :1]
+
+
+def _repeated(shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    """Examples of which all positions are alike."""
+    return lambda: torch.randn(3, 1, *shape[1:]).expand(3, *shape)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear written": (lambda: nn.Linear(6, 5), _repeated((16, 6))),
+    "linear Gram": (lambda: nn.Linear(64, 48), _repeated((8, 64))),
+    "layer norm": (lambda: nn.LayerNorm(6), _repeated((16, 6))),
+    "convolution": (Channels, lambda: torch.randn(3, 3, 1).expand(3, 3, 16)),
+    "embedding": (Words, _repeated((16, 6))),
+    "joined": (Joined, lambda: torch.randn(3, 40)),
+    "unknown": (Unknown, _repeated((16, 6))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
+@pytest.mark.parametrize("memory", ["kept", "not kept", "in chunks"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_whose_positions_cancel(
+    name: str, scale: float, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if memory != "kept":
+        monkeypatch.setattr(bookkeeping, "KEEP_BYTES", 0)
+    if memory == "in chunks":
+        monkeypatch.setattr(forms, "CHUNK_BYTES", 1)
+    torch.manual_seed(0)
+    build, draw = MODELS[name]
+    model, x = build(), draw()
+    clipper = attach(model, PerExample(max_norm=1e-3, parts="tensor"))
+
+    def total(x: Tensor) -> dict[str, Tensor]:
+        out = model(x)
+        noise = 1 + 1e-6 * torch.linspace(-1, 1, out[0].numel()).view(out.shape[1:])
+        return clipper.clipped_sum((out * _cancelling_weights(out) * noise).flatten(1).sum(1) * scale)
+
+    whole = total(x)
+    assert excess(clipper, whole, total(x[1:]), Adjacency.ZERO_OUT) <= SLACK
+    assert excess(clipper, whole, total(x[:2]), Adjacency.ZERO_OUT) <= SLACK
+
+
+@pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_one_gradient_that_cancels_is_no_longer_than_its_norm(name: str) -> None:
+    """Norms of whole models against what is released of one example at a time."""
+    torch.manual_seed(0)
+    build, draw = MODELS[name]
+    model, x = build(), draw()
+    out = model(x)
+    found = by_bookkeeping(
+        (out * _cancelling_weights(out)).flatten(1).sum(1) * 1e6, trainable(model), Memory()
+    )
+    norms = {n: s.sqrt() for n, s in found.squared_norms().items()}
+    for i in range(3):
+        alone = F.one_hot(torch.tensor(i), 3).double()
+        for n, released in found.weighted_sums(dict.fromkeys(norms, alone)).items():
+            assert released.double().norm() <= norms[n][i] * SLACK, n

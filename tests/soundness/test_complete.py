@@ -1,0 +1,442 @@
+"""No trainable parameter is forgotten, and nothing but the clipped sum is learned from the examples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.checks import BufferGuard, require_no_batch_statistics
+from clipwise.clipping import PerExample
+from clipwise.errors import CoupledExamplesError, UnsupportedModelError
+from clipwise.gradients import FallbackWarning, Memory, by_bookkeeping, by_loop, register, registered
+from clipwise.gradients.forms import Form, Written
+from clipwise.gradients.layout import Layout
+from clipwise.gradients.rules import registry
+from clipwise.gradients.walk import Node, node_name, walk
+from tests.gradients.cases import CASES, Case, losses, oracle, trainable
+from tests.soundness.neighbours import attach
+
+# Rules for nodes that this machine's torch never makes, and why. Each is tested below with a stand-in node.
+EXEMPT = {
+    "FusedRmsNormBackward0": "torch fuses RMSNorm on CUDA only; elsewhere it is products and means",
+    "CudnnBatchNormBackward0": "cuDNN's batch norm exists on CUDA only",
+}
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.forgotten = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+# Every parameter
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("method", ["bookkeeping", "loop"])
+def test_a_parameter_that_takes_no_part_is_an_error_by_name(method: str, batch: int) -> None:
+    model = TwoHeads()
+    with pytest.raises(UnsupportedModelError, match=r"forgotten\.weight.*forgotten\.bias"):
+        attach(model, PerExample(method=method)).clipped_sum(model(torch.randn(batch, 3)).sum(1))
+
+
+def test_a_frozen_parameter_may_take_no_part() -> None:
+    model = TwoHeads()
+    model.forgotten.requires_grad_(False)
+    total = attach(model, PerExample()).clipped_sum(model(torch.randn(4, 3)).sum(1))
+    assert set(total) == {"used.weight", "used.bias"}
+
+
+def test_a_detached_parameter_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with pytest.raises(UnsupportedModelError, match=r"0\.weight"):
+        by_bookkeeping(model[1](model[0](torch.randn(4, 3)).detach()).sum(1), trainable(model), Memory())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_parameter_of_every_case_is_in_the_sum(case: Case) -> None:
+    model = case.build(torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        total = attach(model, PerExample()).clipped_sum(losses(model, case.draw(3, torch.float32)))
+    assert {n: t.shape for n, t in total.items()} == {n: p.shape for n, p in trainable(model).items()}
+    assert all(t.any() for t in total.values())
+
+
+# Every rule
+
+
+def exercised(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The rules that gave forms on the cases, in float32 and float64."""
+    seen: set[str] = set()
+
+    def spied(name: str, rule: registry.Rule) -> registry.Rule:
+        def spy(node: Node, shapes: registry.Shapes) -> registry.Finish:
+            finish = rule(node, shapes)
+
+            def finished(g: Tensor, layout: Layout) -> dict[int, Form]:
+                forms = finish(g, layout)
+                seen.add(name)
+                return forms
+
+            return finished
+
+        return spy
+
+    monkeypatch.setattr(registry, "_RULES", {name: spied(name, rule) for name, rule in registered().items()})
+    for case in CASES:
+        for dtype in (torch.float32, torch.float64):
+            model = case.build(dtype)
+            by_bookkeeping(losses(model, case.draw(3, dtype)), trainable(model), Memory())
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
+def test_there_is_no_rule_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = set(registered())
+    assert set(EXEMPT) <= rules, "an exempt rule is no longer registered: take it off the list"
+    found = exercised(monkeypatch)
+    assert rules - found - set(EXEMPT) == set(), "add a case to tests/gradients/cases.py"
+    assert not found & set(EXEMPT), "an exempt rule has a case now: take it off the list"
+
+
+# What each rule reads of a node. torch calls these names semi-private: this table is the alarm.
+SAVED = {
+    "AddBackward0": {"_saved_alpha"},
+    "SubBackward0": {"_saved_alpha"},
+    "MulBackward0": {"_saved_self", "_saved_other"},
+    "DivBackward0": {"_saved_self", "_saved_other"},
+    "AddmmBackward0": {"_saved_alpha", "_saved_beta", "_saved_mat1", "_saved_mat2"},
+    "MmBackward0": {"_saved_self", "_saved_mat2"},
+    "ConvolutionBackward0": {
+        "_saved_transposed", "_saved_input", "_saved_stride", "_saved_padding", "_saved_dilation",
+        "_saved_output_padding", "_saved_groups",
+    },
+    "EmbeddingBackward0": {"_saved_scale_grad_by_freq", "_saved_indices", "_saved_padding_idx"},
+    "NativeLayerNormBackward0": {"_saved_input", "_saved_result1", "_saved_result2"},
+    "NativeGroupNormBackward0": {"_saved_input", "_saved_result1", "_saved_result2"},
+    "NativeBatchNormBackward0": {
+        "_saved_input", "_saved_training", "_saved_running_mean", "_saved_running_var", "_saved_eps",
+    },
+    "SelectBackward0": {"_saved_index", "_saved_dim", "_saved_self_sym_sizes"},
+    "SliceBackward0": {"_saved_start", "_saved_end", "_saved_dim", "_saved_self_sym_sizes"},
+    "SplitWithSizesBackward0": {"_saved_split_sizes", "_saved_dim", "_saved_self_sym_sizes"},
+    "RollBackward0": {"_saved_shifts"},
+}  # fmt: skip
+
+
+def nodes() -> dict[str, Node]:
+    """One node of each kind in SAVED."""
+    w = nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    norm = nn.BatchNorm1d(4).eval()
+    made = [
+        w + x, w - x, w * x, w / x, w * w, w / w, torch.addmm(w, x, w), w @ w,
+        F.conv1d(x[None], w[:, :, None]), F.embedding(torch.tensor([0]), w), F.layer_norm(x, (4,), w[0]),
+        F.group_norm(x, 2, w[0]), norm(w), w[1], w[1:2], w.split([1, 3])[0], w.roll(1, 0),
+    ]  # fmt: skip
+    return {node_name(t.grad_fn): t.grad_fn for t in made}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_torch_saves_under_the_names_that_are_read(name: str) -> None:
+    missing = SAVED[name] - set(dir(nodes()[name]))
+    assert not missing, f"torch {torch.__version__} names them otherwise"
+
+
+def test_the_table_of_saved_names_has_every_rule() -> None:
+    no_names = {"ExpandBackward0", "RepeatBackward0"}  # what is repeated is all in the output's gradient
+    assert set(registered()) - set(EXEMPT) - no_names <= set(SAVED)
+
+
+def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a future version of torch."""
+
+    def blind(node: Node, shapes: registry.Shapes) -> registry.Finish:
+        return node._saved_under_a_new_name
+
+    monkeypatch.setattr(registry, "_RULES", {**registered(), "AddmmBackward0": blind})
+    model, x = nn.Linear(5, 3).double(), torch.randn(4, 5, dtype=torch.float64)
+    with pytest.warns(FallbackWarning, match="AddmmBackward0"):
+        found = by_bookkeeping(losses(model, (x,)), trainable(model), Memory()).instantiate(slice(0, 4))
+    for name, expected in oracle(model, (x,)).items():
+        torch.testing.assert_close(found[name], expected)
+
+
+def test_a_rule_that_is_wrong_is_found_before_anything_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = registered()["AddmmBackward0"]
+
+    def wrong(node: Node, shapes: registry.Shapes) -> registry.Finish:
+        finish = honest(node, shapes)
+        return lambda g, layout: finish(g * 1.1, layout)
+
+    monkeypatch.setattr(registry, "_RULES", {**registered(), "AddmmBackward0": wrong})
+    model, x = nn.Linear(5, 3), torch.randn(4, 5)
+    with pytest.raises(UnsupportedModelError, match="does not agree with plain autograd"):
+        by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+
+
+def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registered()))
+    case = next(c for c in CASES if c.name == "custom function")
+    called = []
+
+    @register("SquaredDistanceBackward")
+    def squared_distance(node: Node, shapes: registry.Shapes) -> registry.Finish:
+        x, w = node.saved_tensors
+
+        def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
+            called.append(node)
+            d = -2 * g[..., None] * (x[..., None, :] - w)
+            return {1: Written.of(layout.split(d).flatten(1, -3).sum(1))}
+
+        return finish
+
+    model, inputs = case.build(), case.draw(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        found = by_bookkeeping(losses(model, inputs), trainable(model), Memory()).instantiate(slice(0, 3))
+    assert called
+    for name, expected in oracle(model, inputs).items():
+        torch.testing.assert_close(found[name], expected)
+
+
+class StandIn(SimpleNamespace):
+    """A node as torch makes it on CUDA."""
+
+    def name(self) -> str:
+        return str(self.node_name)
+
+
+@pytest.mark.parametrize("positions", [(), (3,), (2, 3)])
+def test_the_rule_for_fused_rms_norm(positions: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    B, n = 4, 5
+    x, g = torch.randn(B, *positions, n).double(), torch.randn(B, *positions, n).double()
+    rstd = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    node = StandIn(node_name="FusedRmsNormBackward0", _saved_input=x, _saved_result1=rstd)
+    finish = registered()["FusedRmsNormBackward0"](node, {1: torch.Size([n])})
+    found = finish(g, Layout(0, 1, B, 1))[1].instantiate(slice(0, B))
+    for i in range(B):
+        w = torch.ones(n, dtype=torch.float64, requires_grad=True)
+        (F.rms_norm(x[i], (n,), w, eps=1e-6) * g[i]).sum().backward()
+        torch.testing.assert_close(found[i], w.grad)
+
+
+def test_the_rule_for_cudnn_batch_norm() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3).double().eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    x, g = torch.randn(4, 3, 2, 2).double(), torch.randn(4, 3, 2, 2).double()
+    node = StandIn(
+        node_name="CudnnBatchNormBackward0", _saved_input=x, _saved_training=False,
+        _saved_running_mean=norm.running_mean, _saved_running_var=norm.running_var, _saved_epsilon=norm.eps,
+    )  # fmt: skip
+    shapes = {1: torch.Size([3]), 2: torch.Size([3])}
+    forms = registered()["CudnnBatchNormBackward0"](node, shapes)(g, Layout(0, 1, 4, 1))
+    for i in range(4):
+        expected = torch.autograd.grad((norm(x[i : i + 1]) * g[i]).sum(), [norm.weight, norm.bias])
+        for operand, e in zip((1, 2), expected, strict=True):
+            torch.testing.assert_close(forms[operand].instantiate(slice(i, i + 1))[0], e)
+    node._saved_training = True
+    with pytest.raises(CoupledExamplesError):
+        registered()["CudnnBatchNormBackward0"](node, shapes)
+
+
+# Who may be slow
+
+_spatial = {1: (7,), 2: (6, 5), 3: (4, 5, 4)}
+PADDINGS = ("zeros", "reflect", "replicate", "circular")
+
+
+def _convolutions() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
+    found: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {}
+    for dims, kind in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
+        for mode in PADDINGS:
+            options = {"kernel_size": 2, "padding": 1, "padding_mode": mode}
+            found[f"{kind.__name__} {mode}"] = (lambda k=kind, o=options: k(4, 4, **o), (4, *_spatial[dims]))
+        options = {"kernel_size": 2, "stride": 2, "dilation": 2, "groups": 2}
+        found[f"{kind.__name__} strided"] = (lambda k=kind, o=options: k(4, 4, **o), (4, *_spatial[dims]))
+        found[f"{kind.__name__} depthwise"] = (
+            lambda k=kind: k(4, 8, 3, groups=4, bias=False), (4, *_spatial[dims]),
+        )  # fmt: skip
+    return found
+
+
+FAST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{f"Linear {k} middle": (lambda: nn.Linear(5, 3), (*[2, 3, 2, 2][:k], 5)) for k in range(5)},
+    "Linear no bias": (lambda: nn.Linear(5, 3, bias=False), (2, 5)),
+    **_convolutions(),
+    "LayerNorm": (lambda: nn.LayerNorm((2, 5)), (3, 2, 5)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4, 3)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 3)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 3, 2)),
+    "InstanceNorm3d": (lambda: nn.InstanceNorm3d(4, affine=True), (4, 3, 2, 2)),
+    "RMSNorm": (lambda: nn.RMSNorm(5), (2, 5)),
+    "RMSNorm 2-D": (lambda: nn.RMSNorm((2, 5)), (3, 2, 5)),
+}
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["data", "data that require gradients"])
+@pytest.mark.parametrize("name", FAST)
+def test_ordinary_layers_never_reach_the_fallback(name: str, marked: bool) -> None:
+    build, shape = FAST[name]
+    model, x = nn.Sequential(build(), nn.Tanh()), torch.randn(3, *shape, requires_grad=marked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (3, 2)])
+def test_embeddings_never_reach_the_fallback(shape: tuple[int, ...], padding_idx: int | None) -> None:
+    model = nn.Sequential(nn.Embedding(3, 4, padding_idx=padding_idx), nn.Tanh())
+    x = torch.randint(1, 3, (5, *shape))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+
+
+def test_the_fallback_is_announced_once_by_name() -> None:
+    case = next(c for c in CASES if c.name == "custom function")
+    model, inputs, memory = case.build(), case.draw(4), Memory()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            by_bookkeeping(losses(model, inputs), trainable(model), memory)
+    told = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
+    assert len(told) == 1
+    assert "SquaredDistanceBackward" in told[0] and "w" in told[0]
+
+
+# Nothing else is learned
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norm_in_training_is_refused_by_name(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Identity(), kind(3))
+    with pytest.raises(UnsupportedModelError, match="'1'"):
+        require_no_batch_statistics(model)
+    require_no_batch_statistics(model.eval())
+
+
+def test_batch_norm_without_running_statistics_is_refused_in_evaluation_too() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    with pytest.raises(UnsupportedModelError, match="'0'"):
+        require_no_batch_statistics(model)
+
+
+def test_instance_norm_that_keeps_statistics_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="running statistics"):
+        require_no_batch_statistics(nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True)))
+    require_no_batch_statistics(nn.Sequential(nn.InstanceNorm1d(3, affine=True)))
+
+
+@pytest.mark.parametrize("affine", ["batch norm's own", "a layer before"])
+def test_functional_batch_norm_is_refused_by_the_graph(affine: str) -> None:
+    """No module, no input that requires a gradient: the node itself says it uses the batch's statistics."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3))})
+    x = torch.randn(4, 3)
+    normalized = (
+        F.batch_norm(x, None, None, model["w"], None, training=True)
+        if affine == "batch norm's own"
+        else F.batch_norm(x * model["w"], None, None, training=True)
+    )
+    with pytest.raises(CoupledExamplesError):
+        by_bookkeeping(normalized.tanh().sum(1), trainable(model), Memory())
+
+
+def test_an_embedding_scaled_by_frequency_is_refused() -> None:
+    model = nn.Embedding(4, 3, scale_grad_by_freq=True)
+    with pytest.raises(CoupledExamplesError, match="scale_grad_by_freq"):
+        by_bookkeeping(model(torch.tensor([[0, 1], [1, 1]])).flatten(1).sum(1), trainable(model), Memory())
+
+
+class Leaky(nn.Module):
+    """Keeps something of its input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 2), how
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("late", None)
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.how == "in place":
+            self.seen += mean
+        elif self.how == "assigned":
+            self.seen = self.seen + mean
+        elif self.how == "through .data":
+            self.seen.data.add_(mean)
+        elif self.how == "late":
+            self.late = mean
+        elif self.how == "frozen parameter":
+            with torch.no_grad():
+                self.frozen += mean
+        elif self.how == "trainable parameter":
+            self.layer.weight.data.add_(mean)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "how", ["in place", "assigned", "through .data", "late", "frozen parameter", "trainable parameter"]
+)
+def test_what_a_forward_pass_learns_is_refused(how: str) -> None:
+    model = Leaky(how)
+    guard = BufferGuard(model)
+    guard.remember()
+    model(torch.randn(4, 3))
+    with pytest.raises(UnsupportedModelError, match=r"(seen|late|frozen|layer\.weight)"):
+        guard.compare()
+
+
+def test_an_embedding_that_renormalizes_what_it_looks_up_is_refused() -> None:
+    """max_norm rescales the rows of the ids that are in the batch, without any noise."""
+    model = nn.Embedding(5, 3, max_norm=0.1)
+    guard = BufferGuard(model)
+    guard.remember()
+    model(torch.tensor([[1, 2]]))
+    with pytest.raises(UnsupportedModelError, match="weight"):
+        guard.compare()
+
+
+def test_what_learns_nothing_passes_again_and_again() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.GroupNorm(2, 4), nn.BatchNorm1d(4).eval())
+    guard = BufferGuard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        guard.remember()
+        model(torch.randn(4, 3)).sum().backward()
+        guard.compare()
+        optimizer.step()  # between two batches parameters do change
+        optimizer.zero_grad()
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    x = torch.randn(4, 3, requires_grad=True)
+    hidden = torch.utils.checkpoint.checkpoint(model, model(x), use_reentrant=True)
+    with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+        walk(hidden.sum(1), trainable(model))
+
+
+def test_the_users_random_state_is_left_alone() -> None:
+    """Or a run that stops and goes on would draw other dropout masks than one that does not."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+    by_loop(losses(model, (x,)), trainable(model))
+    assert torch.equal(before, torch.get_rng_state())
