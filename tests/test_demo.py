@@ -19,14 +19,6 @@ from clipwise.models import small_cnn
 NAMES = ["without-privacy", "epsilon-8", "epsilon-3"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     """A quick demo, which the tests only look at."""
@@ -115,11 +107,13 @@ def test_a_second_demo_takes_a_folder_of_its_own_and_a_seed_repeats_it(first):
 
 def test_without_a_seed_every_run_is_another(tmp_path):
     recipe = shortened(RECIPES[1], 1)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     for name in ("a", "b"):
         result = run(recipe, tmp_path / name, seed=None, watch=lambda _: None)
         assert "seed" not in str(result.statement)
     a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert not any(torch.equal(a[key], b[key]) for key in a)
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)  # as found
 
 
 def test_an_empty_folder_is_used_and_a_bad_one_refused(tmp_path):

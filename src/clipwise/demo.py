@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from clipwise import checkpoint
 from clipwise.clipping import PerExample
@@ -112,7 +113,7 @@ def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Resu
         watch: told after every step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
         if seed is None:
             torch.seed()  # else every process would begin with the same weights
         else:
@@ -126,6 +127,17 @@ def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Resu
     save_file(model.state_dict(), folder / "model.safetensors")
     _write_metrics(folder / "metrics.json", recipe, result)
     return result
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The network is so small that threads would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train_plainly(
@@ -181,7 +193,7 @@ def _train_privately(
         statement = private.statement()
     # The run is complete and its budget spent. Nobody will go on with it, so its secrets need not stay.
     (folder / "ledger.resume").unlink()
-    write_statement(folder, statement)
+    _write_statement(folder, statement)
     return Result(
         recipe.name,
         accuracy(model),
@@ -219,13 +231,13 @@ def _train(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: TensorDataset | None = None) -> float:
+def accuracy(model: nn.Module) -> float:
     """The share of the test part that the model gets right. No test record is ever trained on."""
-    images, labels = (digits(train=False) if data is None else data).tensors
+    images, labels = digits(train=False).tensors
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def write_statement(folder: Path, statement: Statement) -> None:
+def _write_statement(folder: Path, statement: Statement) -> None:
     """The privacy statement for people and for machines, with the demo's own note."""
     (folder / "statement.txt").write_text(f"{statement}\n  note         {NOTE}\n")
     content = {**statement.to_dict(), "notes": [NOTE]}
