@@ -34,7 +34,10 @@ def sgd(model: nn.Module, lr: float = 0.5, **options: Any) -> torch.optim.Optimi
 
 
 def private_run(
-    model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, dataset: Any = None, **options: Any
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    dataset: Any = None,
+    **options: Any,
 ) -> tuple[nn.Module, Private]:
     """A run on the small data, Poisson with 5 steps an epoch unless told otherwise."""
     model = network() if model is None else model

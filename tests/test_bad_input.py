@@ -151,7 +151,9 @@ def test_batch_norm_in_training_mode() -> None:
 
 
 def test_batch_norm_without_statistics_mixes_examples_in_every_mode() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Layer '1' \(BatchNorm1d\).*even in \.eval\(\).*GroupNorm"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Layer '1' \(BatchNorm1d\).*even in \.eval\(\).*GroupNorm"
+    ):
         private_run(with_batch_norm(track_running_stats=False).eval())
 
 
@@ -165,9 +167,13 @@ def test_batch_norm_switched_to_training_later() -> None:
 
 
 def test_instance_norm_that_keeps_statistics() -> None:
-    model = nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten())
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, FEATURES)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+    )
     model.append(nn.Linear(FEATURES, CLASSES))
-    with pytest.raises(UnsupportedModelError, match=r"Layer '1' \(InstanceNorm1d\).*track_running_stats=False"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Layer '1' \(InstanceNorm1d\).*track_running_stats=False"
+    ):
         private_run(model)
 
 
@@ -204,7 +210,9 @@ def test_a_model_that_learns_in_the_forward_pass(how: str) -> None:
     name = {"parameter": "0.scale", "frozen parameter": "0.center"}.get(how, "0.mean")
     batch = next(iter(private.loader))
     losses = losses_of(model, batch)
-    with refused(UnsupportedModelError, repr(name), "forward pass", "public data", model=model, private=private):
+    with refused(
+        UnsupportedModelError, repr(name), "forward pass", "public data", model=model, private=private
+    ):
         private.step(losses)
 
 
@@ -219,7 +227,9 @@ class PartlyUnused(nn.Module):
 
 def test_a_parameter_that_takes_no_part() -> None:
     model, private = private_run(PartlyUnused(), sampling="fixed-size")
-    with refused(UnsupportedModelError, "'spare.weight'", "requires_grad_(False)", model=model, private=private):
+    with refused(
+        UnsupportedModelError, "'spare.weight'", "requires_grad_(False)", model=model, private=private
+    ):
         train(model, private, 1)
     assert not gradients(model)
     model.spare.requires_grad_(False)
@@ -259,7 +269,9 @@ def test_a_gradient_that_was_changed_after_the_update() -> None:
 def test_an_optimizer_with_foreign_parameters() -> None:
     model, other = network(), network()
     both = torch.optim.SGD([{"params": model.parameters()}, {"params": other.parameters()}], lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"optimizer holds a parameter .*group 1.*build the optimizer from"):
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer holds a parameter .*group 1.*build the optimizer from"
+    ):
         private_run(model, both)
 
 
@@ -286,7 +298,9 @@ def test_requires_grad_changed_later(name: str) -> None:
     train(model, private, 1)
     p = model.get_parameter(name)
     p.requires_grad_(not p.requires_grad)
-    with refused(StepError, repr(name), "requires_grad", "make a new private run", model=model, private=private):
+    with refused(
+        StepError, repr(name), "requires_grad", "make a new private run", model=model, private=private
+    ):
         train(model, private, 1)
 
 
@@ -356,7 +370,10 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "half a step": ({"steps": 2.5}, ("steps", "whole number")),
     "no steps": ({"steps": 0}, ("steps", "positive")),
     "unknown sampling": ({"sampling": "bernoulli"}, ("sampling='bernoulli'", "'poisson'", "'shuffled'")),
-    "unknown adjacency": ({"adjacency": "add-remove"}, ("adjacency='add-remove'", "'zero-out'", "'replace-one'")),
+    "unknown adjacency": (
+        {"adjacency": "add-remove"},
+        ("adjacency='add-remove'", "'zero-out'", "'replace-one'"),
+    ),
     "unknown noise": ({"noise": "laplace"}, ("noise='laplace'", "'standard'")),
     "poisson and replace-one": (
         {"adjacency": "replace-one"},

@@ -479,7 +479,12 @@ def test_a_file_that_is_no_checkpoint(place: Place, capsys: pytest.CaptureFixtur
     stopped(place)
     good = place.checkpoint.read_bytes()
     spoiled: list[bytes] = [good[: len(good) * k // 7] for k in range(7)]
-    spoiled += [b"no checkpoint at all", os.urandom(1000), pickle.dumps(Evil(), protocol=2), serialized([1, 2, 3])]
+    spoiled += [
+        b"no checkpoint at all",
+        os.urandom(1000),
+        pickle.dumps(Evil(), protocol=2),
+        serialized([1, 2, 3]),
+    ]
     for content in spoiled:
         place.checkpoint.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"run\.pt"):

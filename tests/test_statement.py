@@ -94,7 +94,9 @@ def test_it_is_plain_data_too() -> None:
 
 
 def test_the_statement_of_a_run(tmp_path: Any) -> None:
-    model, private = private_run(ledger=tmp_path / "run.ledger", clipping=PerExample(0.5, parts="layer"), seed=1)
+    model, private = private_run(
+        ledger=tmp_path / "run.ledger", clipping=PerExample(0.5, parts="layer"), seed=1
+    )
     train(model, private, 3)
     said = private.statement()
     assert said.spent == private.spent() and said.history == tuple(private._ledger.history())

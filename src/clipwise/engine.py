@@ -221,6 +221,11 @@ class Private:
         return list(self._parts)
 
     @property
+    def steps(self) -> int:
+        """How many releases are counted so far."""
+        return self._ledger.position
+
+    @property
     def noise_multiplier(self) -> float:
         """z: the noise's standard deviation over the sensitivity, for all parts together."""
         return self._event.noise_multiplier

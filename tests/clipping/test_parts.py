@@ -36,6 +36,11 @@ def test_layer_is_a_module() -> None:
     }
 
 
+def test_parameters_of_the_model_itself_are_one_layer() -> None:
+    model = parameters("weight", "bias", "head.weight")
+    assert group_parameters("layer", model) == {"model": ["weight", "bias"], "head": ["head.weight"]}
+
+
 def test_groups_take_parameters_and_modules() -> None:
     lists = [["embed.weight", "head"], ["block"]]
     assert group_parameters(lists, MODEL) == {

@@ -58,6 +58,16 @@ def neighbours(case: Case, draw: dict[str, object]) -> tuple[Batch, Batch, Batch
     )
 
 
+def ordinary(draw: dict[str, object]) -> bool:
+    """Whether nobody has a right to refuse. Numbers from both ends of float32 at once may look coupled."""
+    return (
+        draw["distortion"] in ("none", "outlier", "zero", "cancelling")
+        and draw["crowd"] in ("none", "cancelling")
+        and draw["factor"] in (1.0, -1.0, 0.0, 1e6)
+        and draw["crowd_factor"] in (1.0, 1e6)
+    )
+
+
 def worst(clipper: Clipper, model: nn.Module, batches: tuple[Batch, Batch, Batch]) -> float:
     """How far the sum moved between neighbours, over the sensitivity that was stated for them."""
     mine, removed, replaced = (clipped_sum(clipper, model, b) for b in batches)
@@ -81,8 +91,8 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(case: Case) -> Non
             dtype = draw["dtype"]
             try:
                 assert worst(clippers[strategy, dtype], models[dtype], batches) <= SLACK, strategy
-            except UnsupportedModelError as refusal:  # then nothing is released
-                assert case.fallback and "not finite" in str(refusal)
+            except UnsupportedModelError:  # then nothing is released
+                assert not ordinary(draw)
 
     run()
 

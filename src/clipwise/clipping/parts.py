@@ -26,7 +26,7 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
         if parts == "layer":
             layers: dict[str, list[str]] = {}
             for name in parameters:
-                layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+                layers.setdefault(name.rpartition(".")[0] or "model", []).append(name)
             return layers
         raise ConfigurationError(
             f"parts={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."

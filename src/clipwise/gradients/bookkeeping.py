@@ -28,6 +28,7 @@ from clipwise.gradients.rules import Finish, RuleDoesNotApply, begin
 from clipwise.gradients.rules.sums import at_least_float32
 from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
 
+_MOST_SIGNATURES = 512
 _CHECKED_BATCHES = 2  # of each kind of graph, against plain autograd
 _UNDERFLOW = 1e-30  # gradients so short may have lost their digits on the way
 KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum
@@ -114,6 +115,8 @@ def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> Pe
     result = PerExampleGradients(len(losses), join(parameters, found))
     if probed and memory.checked[graph.signature] < _CHECKED_BATCHES:
         _check(result, losses, parameters)
+        if len(memory.checked) >= _MOST_SIGNATURES:
+            memory.checked.clear()
         memory.checked[graph.signature] += 1
     return result
 

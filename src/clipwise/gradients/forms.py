@@ -175,7 +175,7 @@ class Outer(Form):
         self.batch = len(left_BTm)
         self.shape = torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
         self._written: Written | None = None
-        self._exact: dict[int, Tensor] = {}
+        self._exact: dict[int, Tensor | None] = {}  # examples summed by themselves; None is made again then
 
     def squared_norms(self, budget: Budget) -> Tensor:
         B, T, m = self.left.shape
@@ -198,9 +198,13 @@ class Outer(Form):
         bound_B = (norm_B + slack_B).square()
         loose_B = (slack_B > _LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > _NEGLIGIBLE**2)
         for i in loose_B.nonzero().flatten().tolist():
-            self._exact[i] = self.left[i].double().T @ self.right[i].double()
-            bound_B[i] = squared_norms(self._exact[i].reshape(1, -1))[0]
+            gradient = self._in_float64(i)
+            bound_B[i] = squared_norms(gradient.reshape(1, -1))[0]
+            self._exact[i] = gradient if budget.take(_bytes(1, self.shape, torch.float64)) else None
         return bound_B
+
+    def _in_float64(self, example: int) -> Tensor:
+        return self.left[example].double().T @ self.right[example].double()
 
     def _gram_squares(self, mass_B: Tensor) -> Tensor:
         """|sum_t l_t r_t^T|^2 = sum_{t,s} <l_t, l_s> <r_t, r_s>, in float64.
@@ -208,10 +212,13 @@ class Outer(Form):
         With inner products of length m and n and T^2 terms the rounding error is at most
         (m + n + T^2 + 4) u64 M^2, and is added.
         """
-        left, right = self.left.double(), self.right.double()
-        gram = torch.einsum("bts,bts->b", left @ left.mT, right @ right.mT)
-        terms = self.left.shape[-1] + self.right.shape[-1] + self.left.shape[1] ** 2 + 4
-        return gram.clamp_min(0) + terms * roundoff(torch.float64) * mass_B.square()
+        B, T, m = self.left.shape
+        n = self.right.shape[-1]
+        gram_B = torch.empty_like(mass_B)
+        for c in _chunks(B, 8 * T * (m + n + 2 * T)):
+            left, right = self.left[c].double(), self.right[c].double()
+            gram_B[c] = torch.einsum("bts,bts->b", left @ left.mT, right @ right.mT)
+        return gram_B.clamp_min(0) + (m + n + T**2 + 4) * roundoff(torch.float64) * mass_B.square()
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         if self._written is not None:
@@ -225,8 +232,8 @@ class Outer(Form):
         else:
             right = right * w_B11
         total = left.flatten(0, 1).T @ right.flatten(0, 1)
-        for i, gradient in self._exact.items():
-            total += (w_B[i] * gradient).to(self.dtype)
+        for i, kept in self._exact.items():
+            total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
         return total
 
     def instantiate(self, examples: slice) -> Tensor:

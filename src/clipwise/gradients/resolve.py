@@ -20,6 +20,7 @@ from clipwise.gradients.walk import Graph, Node, gradients_at, node_name, output
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _EXTRA_PROBES = 4
+_MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
 
 Edge = tuple[Node, int]
@@ -67,6 +68,9 @@ class Resolver:
 
     def resolve(self, graph: Graph) -> tuple[dict[Edge, Layout], dict[Edge, Tensor] | None]:
         """Classify the graph. Returns layouts of all use outputs and, if it probed, their gradients."""
+        if len(self.findings) + len(self.growths) > _MOST_SIGNATURES:
+            self.findings.clear()  # every sequence length of an unrolled network is a graph of its own
+            self.growths.clear()
         known = self._recall(graph)
         if known is not None:
             return known, None
