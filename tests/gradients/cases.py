@@ -162,6 +162,29 @@ class LeftProduct(nn.Module):
         return (self.w @ x.t()).tanh().t()
 
 
+class Heads(nn.Module):
+    """One weight a head, in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, D, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,hdk->bthk", x, self.w).tanh()
+
+
+class HeadsOnTheLeft(nn.Module):
+    """A stack of weights times a stack of columns, which are the positions of all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, 3, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = x.flatten(0, 1).T.expand(2, -1, -1)
+        return torch.bmm(self.w, columns).tanh().view(2, 3, *x.shape[:2]).permute(2, 3, 0, 1)
+
+
 class Masked(nn.Module):
     """A weight made of a parameter and a constant: derived, though it looks like a use."""
 
@@ -384,5 +407,21 @@ CASES = [
     Case("lstm", lambda: Recurrent(nn.LSTM), vectors(3, D), fallback=True),
     Case("indexed table", Table, ids(3), fallback=True),
     Case("custom function", Centers, vectors(2, D), fallback=True),
-    Case("transposed convolution", lambda: nn.ConvTranspose2d(2, 3, 2), vectors(2, 4, 4), fallback=True),
+    Case(
+        "transposed convolution 1d",
+        lambda: nn.Sequential(nn.ConvTranspose1d(2, 3, 3), nn.Tanh()),
+        vectors(2, 5),
+    ),
+    Case(
+        "transposed convolution 2d",
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(4, 2, 2, stride=2, padding=1, groups=2, dilation=2), nn.Tanh()
+        ),
+        vectors(4, 2, 2),
+    ),
+    Case("transposed convolution 3d", lambda: nn.ConvTranspose3d(2, 2, 2, bias=False), vectors(2, 2, 3, 2)),
+    Case("prelu", lambda: nn.Sequential(nn.Linear(D, 4), nn.PReLU(), nn.Linear(4, 2)), vectors(3, D)),
+    Case("prelu channels", lambda: nn.Sequential(nn.PReLU(3), nn.Tanh()), vectors(3, 4, 2)),
+    Case("heads by einsum", Heads, vectors(4, D)),
+    Case("heads on the left", HeadsOnTheLeft, vectors(4, D)),
 ]

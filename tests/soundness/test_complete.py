@@ -117,6 +117,8 @@ SAVED = {
     "DivBackward0": {"_saved_self", "_saved_other"},
     "AddmmBackward0": {"_saved_alpha", "_saved_beta", "_saved_mat1", "_saved_mat2"},
     "MmBackward0": {"_saved_self", "_saved_mat2"},
+    "BmmBackward0": {"_saved_self", "_saved_mat2"},
+    "PreluKernelBackward0": {"_saved_self"},
     "ConvolutionBackward0": {
         "_saved_transposed", "_saved_input", "_saved_stride", "_saved_padding", "_saved_dilation",
         "_saved_output_padding", "_saved_groups",
@@ -143,6 +145,7 @@ def nodes() -> dict[str, Node]:
         w + x, w - x, w * x, w / x, w * w, w / w, torch.addmm(w, x, w), w @ w,
         F.conv1d(x[None], w[:, :, None]), F.embedding(torch.tensor([0]), w), F.layer_norm(x, (4,), w[0]),
         F.group_norm(x, 2, w[0]), norm(w), w[1], w[1:2], w.split([1, 3])[0], w.roll(1, 0),
+        torch.bmm(w[None], w[None]), F.prelu(x, w[0]),
     ]  # fmt: skip
     return {node_name(t.grad_fn): t.grad_fn for t in made}
 

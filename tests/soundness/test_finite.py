@@ -102,11 +102,11 @@ class Saturated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ConvTranspose1d(2, 3, 2)
+        self.layer = nn.Bilinear(2, 2, 3)
         nn.init.uniform_(self.layer.weight, 0.1, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).tanh()
+        return self.layer(x.mT, x.mT).tanh()
 
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")

@@ -1,6 +1,7 @@
 """Rules, a file a kind of operation. Importing this package enters them all."""
 
 from clipwise.gradients.rules import (  # noqa: F401 (imported to be registered)
+    batched,
     broadcast,
     convolution,
     elementwise,

@@ -1,4 +1,4 @@
-"""nn.Conv1d/2d/3d with any stride, padding, dilation and groups, without unfolding the input.
+"""nn.Conv1d/2d/3d and their transposes, with any stride, padding, dilation and groups, without unfolding.
 
 The per-example weight gradients are the weight gradient of *one* convolution whose groups are the
 examples: inputs [B, C, ...] become channels [1, B*C, ...], and B*groups groups keep the examples apart.
@@ -19,12 +19,13 @@ from clipwise.gradients.walk import Node
 
 @register("ConvolutionBackward0")
 def convolution(node: Node, shapes: Shapes) -> Finish:
-    """Operands: 1 the weight [p, c/groups, *kernel], 2 the bias [p]."""
-    if node._saved_transposed or 0 in shapes:
-        raise RuleDoesNotApply("transposed, or a convolution of a parameter")
+    """Operands: 1 the weight [p, c/groups, *kernel] (transposed: [c, p/groups, *kernel]), 2 the bias [p]."""
+    if 0 in shapes:
+        raise RuleDoesNotApply("a convolution of a parameter")
     x = node._saved_input if 1 in shapes else None
     stride, padding, dilation = node._saved_stride, node._saved_padding, node._saved_dilation
     output_padding, groups = node._saved_output_padding, node._saved_groups
+    transposed = node._saved_transposed
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         if layout.axis != 0:
@@ -42,7 +43,7 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
             b = len(x_Bk[examples])
             weight = x_kBc.new_empty((b * weight_shape[0], *weight_shape[1:]))
             gradient: Tensor = torch.ops.aten.convolution_backward(
-                g_kBp, x_kBc, weight, None, stride, padding, dilation, False, output_padding,
+                g_kBp, x_kBc, weight, None, stride, padding, dilation, transposed, output_padding,
                 b * groups, [False, True, False],
             )[1]  # fmt: skip
             return gradient.view(b, *weight_shape)

@@ -1,4 +1,4 @@
-"""Sums, differences, products and quotients with a broadcast operand: biases, scales, position tables."""
+"""Sums, differences, products, quotients and PReLU with a broadcast operand: biases, scales, slopes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from clipwise.gradients.forms import Form
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.rules.registry import Finish, Shapes, register
+from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.rules.sums import at_least_float32, broadcast_sum
 from clipwise.gradients.walk import Node
 
@@ -40,6 +40,14 @@ def div(node: Node, shapes: Shapes) -> Finish:
     if 1 in shapes:
         factor[1] = -at_least_float32(node._saved_self) / at_least_float32(right).square()
     return _linear(shapes, factor)
+
+
+@register("PreluKernelBackward0")
+def prelu(node: Node, shapes: Shapes) -> Finish:
+    """out = x where x > 0, else slope * x. Operand 1: the slope."""
+    if 0 in shapes:
+        raise RuleDoesNotApply("what goes in is made of parameters")
+    return _linear(shapes, {1: node._saved_self.clamp(max=0)})
 
 
 def _linear(shapes: Shapes, factor: dict[int, float | Tensor]) -> Finish:
