@@ -129,10 +129,7 @@ class Private:
         Raises:
             BudgetExhausted: if the release would pass the budget; nothing is released then.
         """
-        piece = self._require_open().current
-        if piece is None or piece.consumed:
-            self.loader.consume()  # explains what is wrong
-            raise StepError("private.step needs a batch from private.loader.")
+        piece = self._require_open().awaited()
         losses = checks.require_losses(losses, piece.size)
         self._require_untouched()
         self._require_budget()

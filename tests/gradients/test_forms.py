@@ -118,3 +118,20 @@ def test_gradients_of_nothing_are_not_worth_writing_out() -> None:
     form = Outer(left, right)
     form.squared_norms(Budget(0))
     assert not form._exact
+
+
+@pytest.mark.parametrize("budget", [0, 2**30], ids=["made again", "kept"])
+def test_an_example_that_cancels_is_summed_by_itself(budget: int) -> None:
+    """Its terms are huge beside its gradient: a float32 product with the others would lose both."""
+    torch.manual_seed(0)
+    left, right = torch.randn(3, 4, 40), torch.randn(3, 4, 30)
+    left[1, 2:], right[1, 2:] = left[1, :2], -right[1, :2]
+    left[1] *= 1e6
+    right[1, 2:] *= 1 + 2**-12  # all but cancels
+    form = Outer(left, right)
+    norms = form.squared_norms(Budget(budget)).sqrt()
+    truth = left.double().mT @ right.double()
+    torch.testing.assert_close(norms, truth.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+    weights = torch.tensor([0.5, 2.0, 0.25], dtype=torch.float64)
+    total = form.weighted_sum(weights)
+    torch.testing.assert_close(total.double(), torch.einsum("b,bmn->mn", weights, truth), rtol=1e-5, atol=1e-4)

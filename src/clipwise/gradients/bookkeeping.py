@@ -19,13 +19,12 @@ from torch import Tensor
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import fallback
 from clipwise.gradients.derived import Path, path_to
-from clipwise.gradients.forms import Budget, Form, Written
+from clipwise.gradients.forms import Budget, Form, Written, at_least_float32
 from clipwise.gradients.join import Contribution, join
 from clipwise.gradients.layout import Layout, private_generator
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.resolve import Edge, Resolver
 from clipwise.gradients.rules import Finish, RuleDoesNotApply, begin
-from clipwise.gradients.rules.sums import at_least_float32
 from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
 
 _MOST_SIGNATURES = 512

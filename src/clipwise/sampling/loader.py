@@ -111,15 +111,20 @@ class PrivateLoader:
         self._turn += 1
         self.current = None
 
-    def consume(self) -> Piece:
-        """Mark the current piece as used, once, and return it."""
+    def awaited(self) -> Piece:
+        """The piece that was handed out and whose losses are due."""
         if self.current is None or self.current.consumed:
             raise StepError(
                 "private.step was called without a new batch: call it once for each batch that "
                 "private.loader hands out, with the losses of that batch."
             )
-        self.current.consumed = True
         return self.current
+
+    def consume(self) -> Piece:
+        """Mark the current piece as used, once, and return it."""
+        piece = self.awaited()
+        piece.consumed = True
+        return piece
 
     def _hand_out(self, turn: int) -> Iterator[Any]:
         self._require_turn(turn)

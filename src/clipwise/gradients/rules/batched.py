@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import Form, Written
+from clipwise.gradients.forms import Form, Written, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import at_least_float32
 from clipwise.gradients.walk import Node
 
 

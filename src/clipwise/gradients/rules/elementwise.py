@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clipwise.gradients.forms import Form
+from clipwise.gradients.forms import Form, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import at_least_float32, broadcast_sum
+from clipwise.gradients.rules.sums import broadcast_sum
 from clipwise.gradients.walk import Node
 
 

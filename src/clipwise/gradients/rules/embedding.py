@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients.forms import Form, Rows
+from clipwise.gradients.forms import Form, Rows, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import at_least_float32
 from clipwise.gradients.walk import Node
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients.forms import Form
+from clipwise.gradients.forms import Form, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import at_least_float32, broadcast_sum, channel_sum
+from clipwise.gradients.rules.sums import broadcast_sum, channel_sum
 from clipwise.gradients.walk import Node
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import Written
-from clipwise.gradients.forms import at_least_float32 as at_least_float32
+from clipwise.gradients.forms import Written, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import RuleDoesNotApply
 
