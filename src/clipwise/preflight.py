@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
-from clipwise.gradients import FallbackWarning, Memory, by_bookkeeping
+from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
 
 Loss = Callable[..., Tensor]
 
@@ -83,7 +83,7 @@ def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, re
     probe.examine(losses)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        by_bookkeeping(losses, parameters, Memory())
+        per_example_gradients(losses, parameters, Memory())
     report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
 
 

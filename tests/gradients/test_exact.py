@@ -1,21 +1,27 @@
+"""The exactness table: every case, by every method, against a forward and backward pass for each example."""
+
 import warnings
 
 import pytest
 import torch
 
-from clipwise.gradients import FallbackWarning, Memory, by_bookkeeping, by_loop
+from clipwise.gradients import METHODS, FallbackWarning, Memory, per_example_gradients
 from tests.gradients.cases import CASES, Case, losses, oracle, trainable
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def compare(case: Case, batch: int, dtype: torch.dtype, seed: int, tolerance: float, memory: Memory) -> None:
+def compare(
+    case: Case, batch: int, dtype: torch.dtype, seed: int, memory: Memory, method: str = "bookkeeping"
+) -> None:
+    tolerance = TOLERANCE[dtype]
     model, inputs = case.build(dtype, seed), case.draw(batch, dtype, seed + 1)
     parameters = trainable(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if case.fallback else "error", FallbackWarning)
-        found = by_bookkeeping(losses(model, inputs), parameters, memory)
-    squares, ours = found.squared_norms(), found.instantiate(slice(0, batch))
+        found = per_example_gradients(losses(model, inputs), parameters, memory, method)
+        squares, ours = found.squared_norms(), found.instantiate(slice(0, batch))
     weights = torch.rand(batch, dtype=torch.float64)
     sums = found.weighted_sums(dict.fromkeys(parameters, weights))
     truth = oracle(model, inputs)
@@ -33,18 +39,19 @@ def compare(case: Case, batch: int, dtype: torch.dtype, seed: int, tolerance: fl
 def test_equals_a_forward_pass_per_example(case: Case) -> None:
     memory = Memory()
     for seed, batch in enumerate((6, 6, 4, 6, 5, 2, 3, 1)):
-        compare(case, batch, torch.float64, seed, 1e-10, memory)
+        compare(case, batch, torch.float64, seed, memory)
 
 
 @BY_NAME
-def test_equals_a_forward_pass_per_example_in_float32(case: Case) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_exact_in_float32(case: Case, method: str) -> None:
     for seed in range(2):
-        compare(case, 6, torch.float32, seed, 1e-5, Memory())
+        compare(case, 6, torch.float32, seed, Memory(), method)
 
 
 @BY_NAME
-def test_the_loop_agrees(case: Case) -> None:
-    model, inputs = case.build(), case.draw(4)
-    ours = by_loop(losses(model, inputs), trainable(model)).instantiate(slice(0, 4))
-    for name, expected in oracle(model, inputs).items():
-        torch.testing.assert_close(ours[name], expected)
+@pytest.mark.parametrize("method", ["reweight", "instantiate", "vmap", "loop"])
+def test_every_method_is_exact_in_float64(case: Case, method: str) -> None:
+    memory = Memory()
+    for seed, batch in enumerate((4, 4, 3)):
+        compare(case, batch, torch.float64, seed, memory, method)

@@ -134,4 +134,6 @@ def test_an_example_that_cancels_is_summed_by_itself(budget: int) -> None:
     torch.testing.assert_close(norms, truth.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
     weights = torch.tensor([0.5, 2.0, 0.25], dtype=torch.float64)
     total = form.weighted_sum(weights)
-    torch.testing.assert_close(total.double(), torch.einsum("b,bmn->mn", weights, truth), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        total.double(), torch.einsum("b,bmn->mn", weights, truth), rtol=1e-5, atol=1e-4
+    )

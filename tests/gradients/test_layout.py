@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients import Memory, by_bookkeeping, by_loop
+from clipwise.gradients import Memory, by_loop, per_example_gradients
 from clipwise.gradients.layout import Layout, Probe, hypotheses, probe_weights
 from clipwise.gradients.resolve import Growth
 from tests.gradients.cases import trainable
@@ -217,7 +217,7 @@ def test_the_right_layout_is_found_among_sizes_that_coincide(order: str, marked:
     model, memory = Reordered(*ORDERS[order]).double(), Memory()
     for B, T in SIZES:
         x = torch.randn(B, T, 4, dtype=torch.float64, requires_grad=marked)
-        found = by_bookkeeping(model(x).flatten(1).square().sum(1).tanh(), trainable(model), memory)
+        found = per_example_gradients(model(x).flatten(1).square().sum(1).tanh(), trainable(model), memory)
         for i in range(B):
             alone = by_loop(model(x[i : i + 1]).flatten(1).square().sum(1).tanh(), trainable(model))
             for name, g in found.instantiate(slice(i, i + 1)).items():
@@ -240,7 +240,7 @@ def test_rows_that_mix_examples_have_no_layout(coupling: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(4, 4), torch.randn(5, 4, requires_grad=True)
     with pytest.raises(CoupledExamplesError):
-        by_bookkeeping(COUPLINGS[coupling](model(x)).square().sum(1), trainable(model), Memory())
+        per_example_gradients(COUPLINGS[coupling](model(x)).square().sum(1), trainable(model), Memory())
 
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
@@ -252,7 +252,7 @@ def test_rows_that_mix_examples_are_found_without_input_gradients_too(coupling: 
     with pytest.raises(CoupledExamplesError):
         for B in (5, 6, 7):
             h = COUPLINGS[coupling](model(torch.randn(B, 4)))
-            by_bookkeeping((h * torch.randn(h.shape)).sum(1), trainable(model), memory)
+            per_example_gradients((h * torch.randn(h.shape)).sum(1), trainable(model), memory)
 
 
 def test_losses_that_sum_to_a_constant_are_found() -> None:
@@ -260,4 +260,4 @@ def test_losses_that_sum_to_a_constant_are_found() -> None:
     model, x = nn.Linear(4, 1), torch.randn(5, 4, requires_grad=True)
     losses = model(x).squeeze(1)
     with pytest.raises(CoupledExamplesError):
-        by_bookkeeping(losses - losses.mean(), trainable(model), Memory())
+        per_example_gradients(losses - losses.mean(), trainable(model), Memory())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients import FallbackWarning, Memory, bookkeeping, by_bookkeeping, by_loop, forms
+from clipwise.gradients import FallbackWarning, Memory, by_loop, examples, forms, per_example_gradients
 from clipwise.gradients.walk import walk
 from clipwise.privacy import Adjacency, Sampling, Unit
 from tests.gradients.cases import CASES, Case, D, losses, oracle, trainable, vectors
@@ -159,7 +159,7 @@ def require_exact(model: nn.Module, inputs: tuple[Tensor, ...], memory: Memory) 
     batch = len(inputs[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        found = by_bookkeeping(losses(model, inputs), trainable(model), memory)
+        found = per_example_gradients(losses(model, inputs), trainable(model), memory)
     squares = found.squared_norms()
     weights = torch.linspace(0.5, 2, batch, dtype=torch.float64)
     sums, ours = found.weighted_sums(dict.fromkeys(squares, weights)), found.instantiate(slice(0, batch))
@@ -258,11 +258,11 @@ def test_memory_limits_change_no_result(
     def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
-            found = by_bookkeeping(losses(model, inputs), trainable(model), Memory())
+            found = per_example_gradients(losses(model, inputs), trainable(model), Memory())
         return found.squared_norms(), found.weighted_sums(dict.fromkeys(trainable(model), weights))
 
     expected = both()
-    monkeypatch.setattr(bookkeeping, "KEEP_BYTES", keep)
+    monkeypatch.setattr(examples, "KEEP_BYTES", keep)
     monkeypatch.setattr(forms, "CHUNK_BYTES", chunk)
     torch.testing.assert_close(both(), expected, rtol=1e-9, atol=1e-9)
 
@@ -273,7 +273,7 @@ def test_what_two_batches_showed_is_trusted(case: Case) -> None:
     """Or every step would pay for a probe. Where data can move rows, every step does."""
     model, memory = case.build(), Memory()
     for seed in range(3):
-        by_bookkeeping(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
+        per_example_gradients(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
     graph = walk(losses(model, case.draw(6, seed=9)), trainable(model))
     _, probed = memory.resolver.resolve(graph)
     assert (probed is not None) == graph.moves_rows
@@ -347,7 +347,7 @@ def test_rows_that_the_data_move_are_exact_or_refused(move: str, marked: bool) -
     ]:
         x = x.clone().requires_grad_(marked)
         try:
-            found = by_bookkeeping(losses(model, (x,)), trainable(model), memory).instantiate(
+            found = per_example_gradients(losses(model, (x,)), trainable(model), memory).instantiate(
                 slice(0, len(x))
             )
         except (CoupledExamplesError, UnsupportedModelError):
@@ -368,7 +368,9 @@ def test_the_order_of_the_losses_decides_who_is_who() -> None:
     """Losses in another order than the inputs are still one loss an example: each with its own gradient."""
     model, x = nn.Linear(D, 3).double(), torch.randn(4, D, dtype=torch.float64)
     shuffled = x[[2, 0, 3, 1]]
-    ours = by_bookkeeping(losses(model, (shuffled,)), trainable(model), Memory()).instantiate(slice(0, 4))
+    ours = per_example_gradients(losses(model, (shuffled,)), trainable(model), Memory()).instantiate(
+        slice(0, 4)
+    )
     plain = by_loop(losses(model, (x,)), trainable(model)).instantiate(slice(0, 4))
     for name, g in plain.items():
         torch.testing.assert_close(ours[name], g[[2, 0, 3, 1]])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.gradients import Memory, by_bookkeeping, by_loop
+from clipwise.gradients import Memory, by_loop, per_example_gradients
 from clipwise.gradients.resolve import Resolver
 from clipwise.gradients.walk import Graph, node_name, walk
 from tests.gradients.cases import trainable
@@ -76,7 +76,7 @@ def test_open_nodes_are_decided_when_the_weight_is_as_long_as_the_batch(kind: st
 def require_exact(
     apply: Callable[[Weights, Tensor], Tensor], model: Weights, x: Tensor, memory: Memory
 ) -> None:
-    found = by_bookkeeping(apply(model, x).tanh().sum(1), trainable(model), memory).instantiate(
+    found = per_example_gradients(apply(model, x).tanh().sum(1), trainable(model), memory).instantiate(
         slice(0, len(x))
     )
     for i in range(len(x)):
@@ -144,7 +144,7 @@ def test_examples_whose_gradients_cancel_exactly_are_seen() -> None:
     model = Weights(w=(4, 3)).double()
     x = torch.tensor([[1.0, 2, 3, 4], [1, 0, 0, 0], [-2, -2, -3, -4]]).double()
     losses = F.linear(x, (model.w * torch.ones(4, 3)).t()).sum(1)
-    found = by_bookkeeping(losses, trainable(model), Memory())
+    found = per_example_gradients(losses, trainable(model), Memory())
     assert (found.squared_norms()["w"] > 0.1).all()
 
 
@@ -202,7 +202,7 @@ def test_rows_that_the_data_move_are_exact_or_refused(move: str) -> None:
     for apply in (before, before, before, before, after, before, after):
         x = torch.randn(rows, 4).double()
         try:
-            found = by_bookkeeping(apply(model, x), trainable(model), memory).instantiate(slice(0, 3))
+            found = per_example_gradients(apply(model, x), trainable(model), memory).instantiate(slice(0, 3))
         except Exception as refusal:
             assert type(refusal).__name__ in ("CoupledExamplesError", "UnsupportedModelError"), refusal
             assert apply is after, "rows in their own order are no reason to refuse"

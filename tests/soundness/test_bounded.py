@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import Clipper, PerExample
 from clipwise.errors import UnsupportedModelError
-from clipwise.gradients import bookkeeping, forms
+from clipwise.gradients import examples, forms
 from clipwise.privacy import Adjacency
 from tests.gradients.cases import CASES, Case, losses, trainable
 from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, attach, clipped_sum, excess
@@ -195,12 +195,12 @@ def test_a_norm_of_one_use_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     case = _named("twice")
     batches = neighbours(case, COHERENT)
     model = case.build(torch.float32)
-    honest = bookkeeping.PerExampleGradients.squared_norms
+    honest = examples.PerExampleGradients.squared_norms
 
-    def blind(gradients: bookkeeping.PerExampleGradients) -> dict[str, Tensor]:
+    def blind(gradients: examples.PerExampleGradients) -> dict[str, Tensor]:
         return {name: squares * (name != "a.weight") for name, squares in honest(gradients).items()}
 
-    monkeypatch.setattr(bookkeeping.PerExampleGradients, "squared_norms", blind)
+    monkeypatch.setattr(examples.PerExampleGradients, "squared_norms", blind)
     assert worst(attach(model, PerExample()), model, batches) > 1.1
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
-from clipwise.gradients import Memory, bookkeeping, by_bookkeeping, forms
+from clipwise.gradients import Memory, examples, forms, per_example_gradients
 from clipwise.gradients.forms import Budget, Form, Outer, Rows
 from clipwise.privacy import Adjacency
 from tests.gradients.cases import trainable
@@ -231,7 +231,7 @@ def test_models_whose_positions_cancel(
     name: str, scale: float, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if memory != "kept":
-        monkeypatch.setattr(bookkeeping, "KEEP_BYTES", 0)
+        monkeypatch.setattr(examples, "KEEP_BYTES", 0)
     if memory == "in chunks":
         monkeypatch.setattr(forms, "CHUNK_BYTES", 1)
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ def test_one_gradient_that_cancels_is_no_longer_than_its_norm(name: str) -> None
     build, draw = MODELS[name]
     model, x = build(), draw()
     out = model(x)
-    found = by_bookkeeping(
+    found = per_example_gradients(
         (out * _cancelling_weights(out)).flatten(1).sum(1) * 1e6, trainable(model), Memory()
     )
     norms = {n: s.sqrt() for n, s in found.squared_norms().items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipwise.checks import BufferGuard, require_no_batch_statistics
 from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients import FallbackWarning, Memory, by_bookkeeping, by_loop, register, registered
+from clipwise.gradients import FallbackWarning, Memory, by_loop, per_example_gradients, register, registered
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules import registry
@@ -59,7 +59,9 @@ def test_a_frozen_parameter_may_take_no_part() -> None:
 def test_a_detached_parameter_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     with pytest.raises(UnsupportedModelError, match=r"0\.weight"):
-        by_bookkeeping(model[1](model[0](torch.randn(4, 3)).detach()).sum(1), trainable(model), Memory())
+        per_example_gradients(
+            model[1](model[0](torch.randn(4, 3)).detach()).sum(1), trainable(model), Memory()
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -96,7 +98,7 @@ def exercised(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for case in CASES:
         for dtype in (torch.float32, torch.float64):
             model = case.build(dtype)
-            by_bookkeeping(losses(model, case.draw(3, dtype)), trainable(model), Memory())
+            per_example_gradients(losses(model, case.draw(3, dtype)), trainable(model), Memory())
     return seen
 
 
@@ -170,7 +172,9 @@ def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytes
     monkeypatch.setattr(registry, "_RULES", {**registered(), "AddmmBackward0": blind})
     model, x = nn.Linear(5, 3).double(), torch.randn(4, 5, dtype=torch.float64)
     with pytest.warns(FallbackWarning, match="AddmmBackward0"):
-        found = by_bookkeeping(losses(model, (x,)), trainable(model), Memory()).instantiate(slice(0, 4))
+        found = per_example_gradients(losses(model, (x,)), trainable(model), Memory()).instantiate(
+            slice(0, 4)
+        )
     for name, expected in oracle(model, (x,)).items():
         torch.testing.assert_close(found[name], expected)
 
@@ -185,7 +189,7 @@ def test_a_rule_that_is_wrong_is_found_before_anything_is_released(monkeypatch: 
     monkeypatch.setattr(registry, "_RULES", {**registered(), "AddmmBackward0": wrong})
     model, x = nn.Linear(5, 3), torch.randn(4, 5)
     with pytest.raises(UnsupportedModelError, match="does not agree with plain autograd"):
-        by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+        per_example_gradients(losses(model, (x,)), trainable(model), Memory())
 
 
 def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +211,9 @@ def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = case.build(), case.draw(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        found = by_bookkeeping(losses(model, inputs), trainable(model), Memory()).instantiate(slice(0, 3))
+        found = per_example_gradients(losses(model, inputs), trainable(model), Memory()).instantiate(
+            slice(0, 3)
+        )
     assert called
     for name, expected in oracle(model, inputs).items():
         torch.testing.assert_close(found[name], expected)
@@ -297,7 +303,7 @@ def test_ordinary_layers_never_reach_the_fallback(name: str, marked: bool) -> No
     model, x = nn.Sequential(build(), nn.Tanh()), torch.randn(3, *shape, requires_grad=marked)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+        per_example_gradients(losses(model, (x,)), trainable(model), Memory())
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0])
@@ -307,7 +313,7 @@ def test_embeddings_never_reach_the_fallback(shape: tuple[int, ...], padding_idx
     x = torch.randint(1, 3, (5, *shape))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+        per_example_gradients(losses(model, (x,)), trainable(model), Memory())
 
 
 def test_the_fallback_is_announced_once_by_name() -> None:
@@ -316,7 +322,7 @@ def test_the_fallback_is_announced_once_by_name() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            by_bookkeeping(losses(model, inputs), trainable(model), memory)
+            per_example_gradients(losses(model, inputs), trainable(model), memory)
     told = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
     assert len(told) == 1
     assert "SquaredDistanceBackward" in told[0] and "w" in told[0]
@@ -356,13 +362,15 @@ def test_functional_batch_norm_is_refused_by_the_graph(affine: str) -> None:
         else F.batch_norm(x * model["w"], None, None, training=True)
     )
     with pytest.raises(CoupledExamplesError):
-        by_bookkeeping(normalized.tanh().sum(1), trainable(model), Memory())
+        per_example_gradients(normalized.tanh().sum(1), trainable(model), Memory())
 
 
 def test_an_embedding_scaled_by_frequency_is_refused() -> None:
     model = nn.Embedding(4, 3, scale_grad_by_freq=True)
     with pytest.raises(CoupledExamplesError, match="scale_grad_by_freq"):
-        by_bookkeeping(model(torch.tensor([[0, 1], [1, 1]])).flatten(1).sum(1), trainable(model), Memory())
+        per_example_gradients(
+            model(torch.tensor([[0, 1], [1, 1]])).flatten(1).sum(1), trainable(model), Memory()
+        )
 
 
 class Leaky(nn.Module):
@@ -440,6 +448,6 @@ def test_the_users_random_state_is_left_alone() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    by_bookkeeping(losses(model, (x,)), trainable(model), Memory())
+    per_example_gradients(losses(model, (x,)), trainable(model), Memory())
     by_loop(losses(model, (x,)), trainable(model))
     assert torch.equal(before, torch.get_rng_state())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
 from clipwise.errors import UnsupportedModelError
-from clipwise.gradients import bookkeeping
+from clipwise.gradients import examples
 from tests.gradients.cases import CASES, Case, trainable
 from tests.soundness.neighbours import Batch, attach, clipped_sum, distance
 
@@ -75,7 +75,7 @@ def test_every_example_is_bad(case: Case) -> None:
 @BY_NAME
 def test_nothing_is_kept_from_norms_to_sums(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are written out twice are muted the second time as well."""
-    monkeypatch.setattr(bookkeeping, "KEEP_BYTES", 0)
+    monkeypatch.setattr(examples, "KEEP_BYTES", 0)
     require_untouched(case, drawn(case, torch.float32).distorted(3, "none", torch.nan), 3, torch.float32)
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from clipwise.clipping.parts import Groups, group_parameters, norms_of_parts
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Strategy
 from clipwise.errors import ConfigurationError
-from clipwise.gradients import Memory, PerExampleGradients, by_bookkeeping, by_loop
+from clipwise.gradients import METHODS, Memory, per_example_gradients
 from clipwise.privacy import Adjacency, Sampling, Unit
 
-METHODS = ("auto", "bookkeeping", "loop")
 MODES = ("clip", "normalize")
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): keeps tiny gradients from being blown up
 _SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # a smaller one would be rounded by more than 2^-24
@@ -33,8 +32,9 @@ class PerExample(Strategy):
         split: how the noise is divided over several parts: "optimal" or "equal".
         mode: "clip" scales a gradient down to C if it is longer, nu = min(1, C / n); "normalize" brings
             every gradient close to C, nu = C / (n + 0.01 C).
-        method: how per-example gradients are found. "bookkeeping": one backward pass; "loop": one pass
-            an example, the reference; "auto" chooses. Every method gives the same sum.
+        method: how per-example gradients are found. "bookkeeping": one backward pass; "reweight": two, which
+            keep nothing in between; "instantiate": one, every gradient written out; "vmap": one batched
+            pass; "loop": one pass an example, the reference; "auto" chooses. All give the same sum.
 
     Guarantee:
         Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
@@ -109,7 +109,7 @@ class PerExampleClipper(Clipper):
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
-        gradients = self._gradients(losses)
+        gradients = per_example_gradients(losses, self._parameters, self._memory, self._strategy.method)
         squares = gradients.squared_norms()
         part_norms = {
             part: torch.stack([squares[name] for name in names]).sum(0).sqrt()
@@ -124,11 +124,6 @@ class PerExampleClipper(Clipper):
             nu_B = nu_B.masked_fill(bad_B | (nu_B < _SMALLEST_WEIGHT), 0)
             weights.update(dict.fromkeys(names, nu_B))
         return gradients.weighted_sums(weights)
-
-    def _gradients(self, losses: Tensor) -> PerExampleGradients:
-        if self._strategy.method == "loop":
-            return by_loop(losses, self._parameters)
-        return by_bookkeeping(losses, self._parameters, self._memory)
 
     def _weights(self, norm_B: Tensor, bound: float) -> Tensor:
         if self._strategy.mode == "normalize":

@@ -113,6 +113,13 @@ class Form(ABC):
         """How large the terms are whose sum is this example's gradient: rounding errors scale with it."""
         return 0.0
 
+    def cancelling(self) -> tuple[int, ...]:
+        """Examples whose terms cancel so far that the sum adds them by themselves, once norms were taken."""
+        return ()
+
+    def add_apart(self, examples: tuple[int, ...]) -> None:  # noqa: B027 (nothing cancels unseen in other forms)
+        """The same, for a form whose norms were taken of an earlier pass."""
+
 
 class Written(Form):
     """A gradient for each example, at hand (`ready`) or made chunk by chunk (`make`)."""
@@ -245,6 +252,12 @@ class Outer(Form):
     def mass(self, example: int) -> float:
         left, right = (torch.linalg.vector_norm(x[example].double(), dim=1) for x in (self.left, self.right))
         return float(left @ right)
+
+    def cancelling(self) -> tuple[int, ...]:
+        return tuple(self._exact)
+
+    def add_apart(self, examples: tuple[int, ...]) -> None:
+        self._exact = dict.fromkeys(examples)
 
     def mute(self, muted_B: Tensor) -> None:
         self.left, self.right = _zero(self.left, muted_B), _zero(self.right, muted_B)

@@ -7,6 +7,7 @@ again; a graph in which data can move rows about is probed every time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.layout import Layout, Probe, probe_weights
-from clipwise.gradients.rules import Finish, RuleDoesNotApply, begin
+from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
 from clipwise.gradients.walk import Graph, Node, gradients_at, node_name, output_shape
 
 _AGREEING_BATCHES = 2
@@ -120,10 +121,12 @@ class Resolver:
             carriers: set[Node] = set()
             by_rule: set[Node] = set()
             for node, index in graph.open:
-                here = [probes[(node, k)] for k in graph.consumed[node]]
+                here = {k: probes[(node, k)] for k in graph.consumed[node]}
                 opinion = _carries_examples(node, here)
                 carries_data[index] = opinion is not False
-                if all(p.is_dead() for p in here):  # any answer is right on this batch, and none remembered
+                if all(
+                    p.is_dead() for p in here.values()
+                ):  # any answer is right on this batch, and none remembered
                     certain = False
                     continue
                 carriers.update({node} if opinion is not False else ())
@@ -171,24 +174,23 @@ class Resolver:
         self.findings[graph.signature] = Finding(carries_data, by_index)
 
 
-def _carries_examples(node: Node, probes: list[Probe]) -> bool | None:
+def _carries_examples(node: Node, probes: Mapping[int, Probe]) -> bool | None:
     """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
 
     Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the
     weight itself had examples. A rule knows from which operand an axis comes; without one the answer, if
     it is not no, is None.
     """
-    layouts = [p.layouts() for p in probes]
-    if not all(layouts):
+    if not all(p.layouts() for p in probes.values()):
         return False
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     try:
-        finish = begin(node, shapes) if len(probes) == 1 else None
+        finish = begin(node, shapes) if set(probes) == {0} else None
     except CoupledExamplesError:  # comes again if the node turns out to be a use
         return None
     if finish is None:
         return None
-    return any(_applies(finish, probes[0].plain, layout) for layout in layouts[0])
+    return any(_applies(finish, probes[0].plain, layout) for layout in probes[0].layouts())
 
 
 def _behind(nodes: set[Node]) -> set[Node]:
@@ -203,9 +205,9 @@ def _behind(nodes: set[Node]) -> set[Node]:
     return found
 
 
-def _applies(finish: Finish, g: torch.Tensor, layout: Layout) -> bool:
+def _applies(finish: FinishAll, g: torch.Tensor, layout: Layout) -> bool:
     try:
-        finish(g, layout)
+        finish({0: g}, {0: layout})
     except RuleDoesNotApply:
         return False
     return True

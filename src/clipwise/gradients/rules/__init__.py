@@ -9,6 +9,24 @@ from clipwise.gradients.rules import (  # noqa: F401 (imported to be registered)
     linear,
     normalization,
 )
-from clipwise.gradients.rules.registry import Finish, Rule, RuleDoesNotApply, begin, register, registered
+from clipwise.gradients.rules.registry import (
+    Finish,
+    FinishAll,
+    Rule,
+    RuleDoesNotApply,
+    begin,
+    register,
+    register_for_all_outputs,
+    registered,
+)
 
-__all__ = ["Finish", "Rule", "RuleDoesNotApply", "begin", "register", "registered"]
+__all__ = [
+    "Finish",
+    "FinishAll",
+    "Rule",
+    "RuleDoesNotApply",
+    "begin",
+    "register",
+    "register_for_all_outputs",
+    "registered",
+]

@@ -20,16 +20,41 @@ Shapes = Mapping[int, torch.Size]  # operand position -> shape of that operand
 Finish = Callable[[Tensor, Layout], dict[int, Form]]
 Rule = Callable[[Node, Shapes], Finish]
 
+# For operations with several outputs, of which some may have no gradient: by the output's number.
+Outputs = Mapping[int, Tensor]
+Layouts = Mapping[int, Layout]
+FinishAll = Callable[[Outputs, Layouts], dict[int, Form]]
+RuleForAll = Callable[[Node, Shapes], FinishAll]
+
 
 class RuleDoesNotApply(Exception):  # noqa: N818 (a signal between rooms, no error of the user's)
     """This case of the operation is not covered: use the fallback."""
 
 
 _RULES: dict[str, Rule] = {}
+_RULES_FOR_ALL: dict[str, RuleForAll] = {}
 
 
 def register(*names: str) -> Callable[[Rule], Rule]:
-    """Enter a rule for the autograd nodes of these names (such as "AddmmBackward0")."""
+    """Enter a rule for the autograd nodes of these names, by their first output.
+
+    A rule is a function `rule(node, shapes)`. `shapes` holds the shapes of those operands whose per-example
+    gradients are wanted, by position. It reads what the node saved and returns `finish(g, layout)`: from the
+    gradient at the output, and from where the examples lie in it, one form for each wanted operand. It raises
+    RuleDoesNotApply where it does not cover a case. The first batches of every new kind of graph are compared
+    with plain autograd, so a rule with a mistake in it is found before anything is released.
+
+    Example, for a `torch.autograd.Function` called Scale that computes x * w for w of shape [n]:
+
+        @clipwise.gradients.register("ScaleBackward")
+        def scale(node, shapes):
+            x, _ = node.saved_tensors
+
+            def finish(g, layout):
+                return {1: Written.of(layout.rows(g * x).sum(1))}
+
+            return finish
+    """
 
     def enter(rule: Rule) -> Rule:
         for name in names:
@@ -39,17 +64,39 @@ def register(*names: str) -> Callable[[Rule], Rule]:
     return enter
 
 
-def registered() -> Mapping[str, Rule]:
+def register_for_all_outputs(*names: str) -> Callable[[RuleForAll], RuleForAll]:
+    """As `register`, for operations with several outputs: `finish(outputs, layouts)` takes mappings."""
+
+    def enter(rule: RuleForAll) -> RuleForAll:
+        for name in names:
+            _RULES_FOR_ALL[name] = rule
+        return rule
+
+    return enter
+
+
+def registered() -> Mapping[str, Rule | RuleForAll]:
     """All rules by node name."""
-    return dict(_RULES)
+    return {**_RULES, **_RULES_FOR_ALL}
 
 
-def begin(node: Node, shapes: Shapes) -> Finish | None:
+def begin(node: Node, shapes: Shapes) -> FinishAll | None:
     """Read what the node saved; None where no rule applies or torch names its saved tensors otherwise."""
-    rule = _RULES.get(node_name(node))
-    if rule is None:
-        return None
+    name = node_name(node)
     try:
-        return rule(node, shapes)
+        if name in _RULES_FOR_ALL:
+            return _RULES_FOR_ALL[name](node, shapes)
+        if name in _RULES:
+            return _of_the_first(_RULES[name](node, shapes))
     except (RuleDoesNotApply, AttributeError):
-        return None
+        pass
+    return None
+
+
+def _of_the_first(finish: Finish) -> FinishAll:
+    def finish_all(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
+        if set(outputs) != {0}:
+            raise RuleDoesNotApply("another output than the first has a gradient")
+        return finish(outputs[0], layouts[0])
+
+    return finish_all

@@ -1,0 +1,76 @@
+"""Per-example gradients by plain autograd: one backward pass an example, or one pass over all at once.
+
+Both go through the rows of all examples, with 0 for the others, and 0 * NaN is NaN: where an example is
+not finite, only book-keeping tells the others from it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from clipwise.gradients.examples import Parameters, PerExampleGradients
+from clipwise.gradients.walk import walk
+
+_CHUNK_BYTES = 256 * 2**20  # of gradients that one batched backward pass returns
+
+
+def single(losses: Tensor, example: int, parameters: Parameters, weight: float = 1) -> dict[str, Tensor]:
+    """The gradient of one loss times a weight."""
+    one = torch.zeros_like(losses)
+    one[example] = weight
+    targets = list(parameters.values())
+    grads = torch.autograd.grad(losses, targets, one, retain_graph=True, allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g.to_dense()
+        for (name, p), g in zip(parameters.items(), grads, strict=True)
+    }
+
+
+@torch.no_grad()
+def by_loop(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
+    """The reference: one backward pass for each example."""
+    walk(losses, parameters)  # refuses what takes no part in the losses
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for i in range(len(losses)):
+        for name, g in single(losses, i, parameters).items():
+            rows[name].append(g)
+    return PerExampleGradients.written({name: torch.stack(g) for name, g in rows.items()}, parameters)
+
+
+@torch.no_grad()
+def by_vmap(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
+    """One backward pass with a batch of output gradients, e_1 .. e_B; a loop where torch has none."""
+    walk(losses, parameters)
+    ones_BB = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    bytes_each = sum(p.numel() * p.element_size() for p in parameters.values())
+    step = max(1, _CHUNK_BYTES // max(1, bytes_each))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*performance drop.*"
+            )  # an operation without a batched form
+            chunks = [_batched(losses, parameters, e_bB) for e_bB in torch.split(ones_BB, step)]
+    except RuntimeError:  # an operation that cannot be batched at all, such as a custom function
+        return by_loop(losses, parameters)
+    return PerExampleGradients.written(
+        {name: torch.cat([c[name] for c in chunks]) for name in parameters}, parameters
+    )
+
+
+def _batched(losses: Tensor, parameters: Parameters, weights_bB: Tensor) -> dict[str, Tensor]:
+    """The gradients of several weighted sums of the losses: [b, *shape]."""
+    grads = torch.autograd.grad(
+        losses,
+        list(parameters.values()),
+        weights_bB,
+        retain_graph=True,
+        allow_unused=True,
+        is_grads_batched=True,
+    )
+    return {
+        name: torch.zeros_like(p).expand(len(weights_bB), *p.shape) if g is None else g
+        for (name, p), g in zip(parameters.items(), grads, strict=True)
+    }
