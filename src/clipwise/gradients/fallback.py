@@ -44,7 +44,7 @@ def forms(
     rows: dict[int, list[Tensor]] = {operand: [] for operand in shapes}
     with _only_finite(node):
         for i in range(batch):
-            grads = call(node, {k: _only(g, layouts[k], i) for k, g in outputs.items()})
+            grads = call(node, {k: layouts[k].only(g, i) for k, g in outputs.items()})
             for operand, shape in shapes.items():
                 grad = grads[operand]
                 # A node may leave the sum over broadcast positions to the engine that called it.
@@ -63,15 +63,6 @@ def forms(
 def _finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether all that an example has in these tensors [B, ...] is finite."""
     return torch.stack([torch.isfinite(t.flatten(1)).all(1) for t in tensors]).all(0)
-
-
-def _only(g: Tensor, layout: Layout, example: int) -> Tensor:
-    """The rows of one example; the others are cleared (and not multiplied by 0: 0 * Inf is NaN)."""
-    others = torch.ones(layout.batch, dtype=torch.bool, device=g.device)
-    others[example] = False
-    shape = [1] * g.dim()
-    shape[layout.axis] = -1
-    return g.masked_fill(layout.along_axis(others).view(shape), 0)
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-_LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot push a gradient into the denormals
+LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot push a gradient into the denormals
 _DENORMAL = 2.0**20  # below this many times the smallest normal number digits may have been lost
 
 
@@ -52,11 +52,19 @@ class Layout:
         """One number an example, laid out along the axis: [outer*B*inner]."""
         return per_example_B.repeat_interleave(self.inner).repeat(self.outer)
 
-    def scale(self, t: Tensor, per_example_B: Tensor) -> Tensor:
-        """Multiply the rows of example i by the i-th number."""
+    def owners(self, device: torch.device) -> Tensor:
+        """The example that owns each row along the axis, -1 for rows of nobody."""
+        return self.along_axis(torch.arange(self.batch, device=device))
+
+    def only(self, t: Tensor, example: int) -> Tensor:
+        """The rows of one example; the others are cleared (and not multiplied by 0: 0 * Inf is NaN)."""
         shape = [1] * t.dim()
         shape[self.axis] = -1
-        return t * self.along_axis(per_example_B).to(t.dtype).view(shape)
+        return t.masked_fill((self.owners(t.device) != example).view(shape), 0)
+
+    def on_axis(self, axis: int) -> Layout:
+        """The same rows, along another axis."""
+        return replace(self, axis=axis)
 
     def resized(self, shape: torch.Size, batch: int) -> Layout | None:
         """The same layout for another batch and another number of rows, if that is without doubt."""
@@ -100,7 +108,7 @@ def private_generator() -> torch.Generator:
 def probe_weights(batch: int, like: Tensor) -> Tensor:
     """Random powers of two, as distinct as the batch allows."""
     generator = private_generator()
-    levels = torch.randperm(_LEVELS, generator=generator).repeat(-(-batch // _LEVELS))[:batch]
+    levels = torch.randperm(LEVELS, generator=generator).repeat(-(-batch // LEVELS))[:batch]
     weights_B: Tensor = 2.0 ** levels[torch.randperm(batch, generator=generator)]
     return weights_B.to(device=like.device, dtype=like.dtype)
 
@@ -124,13 +132,19 @@ class Probe:
         error, size = r.square() * pp - 2 * r * pw + ww, r.square() * pp + ww
         tolerance = 1e-10 if self.plain.device.type == "cpu" else 1e-6  # squared; atomics reorder sums
         tiny = torch.finfo(torch.float64 if self.plain.dtype == torch.float64 else torch.float32).tiny
-        lost = (_DENORMAL * tiny / self._scale) ** 2 * (self.plain.numel() / len(error))
+        lost = (_DENORMAL * tiny / self._scale) ** 2 * (self.plain.numel() / max(1, len(error)))
         return bool((error <= tolerance * size + lost).all())
 
     def _moments(self, axis: int) -> tuple[Tensor, Tensor, Tensor]:
         """|p|^2, <p, w> and |w|^2 of every row along an axis."""
-        p, w = (x.movedim(axis, 0).reshape(x.shape[axis], -1) for x in self._speaking)
+        rest = self.plain.numel() // max(1, self.plain.shape[axis])
+        p, w = (x.movedim(axis, 0).reshape(x.shape[axis], rest) for x in self._speaking)
         return p.square().sum(1), (p * w).sum(1), w.square().sum(1)
+
+    def ratios(self, axis: int) -> Tensor:
+        """How many times longer each row along an axis is in the weighted gradient; 0 for rows without any."""
+        pp, _, ww = self._moments(axis)
+        return torch.where(pp > 0, ww / pp, 0).sqrt()
 
     @cached_property
     def _speaking(self) -> tuple[Tensor, Tensor]:
@@ -145,16 +159,14 @@ class Probe:
 
     @cached_property
     def _scale(self) -> float:
+        if self.plain.numel() == 0:
+            return 1.0
         largest = max(float(x.nan_to_num(0, 0, 0).abs().max()) for x in (self.plain, self.weighted))
         return largest or 1.0
 
     def is_dead(self) -> bool:
         """No gradient at all arrives here, so this batch decides nothing. (A plain sum can cancel.)"""
         return not bool((self.plain != 0).any() or (self.weighted != 0).any())
-
-    def first_layout(self) -> Layout | None:
-        """Any layout that the shape allows."""
-        return next(hypotheses(self.plain.shape, len(self.weights_B)), None)
 
     def layouts(self) -> list[Layout]:
         """The layouts that survive."""

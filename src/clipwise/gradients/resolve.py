@@ -7,14 +7,14 @@ again; a graph in which data can move rows about is probed every time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients.layout import Layout, Probe, probe_weights
+from clipwise.gradients.layout import Layout, Probe, hypotheses, probe_weights
+from clipwise.gradients.owners import Numbers, Ragged
 from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
 from clipwise.gradients.walk import Graph, Node, gradients_at, node_name, output_shape
 
@@ -117,17 +117,14 @@ class Resolver:
         certain = True
         graph.classify(carries_data)
         while graph.open:
-            probes = prober.at([(node, k) for node, _ in graph.open for k in graph.consumed[node]])
+            prober.at([(node, k) for node, _ in graph.open for k in graph.consumed[node]])
             carriers: set[Node] = set()
             by_rule: set[Node] = set()
             for node, index in graph.open:
-                here = {k: probes[(node, k)] for k in graph.consumed[node]}
-                opinion = _carries_examples(node, here)
+                opinion = _carries_examples(node, graph.consumed[node], prober)
                 carries_data[index] = opinion is not False
-                if all(
-                    p.is_dead() for p in here.values()
-                ):  # any answer is right on this batch, and none remembered
-                    certain = False
+                if all(prober.is_dead((node, k)) for k in graph.consumed[node]):
+                    certain = False  # any answer is right on this batch, and none remembered
                     continue
                 carriers.update({node} if opinion is not False else ())
                 by_rule.update({node} if opinion is True else ())
@@ -141,7 +138,7 @@ class Resolver:
 
         layouts: dict[Edge, Layout] = {}
         edges = [(use.node, k) for use in graph.uses for k in use.outputs]
-        probes = prober.at(edges)
+        prober.at(edges)
         for use in graph.uses:
             for k in use.outputs:
                 found, sure = prober.settle((use.node, k))
@@ -149,14 +146,13 @@ class Resolver:
                 if found is None:
                     raise CoupledExamplesError(
                         f"At {use.describe(graph.names)} a row of the computation belongs to several "
-                        "examples, or rows were reordered, so per-example gradients cannot be told apart. "
-                        "Usual causes: batch statistics, subtracting a mean over the batch, a loss that "
-                        "compares examples, sorting or selecting rows. Compute each example's loss from that "
-                        "example alone, in the order of the batch."
+                        "examples, so per-example gradients cannot be told apart. Usual causes: batch "
+                        "statistics, subtracting a mean over the batch, a loss that compares examples. Compute "
+                        "each example's loss from that example alone."
                     )
                 layouts[(use.node, k)] = found
         self._remember(graph, carries_data, layouts, certain)
-        return layouts, {edge: probes[edge].plain for edge in edges}
+        return layouts, {edge: prober.plain(edge) for edge in edges}
 
     def _remember(
         self, graph: Graph, carries_data: dict[int, bool], layouts: dict[Edge, Layout], certain: bool
@@ -174,23 +170,27 @@ class Resolver:
         self.findings[graph.signature] = Finding(carries_data, by_index)
 
 
-def _carries_examples(node: Node, probes: Mapping[int, Probe]) -> bool | None:
+def _carries_examples(node: Node, outputs: set[int], prober: _Prober) -> bool | None:
     """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
 
     Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the
     weight itself had examples. A rule knows from which operand an axis comes; without one the answer, if
     it is not no, is None.
     """
-    if not all(p.layouts() for p in probes.values()):
-        return False
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
+    regular = {k: prober.layouts((node, k)) for k in outputs}
     try:
-        finish = begin(node, shapes) if set(probes) == {0} else None
+        finish = begin(node, shapes) if outputs == {0} else None
     except CoupledExamplesError:  # comes again if the node turns out to be a use
-        return None
+        return None if all(regular.values()) else False
+    if not all(regular.values()):
+        # Rows may be moved here. Only a rule can tell them from rows of a parameter, each of which may be
+        # touched by one example by chance; and to take the node for DERIVED is right as well.
+        ragged = prober.ragged((node, 0)) if finish is not None else None
+        return ragged is not None and finish is not None and _applies(finish, prober.plain((node, 0)), ragged)
     if finish is None:
         return None
-    return any(_applies(finish, probes[0].plain, layout) for layout in probes[0].layouts())
+    return any(_applies(finish, prober.plain((node, 0)), layout) for layout in regular[0])
 
 
 def _behind(nodes: set[Node]) -> set[Node]:
@@ -218,32 +218,73 @@ class _Prober:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._probes: dict[Edge, Probe] = {}
+        losses = graph.losses
+        self._numbers = Numbers(len(losses), losses)
+        self._random = probe_weights(len(losses), losses)
+        # Where data can move rows, two examples must not share a weight: a swap of the two would not be seen.
+        self._weights = list(self._numbers.weights) if graph.moves_rows else [self._random]
+        self._plain: dict[Edge, Tensor] = {}
+        self._weighted: dict[Edge, list[Tensor]] = {}
 
-    def at(self, edges: list[Edge]) -> dict[Edge, Probe]:
-        new = [e for e in edges if e not in self._probes]
+    def at(self, edges: list[Edge]) -> None:
+        """Make sure of the probes at these edges."""
+        new = [e for e in edges if e not in self._plain]
         if new:
-            losses = self._graph.losses
-            weights_B = probe_weights(len(losses), losses)
-            plain = gradients_at(self._graph, new, torch.ones_like(losses), retain=True)
-            weighted = gradients_at(self._graph, new, weights_B, retain=True)
-            self._probes.update({e: Probe(plain[e], weighted[e], weights_B) for e in new})
-        return {e: self._probes[e] for e in edges}
+            self._plain.update(self._backward(new, torch.ones_like(self._graph.losses)))
+            self._weighted.update({e: [] for e in new})
+        self._complete()
+
+    def plain(self, edge: Edge) -> Tensor:
+        """The gradient of the plain sum of losses."""
+        return self._plain[edge]
+
+    def is_dead(self, edge: Edge) -> bool:
+        """No gradient at all arrives here, so this batch decides nothing."""
+        return all(probe.is_dead() for probe in self._probes(edge))
+
+    def layouts(self, edge: Edge) -> list[Layout]:
+        """The regular layouts that survive all probes."""
+        first, *others = self._probes(edge)
+        return [layout for layout in first.layouts() if all(p.agrees(layout) for p in others)]
+
+    def ragged(self, edge: Edge) -> Ragged | None:
+        """The layout with rows in an order or a number of their own, if every row has one owner."""
+        for weights_B in (*self._numbers.weights, self._random):
+            if not any(weights_B is w for w in self._weights):
+                self._weights.append(weights_B)
+        self._complete()
+        return self._numbers.read(self._probes(edge))
 
     def settle(self, edge: Edge) -> tuple[Layout | None, bool]:
         """The layout at an edge, and whether it is beyond doubt (more than this batch's rows say so).
 
         A layout that several probes cannot tell from another gives, on this batch, the same answer.
         """
-        probe = self._probes[edge]
-        if probe.is_dead():
-            return probe.first_layout(), False
-        left = probe.layouts()
+        plain, batch = self._plain[edge], len(self._graph.losses)
+        if self.is_dead(edge):
+            regular = next(hypotheses(plain.shape, batch), None)
+            return regular or Ragged.of_nobody(plain.shape, batch, plain.device), False
+        left = self.layouts(edge)
+        if not left:
+            return self.ragged(edge), False
         for _ in range(_EXTRA_PROBES):
-            if len(left) <= 1:
+            if len(left) == 1:
                 break
-            weights_B = probe_weights(len(self._graph.losses), self._graph.losses)
-            weighted = gradients_at(self._graph, [edge], weights_B, retain=True)[edge]
-            again = Probe(probe.plain, weighted, weights_B)
+            weights_B = probe_weights(batch, self._graph.losses)
+            again = Probe(plain, self._backward([edge], weights_B)[edge], weights_B)
             left = [layout for layout in left if again.agrees(layout)]
         return (left[0] if left else None), len(left) == 1
+
+    def _probes(self, edge: Edge) -> list[Probe]:
+        pairs = zip(self._weighted[edge], self._weights, strict=True)
+        return [Probe(self._plain[edge], weighted, weights_B) for weighted, weights_B in pairs]
+
+    def _complete(self) -> None:
+        """One backward pass for each weighting that some edges still lack."""
+        for k, weights_B in enumerate(self._weights):
+            lacking = [e for e, made in self._weighted.items() if len(made) == k]
+            for edge, g in self._backward(lacking, weights_B).items():
+                self._weighted[edge].append(g)
+
+    def _backward(self, edges: list[Edge], weights_B: Tensor) -> dict[Edge, Tensor]:
+        return gradients_at(self._graph, edges, weights_B, retain=True)

@@ -35,8 +35,7 @@ def _rows(t_GNm: Tensor, layout: Layout, axis: int) -> Tensor:
     """[G, N, m] -> [B, G, T, m]."""
     if layout.axis != axis:
         raise RuleDoesNotApply("the examples do not lie along the other operand's axis")
-    rows = Layout(1, layout.outer, layout.batch, layout.inner)
-    return at_least_float32(rows.split(t_GNm)).flatten(2, 3)
+    return at_least_float32(layout.on_axis(1).split(t_GNm)).flatten(2, 3)
 
 
 def _products(left_BGTm: Tensor, right_BGTn: Tensor) -> Written:

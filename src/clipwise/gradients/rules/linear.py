@@ -63,5 +63,5 @@ def _left_factor(g: Tensor, right: Tensor, layout: Layout) -> Outer:
     """out = W @ right with examples along the columns: gradient of W is sum_t g_t right_t^T."""
     if layout.axis != 1:
         raise RuleDoesNotApply("the examples do not lie along the columns")
-    columns = Layout(0, layout.outer, layout.batch, layout.inner)
+    columns = layout.on_axis(0)
     return Outer(columns.rows(g.T), columns.rows(right.T))
