@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format install clean
+.PHONY: demo test fuzz check format install clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budg
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP)  ## 2,000 random models against a forward pass per example
+	$(BIN)/python -m tests.fuzz --models 2000 --seed 0
 
 check: $(STAMP)  ## style and types
 	$(BIN)/ruff check src tests examples

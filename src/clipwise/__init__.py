@@ -1,7 +1,7 @@
 """clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
 
 from clipwise import accounting, gradients
-from clipwise.clipping import PerExample
+from clipwise.clipping import PerExample, Quantile
 from clipwise.engine import Private, make_private
 from clipwise.errors import (
     BudgetExhausted,
@@ -35,6 +35,7 @@ __all__ = [
     "PerExample",
     "PrivacyWarning",
     "Private",
+    "Quantile",
     "Sampling",
     "Spent",
     "StepError",

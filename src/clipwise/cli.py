@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from clipwise import __version__
+from clipwise.commands.bench import bench
 from clipwise.commands.check import check
 from clipwise.commands.demo import demo
 from clipwise.commands.epsilon import epsilon
@@ -57,5 +58,5 @@ def main(
     """
 
 
-for command in (demo, epsilon, noise, check):
+for command in (demo, epsilon, noise, check, bench):
     app.command()(command)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from clipwise import accounting, checkpoint, checks, faults, fingerprint
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps
 from clipwise.budget import Budget
-from clipwise.clipping import Clipper, PerExample, Strategy
+from clipwise.clipping import Clipper, PerExample, Strategy, noised_parts
 from clipwise.errors import (
     BudgetExhausted,
     CheckpointError,
@@ -38,7 +38,6 @@ from clipwise.privacy import (
     Sampling,
     Spent,
     effective_multiplier,
-    split_noise,
 )
 from clipwise.sampling import Fetcher, PrivateLoader, Scheme, make_scheme
 from clipwise.statement import Statement
@@ -166,15 +165,29 @@ class Private:
         for name, p in self._parameters.items():
             p.grad = noised[name].div_(self._scheme.expected_size).to(p.dtype)
         self._remember_written()
+        beside = [part.name for part in self._parts if not part.parameters]
+        if self._clipper.learn({name: noised[name] / self._scheme.expected_size for name in beside}):
+            self._parts = self._next_parts()
+
+    def _next_parts(self) -> tuple[Part, ...]:
+        """The noise follows the bounds; the event, and so the multiplier, stays."""
+        return noised_parts(
+            self._clipper.bounds,
+            self._parameters,
+            self._event.noise_multiplier,
+            self._strategy.split,
+            self._scheme.expected_size,
+        )
 
     def _add_noise(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One stream a part (and device), in the order of its parameters."""
+        """One stream a part (and device), in the order of its parameters; a part without any is a number."""
         for number, part in enumerate(self._parts):
             if part.noise_std == 0:
                 continue
-            devices = dict.fromkeys(total[name].device for name in part.parameters)
+            entries = part.parameters or (part.name,)
+            devices = dict.fromkeys(total[name].device for name in entries)
             for place, device in enumerate(devices):
-                names = [n for n in part.parameters if total[n].device == device]
+                names = [n for n in entries if total[n].device == device]
                 exact = any(total[n].dtype == torch.float64 for n in names)
                 noise = gaussian(
                     self._key.derive(f"noise/{number}/{place}"),
@@ -235,7 +248,7 @@ class Private:
             history=tuple(self._ledger.history()),
             parts=self._parts,
             expected_batch_size=self._scheme.expected_size,
-            strategy=self._strategy.describe(),
+            strategy=self._described_strategy(),
             seeded=self._seeded,
             probed=self._independence is not None,
         )
@@ -280,7 +293,10 @@ class Private:
                 "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
                 "make_private the complete ledger."
             )
-        # First, because the optimizer's settings, as loaded, are a part of the configuration.
+        # First, because what is loaded here is a part of the configuration. Another strategy begins anew.
+        strategy, mine = state["configuration"].get("strategy", {}), self._strategy.describe()
+        if mine.items() <= strategy.items() and self._clipper.load_state_dict(strategy):
+            self._parts = self._next_parts()
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         if is_new:
             self._ledger.import_history(history)
@@ -445,11 +461,15 @@ class Private:
             "event": self._event.to_dict(),
             "dataset_size": self._scheme.dataset_size,
             "expected_batch_size": self._scheme.expected_size,
-            "strategy": self._strategy.describe(),
+            "strategy": self._described_strategy(),
             "parameters": _signature(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
         }
+
+    def _described_strategy(self) -> dict[str, Any]:
+        """Its configuration, and what it has learned from releases."""
+        return self._strategy.describe() | self._clipper.state_dict()
 
     def _data_digest(self) -> str:
         return fingerprint.of_data(self._dataset).hex()
@@ -528,7 +548,7 @@ def make_private(
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
     clipper = strategy.attach(parameters, relation, strategy.unit, scheme.sampling)
-    parts = _parts(clipper, parameters, z, strategy.split)
+    parts = noised_parts(clipper.bounds, parameters, z, strategy.split, scheme.expected_size)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, strategy.unit)
     header = {"dataset_size": size, "parameters": _signature(parameters)}
@@ -564,16 +584,6 @@ def make_private(
         if not isinstance(ledger, Ledger):
             book.close()
         raise
-
-
-def _parts(
-    clipper: Clipper, parameters: Mapping[str, nn.Parameter], z: float, split: str
-) -> tuple[Part, ...]:
-    sizes = [sum(parameters[n].numel() for n in bound.parameters) for bound in clipper.bounds]
-    stds = split_noise([b.sensitivity for b in clipper.bounds], sizes, z, split)
-    return tuple(
-        Part(b.name, b.parameters, b.sensitivity, std) for b, std in zip(clipper.bounds, stds, strict=True)
-    )
 
 
 def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str, Any]) -> Ledger:

@@ -55,6 +55,8 @@ class Statement:
             else f"one {s.unit} replaced by another"
         )
         bounds = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in self.parts[:4])
+        counted = any(not p.parameters for p in self.parts)  # then the bounds adapt to what was counted
+        released = "the clipped sum and the counts" if counted else "the clipped sum"
         bounds += f" and {len(self.parts) - 4} more parts" if len(self.parts) > 4 else ""
         lines = [
             "Privacy statement",
@@ -62,10 +64,15 @@ class Statement:
             f"  neighbours   {neighbours}",
             *(
                 f"  releases     {count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g}, each a Gaussian "
-                f"mechanism on the clipped sum with noise multiplier {e.noise_multiplier:.4g}"
+                f"mechanism on {released} with noise multiplier {e.noise_multiplier:.4g}"
                 for e, count in self._releases().items()
             ),
-            f"  sensitivity  {bounds}",
+            f"  sensitivity  {bounds}"
+            + (
+                " (of the next step: max_norm adapts to the released counts, and the noise to it)"
+                if counted
+                else ""
+            ),
             f"  divisor      {self.expected_batch_size:g}, a public constant",
             f"  accountant   {s.accountant}",
             f"  not covered  {'; '.join(self.not_covered)}",

@@ -278,6 +278,53 @@ class Recurrent(nn.Module):
         return self.cell(x)[0]
 
 
+class States(nn.Module):
+    """A recurrent layer with first states from the data, of which the last states are used as well."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
+        super().__init__()
+        self.cell = kind(D, 4, **options)
+        self.first = nn.Linear(D, 4)
+        proj = getattr(self.cell, "proj_size", 0)
+        self.project = nn.Linear(4, proj) if proj else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.cell.num_layers * (1 + self.cell.bidirectional)
+        c = self.first(x.mean(1)).expand(rows, -1, -1)
+        h = self.project(c).tanh()
+        out, last = self.cell(x.transpose(0, 1), (h, c) if isinstance(self.cell, nn.LSTM) else h)
+        states = [s.transpose(0, 1).flatten(1) for s in (last if isinstance(last, tuple) else (last,))]
+        return torch.cat([out.transpose(0, 1).flatten(1), *states], 1)
+
+
+class OnlyLastState(nn.Module):
+    """Of a recurrent layer's outputs only the last state is used, as classifiers do."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell, self.head = kind(D, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.cell(x)[1]
+        return self.head((last[0] if isinstance(last, tuple) else last)[-1])
+
+
+class Packed(nn.Module):
+    """Sequences of different lengths, sorted and packed; the first entry of each says how long it is."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
+        super().__init__()
+        self.cell = kind(D, 4, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 0, 0].abs() * 10).long() % x.shape[1]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, last = self.cell(packed)
+        padded = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0]
+        h = last[0] if isinstance(last, tuple) else last
+        return torch.cat([padded.flatten(1), h.transpose(0, 1).flatten(1)], 1)
+
+
 class TimeFirstAttention(nn.Module):
     """Attention and its output projection run on T*B rows; a norm runs on [T, B, d]."""
 
@@ -302,6 +349,92 @@ class Checkpointed(nn.Module):
         return self.c(checkpoint(self.b, self.a(x), use_reentrant=False))
 
 
+class Bags(nn.Module):
+    """Two bags an example: all of its ids, and those of its first part; padding and repeats among them."""
+
+    def __init__(self, mode: str, weighted: bool = False, **options: object) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(6, D, mode=mode, **options)
+        self.weighted = weighted
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (x + 1.0).to(self.bag.weight.dtype) if self.weighted else None
+        whole = self.bag(x, per_sample_weights=weights)
+        flat = torch.cat([x[:, :2], x[:, 2:]], 1).flatten()
+        starts = torch.arange(0, 2 * len(x)) // 2 * x.shape[1] + 2 * (torch.arange(2 * len(x)) % 2)
+        if self.bag.include_last_offset:
+            starts = torch.cat([starts, torch.tensor([len(flat)])])
+        parts = self.bag(flat, starts, per_sample_weights=None if weights is None else weights.flatten())
+        return (torch.cat([whole, parts.view(len(x), -1)], 1)).tanh()
+
+
+class TwoSides(nn.Module):
+    """A bilinear form of two parts of the input."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.form = nn.Bilinear(2, 3, 4, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(x[..., :2], x[..., 2:5]).tanh()
+
+
+class Attention(nn.Module):
+    """MultiheadAttention with keys and values of other sizes, masks, and a learned extra position."""
+
+    def __init__(self, other: int = 6, masked: bool = False, **options: object) -> None:
+        super().__init__()
+        sizes = {} if other == 6 else {"kdim": other, "vdim": other}
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **sizes, **options)
+        self.other, self.masked = other, masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x[..., : self.other] if self.other <= 6 else torch.cat([x, x[..., : self.other - 6]], -1)
+        T = x.shape[1]
+        causal = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1) if self.masked else None
+        return x + self.attention(x, memory, memory, attn_mask=causal)[0]
+
+
+class ConvOfTransformers(nn.Module):
+    """The linear layer of GPT-2: addmm with a weight [in, out]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(D, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, D), self.weight).view(*x.shape[:-1], 3).tanh()
+
+
+class Experts(nn.Module):
+    """Every position goes to one of two experts, as the data decide; one may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 2)
+        self.experts = nn.ModuleList(nn.Linear(D, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros(*x.shape[:2], 3, dtype=x.dtype, device=x.device)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            out[mine] = expert(x[mine]) * weight[mine][:, None]
+        return out
+
+
+class SortedByLength(nn.Module):
+    """Rows sorted by something in the data, run through layers, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.cell = nn.Linear(D, D), nn.LSTM(D, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        return self.cell(self.a(x[order]).tanh())[0][order.argsort()]
+
+
 class Table(nn.Module):
     """A table that is indexed without an embedding, and an einsum."""
 
@@ -311,6 +444,41 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("btd,dn->btn", self.table[x].tanh(), self.w)
+
+
+class Decoder(nn.Module):
+    """A decoder layer that attends to its own input, time-first inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(6, 2, 8, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.transpose(0, 1)
+        return self.layer(h, h.flip(0)).transpose(0, 1)
+
+
+class Evaluated(nn.Module):
+    """Spectral norm with its power iteration held still, as it must be for two passes to agree."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()
+
+
+class SharedWeight(nn.Module):
+    """Two modules, one weight: with a bias of its own each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
 
 
 def _conv(kind: type[nn.Module], spatial: tuple[int, ...], **options: object) -> Case:
@@ -334,6 +502,26 @@ _CONVOLUTIONS = [
     _conv(nn.Conv2d, (6, 5), kernel_size=3, padding=1, padding_mode="replicate"),
     _conv(nn.Conv2d, (6, 5), kernel_size=1, stride=3),
     _conv(nn.Conv3d, (4, 4, 3), kernel_size=2, stride=2, padding=1, groups=2),
+]
+
+_RECURRENT = [
+    Case(
+        f"{kind.__name__} {model.__name__} {options}".replace("{}", "").lower(),
+        lambda kind=kind, model=model, options=options: model(kind, **options),  # type: ignore[misc]
+        vectors(3, D),
+    )
+    for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    for model, options in (
+        (Recurrent, {}),
+        (Recurrent, {"bias": False}),
+        (Recurrent, {"num_layers": 2, "bidirectional": True}),
+        (States, {"num_layers": 2}),
+        (OnlyLastState, {}),
+        (Packed, {}),
+        (Packed, {"bidirectional": True, "num_layers": 2}),
+        *(((States, {"proj_size": 2}), (Packed, {"proj_size": 2})) if kind is nn.LSTM else ()),
+        *(((Recurrent, {"nonlinearity": "relu"}),) if kind is nn.RNN else ()),
+    )
 ]
 
 CASES = [
@@ -402,10 +590,26 @@ CASES = [
     ),
     Case("attention time first", TimeFirstAttention, vectors(6, 6)),
     Case("checkpointed", Checkpointed, vectors(3, D)),
-    Case("gru", lambda: Recurrent(nn.GRU), vectors(3, D)),
-    # In float32 some builds of torch fuse a whole LSTM layer into one operation.
-    Case("lstm", lambda: Recurrent(nn.LSTM), vectors(3, D), fallback=True),
-    Case("indexed table", Table, ids(3), fallback=True),
+    *_RECURRENT,
+    Case("embedding bag sum", lambda: Bags("sum"), ids(5, 6)),
+    Case("embedding bag sum padding", lambda: Bags("sum", padding_idx=2), ids(5, 6)),
+    Case("embedding bag weighted", lambda: Bags("sum", weighted=True, include_last_offset=True), ids(5, 6)),
+    Case("embedding bag mean", lambda: Bags("mean", padding_idx=2), ids(5, 6)),
+    Case("embedding bag max", lambda: Bags("max", padding_idx=2), ids(5, 6)),
+    Case("bilinear", TwoSides, vectors(D)),
+    Case("bilinear positions", lambda: TwoSides(bias=False), vectors(4, D)),
+    Case("attention", Attention, vectors(4, 6)),
+    Case("attention kdim vdim", lambda: Attention(4), vectors(4, 6)),
+    Case("attention bias_k", lambda: Attention(add_bias_kv=True), vectors(4, 6)),
+    Case("attention masked no bias", lambda: Attention(masked=True, bias=False), vectors(4, 6)),
+    Case("decoder layer", Decoder, vectors(4, 6)),
+    Case("addmm [in, out]", ConvOfTransformers, vectors(4, D)),
+    Case("spectral norm", lambda: Evaluated(parametrizations.spectral_norm(nn.Linear(D, 3))), vectors(2, D)),
+    Case("weight norm convolution", lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 3)), vectors(2, 6)),
+    Case("experts", Experts, vectors(3, D)),
+    Case("sorted by length", SortedByLength, vectors(3, D)),
+    Case("shared by two modules", SharedWeight, vectors(3, D)),
+    Case("indexed table", Table, ids(3)),
     Case("custom function", Centers, vectors(2, D), fallback=True),
     Case(
         "transposed convolution 1d",

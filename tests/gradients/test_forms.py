@@ -55,7 +55,10 @@ def outer(T: int, m: int, n: int, dtype: torch.dtype) -> Outer:
 
 
 def rows(T: int, m: int, n: int, dtype: torch.dtype) -> Rows:
-    return Rows(torch.randint(0, m, (4, T)), torch.randn(4, T, n).to(dtype), m)
+    example = torch.arange(4).repeat_interleave(T)
+    return Rows(
+        example, torch.randint(0, m, (4 * T,)), torch.randn(4 * T, n).to(dtype), 4, torch.Size((m, n))
+    )
 
 
 def written(T: int, m: int, n: int, dtype: torch.dtype) -> Written:

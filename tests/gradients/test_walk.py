@@ -194,19 +194,14 @@ MOVES = {
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("move", MOVES)
-def test_rows_that_the_data_move_are_exact_or_refused(move: str) -> None:
+def test_rows_that_the_data_move_are_followed(move: str) -> None:
     """The graph looks the same as before: only the numbers in it differ."""
     torch.manual_seed(0)
     before, after, rows = MOVES[move]
     model, memory = Weights(w=(4, 3)).double(), Memory()
     for apply in (before, before, before, before, after, before, after):
         x = torch.randn(rows, 4).double()
-        try:
-            found = per_example_gradients(apply(model, x), trainable(model), memory).instantiate(slice(0, 3))
-        except Exception as refusal:
-            assert type(refusal).__name__ in ("CoupledExamplesError", "UnsupportedModelError"), refusal
-            assert apply is after, "rows in their own order are no reason to refuse"
-            continue
+        found = per_example_gradients(apply(model, x), trainable(model), memory).instantiate(slice(0, 3))
         torch.testing.assert_close(found, by_loop(apply(model, x), trainable(model)).instantiate(slice(0, 3)))
 
 

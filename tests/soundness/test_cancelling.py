@@ -137,7 +137,10 @@ def test_repeated_ids_with_opposite_gradients(scale: float) -> None:
     g = torch.randn(1, 4, 7)
     g = torch.cat([g, -g, 1e-6 * g[:, :1]], 1) * scale
     ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0]])
-    rows = Rows(torch.cat([ids, ids * 0]), torch.cat([g, g]), 5)
+    example = torch.arange(2).repeat_interleave(9)
+    rows = Rows(
+        example, torch.cat([ids, ids * 0]).flatten(), torch.cat([g, g]).flatten(0, 1), 2, torch.Size((5, 7))
+    )
     norms = require_bounded(rows, 0)
     truth = torch.stack([rows.instantiate(slice(i, i + 1))[0].double().norm() for i in range(2)])
     assert (norms >= truth).all() and (norms <= truth * 1.001 + 1e-4 * scale * 1e-5 + 1e-17).all()

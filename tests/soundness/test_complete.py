@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.soundness.neighbours import attach
 EXEMPT = {
     "FusedRmsNormBackward0": "torch fuses RMSNorm on CUDA only; elsewhere it is products and means",
     "CudnnBatchNormBackward0": "cuDNN's batch norm exists on CUDA only",
+    "CudnnRnnBackward0": "cuDNN's recurrent networks exist on CUDA only",
 }
 
 
@@ -81,12 +83,12 @@ def exercised(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The rules that gave forms on the cases, in float32 and float64."""
     seen: set[str] = set()
 
-    def spied(name: str, rule: registry.Rule) -> registry.Rule:
-        def spy(node: Node, shapes: registry.Shapes) -> registry.Finish:
+    def spied(name: str, rule: Any) -> Any:
+        def spy(node: Node, shapes: registry.Shapes) -> Any:
             finish = rule(node, shapes)
 
-            def finished(g: Tensor, layout: Layout) -> dict[int, Form]:
-                forms = finish(g, layout)
+            def finished(*arguments: Any) -> dict[int, Form]:
+                forms: dict[int, Form] = finish(*arguments)
                 seen.add(name)
                 return forms
 
@@ -94,7 +96,9 @@ def exercised(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return spy
 
-    monkeypatch.setattr(registry, "_RULES", {name: spied(name, rule) for name, rule in registered().items()})
+    for table in ("_RULES", "_RULES_FOR_ALL"):
+        rules = getattr(registry, table)
+        monkeypatch.setattr(registry, table, {name: spied(name, rule) for name, rule in rules.items()})
     for case in CASES:
         for dtype in (torch.float32, torch.float64):
             model = case.build(dtype)
@@ -131,6 +135,19 @@ SAVED = {
     "NativeBatchNormBackward0": {
         "_saved_input", "_saved_training", "_saved_running_mean", "_saved_running_var", "_saved_eps",
     },
+    "EmbeddingBagBackward0": {
+        "_saved_scale_grad_by_freq", "_saved_mode", "_saved_indices", "_saved_offsets", "_saved_padding_idx",
+        "_saved_per_sample_weights", "_saved_result3",
+    },
+    "IndexBackward0": {"_saved_indices"},
+    "IndexSelectBackward0": {"_saved_dim", "_saved_index"},
+    "TrilinearBackward0": {
+        "_saved_i1", "_saved_i3", "_saved_expand1", "_saved_expand2", "_saved_expand3", "_saved_sumdim",
+    },
+    "MkldnnRnnLayerBackward0": {
+        "_saved_mode", "_saved_has_biases", "_saved_reverse", "_saved_input", "_saved_result0", "_saved_hx_",
+        "_saved_cx_", "_saved_weight0", "_saved_weight1", "_saved_weight2", "_saved_weight3",
+    },
     "SelectBackward0": {"_saved_index", "_saved_dim", "_saved_self_sym_sizes"},
     "SliceBackward0": {"_saved_start", "_saved_end", "_saved_dim", "_saved_self_sym_sizes"},
     "SplitWithSizesBackward0": {"_saved_split_sizes", "_saved_dim", "_saved_self_sym_sizes"},
@@ -147,9 +164,17 @@ def nodes() -> dict[str, Node]:
         w + x, w - x, w * x, w / x, w * w, w / w, torch.addmm(w, x, w), w @ w,
         F.conv1d(x[None], w[:, :, None]), F.embedding(torch.tensor([0]), w), F.layer_norm(x, (4,), w[0]),
         F.group_norm(x, 2, w[0]), norm(w), w[1], w[1:2], w.split([1, 3])[0], w.roll(1, 0),
-        torch.bmm(w[None], w[None]), F.prelu(x, w[0]),
+        torch.bmm(w[None], w[None]), F.prelu(x, w[0]), w[torch.tensor([0, 1])],
+        w.index_select(0, torch.tensor([1])), F.embedding_bag(torch.tensor([[0, 1]]), w),
     ]  # fmt: skip
-    return {node_name(t.grad_fn): t.grad_fn for t in made}
+    found = {node_name(t.grad_fn): t.grad_fn for t in made}
+    # Inside the modules that make them.
+    for out in (nn.LSTM(4, 4)(x[None])[0], nn.Bilinear(4, 4, 4)(x, x)):
+        node = out.grad_fn
+        while node is not None and node_name(node) not in SAVED.keys() - found.keys():
+            node = node.next_functions[0][0]
+        found[node_name(node)] = node
+    return found
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -169,7 +194,7 @@ def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytes
     def blind(node: Node, shapes: registry.Shapes) -> registry.Finish:
         return node._saved_under_a_new_name
 
-    monkeypatch.setattr(registry, "_RULES", {**registered(), "AddmmBackward0": blind})
+    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, "AddmmBackward0": blind})
     model, x = nn.Linear(5, 3).double(), torch.randn(4, 5, dtype=torch.float64)
     with pytest.warns(FallbackWarning, match="AddmmBackward0"):
         found = per_example_gradients(losses(model, (x,)), trainable(model), Memory()).instantiate(
@@ -186,14 +211,14 @@ def test_a_rule_that_is_wrong_is_found_before_anything_is_released(monkeypatch: 
         finish = honest(node, shapes)
         return lambda g, layout: finish(g * 1.1, layout)
 
-    monkeypatch.setattr(registry, "_RULES", {**registered(), "AddmmBackward0": wrong})
+    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, "AddmmBackward0": wrong})
     model, x = nn.Linear(5, 3), torch.randn(4, 5)
     with pytest.raises(UnsupportedModelError, match="does not agree with plain autograd"):
         per_example_gradients(losses(model, (x,)), trainable(model), Memory())
 
 
 def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", dict(registered()))
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     case = next(c for c in CASES if c.name == "custom function")
     called = []
 
@@ -260,6 +285,75 @@ def test_the_rule_for_cudnn_batch_norm() -> None:
     node._saved_training = True
     with pytest.raises(CoupledExamplesError):
         registered()["CudnnBatchNormBackward0"](node, shapes)
+
+
+RECURRENT = [
+    (kind, options)
+    for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    for options in (
+        {},
+        {"bias": False, "batch_first": True},
+        {"num_layers": 3, "bidirectional": True},
+        *([{"nonlinearity": "relu", "num_layers": 2}] if kind is nn.RNN else []),
+        *([{"proj_size": 2, "num_layers": 2, "bidirectional": True}] if kind is nn.LSTM else []),
+    )
+]
+
+
+def cudnn_node(net: nn.RNNBase, x: Tensor, out: Tensor, h0: Tensor, c0: Tensor | None) -> StandIn:
+    """What cuDNN's node would have saved of this computation."""
+    kind = {nn.LSTM: 2, nn.GRU: 3}.get(
+        type(net), {"tanh": 1, "relu": 0}.get(getattr(net, "nonlinearity", ""))
+    )
+    return StandIn(
+        node_name="CudnnRnnBackward0", _saved_weight=list(net._flat_weights), _saved_batch_sizes=(),
+        _saved_num_layers=net.num_layers, _saved_train=True, _saved_dropout=net.dropout, _saved_mode=kind,
+        _saved_batch_first=net.batch_first, _saved_bidirectional=net.bidirectional,
+        _saved_proj_size=net.proj_size, _saved_input=x, _saved_result0=out.detach(), _saved_hx=h0, _saved_cx=c0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("used", [{0, 1, 2}, {0}, {1}])
+@pytest.mark.parametrize(("kind", "options"), RECURRENT)
+def test_the_rule_for_cudnn_recurrent_networks(
+    kind: type[nn.RNNBase], options: dict[str, object], used: set[int]
+) -> None:
+    torch.manual_seed(0)
+    B, T, H = 3, 4, 5
+    net = kind(2, H, **options).double()
+    rows = net.num_layers * (1 + net.bidirectional)
+    x = torch.randn(*((B, T) if net.batch_first else (T, B)), 2).double()
+    h0, c0 = (torch.randn(rows, B, size).double() for size in (net.proj_size or H, H))
+    state: Any = (h0, c0) if kind is nn.LSTM else h0
+    out, last = net(x, state)
+    outputs = {0: out, **dict(enumerate(last if isinstance(last, tuple) else (last,), 1))}
+    g = {k: torch.randn_like(outputs[k]) for k in used & set(outputs)}
+    layouts = {k: Layout(0 if k == 0 and net.batch_first else 1, 1, B, 1) for k in g}
+    names = [n for layer in net._all_weights for n in layer]
+    shapes = {1 + j: getattr(net, name).shape for j, name in enumerate(names)}
+    node = cudnn_node(net, x, out, h0, c0 if kind is nn.LSTM else None)
+    with torch.no_grad():
+        forms = registered()["CudnnRnnBackward0"](node, shapes)(g, layouts)  # type: ignore[arg-type]
+    for i in range(B):
+        loss = sum((layouts[k].only(g[k], i) * outputs[k]).sum() for k in g)
+        truth = torch.autograd.grad(loss, [getattr(net, n) for n in names], retain_graph=True)
+        for j, expected in enumerate(truth):
+            torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
+
+
+def test_the_rule_for_cudnn_recurrent_networks_leaves_the_rest_to_the_fallback() -> None:
+    net, x = nn.LSTM(2, 3, 2, dropout=0.5), torch.randn(4, 2, 2)
+    out, _ = net(x)
+    h0 = torch.zeros(2, 2, 3)
+    node, shapes = cudnn_node(net, x, out, h0, h0), {1: net.weight_ih_l0.shape}
+    rule = registered()["CudnnRnnBackward0"]
+    with pytest.raises(registry.RuleDoesNotApply, match="dropout"):
+        rule(node, shapes)
+    node._saved_dropout, node._saved_batch_sizes = 0.0, (2, 1)
+    with pytest.raises(registry.RuleDoesNotApply, match="packed"):
+        rule(node, shapes)
+    with pytest.raises(registry.RuleDoesNotApply, match="made of parameters"):
+        rule(node, {0: x.shape})
 
 
 # Who may be slow

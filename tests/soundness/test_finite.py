@@ -23,10 +23,21 @@ def drawn(case: Case, dtype: torch.dtype, seed: int = 1) -> Batch:
     return Batch(case.draw(SIZE, dtype, seed), torch.ones(SIZE, dtype=dtype))
 
 
+MOVED = {c.name for c in CASES if " packed " in c.name or c.name in ("experts", "sorted by length")}
+
+
 def require_untouched(case: Case, batch: Batch, place: int, dtype: torch.dtype, **options: object) -> None:
-    """The sum with the bad example is the sum without it."""
+    """The sum with the bad example is the sum without it.
+
+    Where the data choose the rows, a healthy batch must have come first: before that, it is refused.
+    """
     model = case.build(dtype)
     clipper = attach(model, PerExample(max_norm=0.5, **options))
+    try:
+        clipped_sum(clipper, model, batch)
+    except UnsupportedModelError as refusal:
+        assert case.name in MOVED and "not finite" in str(refusal)
+    clipped_sum(clipper, model, drawn(case, dtype))
     with_it, without_it = (clipped_sum(clipper, model, b) for b in (batch, batch.without(place)))
     assert distance(with_it, without_it) <= 1e-6
     assert distance(without_it, {n: torch.zeros_like(t) for n, t in without_it.items()}) > 1e-3
@@ -54,7 +65,8 @@ def test_inputs_that_are_not_finite(case: Case, distortion: str) -> None:
 @FLOATING
 def test_the_loop_keeps_a_bad_example_apart_too(case: Case) -> None:
     batch = drawn(case, torch.float64).distorted(2, "nan", 1.0)
-    require_untouched(case, batch, 2, torch.float64, method="loop")
+    if case.name not in MOVED:  # what the loop has seen tells nothing of rows
+        require_untouched(case, batch, 2, torch.float64, method="loop")
 
 
 @FLOATING

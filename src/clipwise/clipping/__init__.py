@@ -1,6 +1,7 @@
 """How sensitivity is bounded: one file a strategy."""
 
 from clipwise.clipping.per_example import PerExample
-from clipwise.clipping.strategy import Bound, Clipper, Strategy
+from clipwise.clipping.quantile import Quantile
+from clipwise.clipping.strategy import Bound, Clipper, Strategy, noised_parts
 
-__all__ = ["Bound", "Clipper", "PerExample", "Strategy"]
+__all__ = ["Bound", "Clipper", "PerExample", "Quantile", "Strategy", "noised_parts"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clipwise.clipping.parts import Groups, group_parameters, norms_of_parts
+from clipwise.clipping.quantile import FixedNorms, Quantile, QuantileNorms
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
@@ -27,7 +28,7 @@ class PerExample(Strategy):
 
     Args:
         max_norm: C, the most that one example's gradient counts; with several parts the total, unless a
-            mapping gives one number a part.
+            mapping gives one number a part. A `Quantile` adapts it from step to step.
         parts: "all" (flat clipping), "layer", "tensor", or groups of parameter or module names.
         split: how the noise is divided over several parts: "optimal" or "equal".
         mode: "clip" scales a gradient down to C if it is longer, nu = min(1, C / n); "normalize" brings
@@ -45,14 +46,17 @@ class PerExample(Strategy):
         whose rounding moves the sum of B examples by less than (1e-5 + B u) C, u = 2^-24 in float32.
     """
 
-    max_norm: float | Mapping[str, float] = 1.0
+    max_norm: float | Mapping[str, float] | Quantile = 1.0
     parts: Groups = "all"
     split: str = "optimal"
     mode: str = "clip"
     method: str = "auto"
 
     def __post_init__(self) -> None:
-        norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        if isinstance(self.max_norm, Quantile):
+            norms: Iterable[float] = ()  # it has checked itself
+        else:
+            norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         for norm in norms:
             number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
             if not (number and math.isfinite(norm) and norm > 0):
@@ -71,12 +75,17 @@ class PerExample(Strategy):
         if unit is not Unit.RECORD:
             raise ConfigurationError(f"PerExample protects single records, not unit={str(unit)!r}.")
         groups = group_parameters(self.parts, parameters)
-        norms = norms_of_parts(self.max_norm, list(groups))
+        if isinstance(self.max_norm, Quantile):
+            norms: FixedNorms = QuantileNorms(self.max_norm, list(groups), parameters, adjacency)
+        else:
+            norms = FixedNorms(norms_of_parts(self.max_norm, list(groups)))
         return PerExampleClipper(self, parameters, groups, norms, adjacency)
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types. `method` is a performance knob and left out."""
-        norm = dict(self.max_norm) if isinstance(self.max_norm, Mapping) else self.max_norm
+        norm: Any = dict(self.max_norm) if isinstance(self.max_norm, Mapping) else self.max_norm
+        if isinstance(norm, Quantile):
+            norm = norm.describe()
         parts = self.parts if isinstance(self.parts, str) else repr(self.parts)
         return {
             "strategy": "per-example",
@@ -95,20 +104,22 @@ class PerExampleClipper(Clipper):
         strategy: PerExample,
         parameters: Parameters,
         groups: dict[str, list[str]],
-        norms: dict[str, float],
+        norms: FixedNorms,
         adjacency: Adjacency,
     ) -> None:
         self._strategy, self._parameters = strategy, parameters
         self._groups, self._norms = groups, norms
         self._memory = Memory()
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
-        factor = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
-        self.bounds = tuple(Bound(part, tuple(names), factor * norms[part]) for part, names in groups.items())
+        self._factor = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
+        self.bounds = self._bounds()
 
     def clipped_sum(self, losses: Tensor) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
         if len(losses) == 0:
-            return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+            total = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+            nobody = torch.zeros(0, dtype=torch.bool, device=losses.device)
+            return total | self._norms.counts(dict.fromkeys(self._groups, nobody), nobody)
         gradients = per_example_gradients(losses, self._parameters, self._memory, self._strategy.method)
         squares = gradients.squared_norms()
         part_norms = {
@@ -120,10 +131,29 @@ class PerExampleClipper(Clipper):
             gradients.mute(bad_B)
         weights = {}
         for part, names in self._groups.items():
-            nu_B = self._weights(part_norms[part], self._norms[part])
+            nu_B = self._weights(part_norms[part], self._norms.norms[part])
             nu_B = nu_B.masked_fill(bad_B | (nu_B < _SMALLEST_WEIGHT), 0)
             weights.update(dict.fromkeys(names, nu_B))
-        return gradients.weighted_sums(weights)
+        return gradients.weighted_sums(weights) | self._norms.counts(part_norms, bad_B)
+
+    def learn(self, means: Mapping[str, Tensor]) -> bool:
+        return self._restated(self._norms.learn(means))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._norms.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        return self._restated(self._norms.load_state_dict(state))
+
+    def _restated(self, changed: bool) -> bool:
+        if changed:
+            self.bounds = self._bounds()
+        return changed
+
+    def _bounds(self) -> tuple[Bound, ...]:
+        C = self._norms.norms
+        parts = (Bound(part, tuple(names), self._factor * C[part]) for part, names in self._groups.items())
+        return (*parts, *self._norms.bounds)
 
     def _weights(self, norm_B: Tensor, bound: float) -> Tensor:
         if self._strategy.mode == "normalize":

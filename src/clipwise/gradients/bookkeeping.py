@@ -18,8 +18,9 @@ from torch import Tensor
 from clipwise.gradients import fallback, selfcheck
 from clipwise.gradients.derived import path_to
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.forms import Form
+from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.join import Contribution, join
+from clipwise.gradients.layout import Layout
 from clipwise.gradients.resolve import Edge, Resolver
 from clipwise.gradients.rules import RuleDoesNotApply, begin
 from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
@@ -58,7 +59,7 @@ class Book:
         self._graph = walk(losses, parameters)
         # Gradients of the pass that found the layouts; on a graph that is known already there was none.
         self._layouts, self._gradients = memory.resolver.resolve(self._graph)
-        self._probed = self._gradients is not None
+        self._new = self._gradients is not None
         self._shapes = {
             use: {j: output_shape(*source) for j, source in use.operands.items()} for use in self._graph.uses
         }
@@ -75,8 +76,9 @@ class Book:
             for j, source in use.operands.items():
                 found.append(Contribution(forms[j], path_to(*source, graph.names, self._parameters)))
         result = PerExampleGradients(len(graph.losses), join(self._parameters, found))
-        if self._probed and self._memory.must_check(graph.signature):
-            selfcheck.check(result, graph.losses, self._parameters)
+        if self._new and self._memory.must_check(graph.signature):
+            selfcheck.check(result, graph.losses, self._parameters, lambda i: self._arriving(outputs, i))
+        self._new = False
         return result
 
     def _backward(self, retain: bool) -> dict[Edge, Tensor]:
@@ -89,16 +91,32 @@ class Book:
         losses = self._graph.losses
         return gradients_at(self._graph, edges, torch.ones_like(losses), retain=retain or slow)
 
+    def _arriving(self, outputs: Mapping[Edge, Tensor], example: int) -> float:
+        """The largest entry of an example's gradients at all uses."""
+        mine = (self._layouts[edge].only(g, example) for edge, g in outputs.items())
+        return max(float(g.abs().max()) if g.numel() else 0.0 for g in mine)
+
     def _forms(self, use: Use, outputs: Mapping[int, Tensor]) -> dict[int, Form]:
         layouts = {k: self._layouts[(use.node, k)] for k in outputs}
+        device = next(iter(outputs.values())).device
         finish = self._begun[use]
         if finish is not None:
             try:
                 return finish(outputs, layouts)
             except RuleDoesNotApply:
                 pass
+        if all(_is_nobodys(g, layouts[k]) for k, g in outputs.items()):
+            return {
+                j: Written.zeros(len(self._graph.losses), shape, device)
+                for j, shape in self._shapes[use].items()
+            }
         _announce(use, self._graph, self._memory)
         return fallback.forms(use.node, self._shapes[use], outputs, layouts)
+
+
+def _is_nobodys(g: Tensor, layout: Layout) -> bool:
+    """No example has a gradient here: none arrives, or an expert got no rows."""
+    return not bool(g.any()) or bool((layout.owners(g.device) < 0).all())
 
 
 def _announce(use: Use, graph: Graph, memory: Memory) -> None:

@@ -142,6 +142,11 @@ class Written(Form):
         """From gradients that are at hand, [B, *shape]."""
         return cls(len(ready), ready.shape[1:], ready.dtype, lambda examples: ready[examples], ready)
 
+    @classmethod
+    def zeros(cls, batch: int, shape: torch.Size, device: torch.device) -> Written:
+        """No example has any gradient."""
+        return cls.of(torch.zeros((), device=device).expand(batch, *shape))
+
     def squared_norms(self, budget: Budget) -> Tensor:
         if self.ready is None and budget.take(_bytes(self.batch, self.shape, self.dtype)):
             self.ready = self._make(slice(0, self.batch))
@@ -268,50 +273,50 @@ class Outer(Form):
 
 
 class Rows(Form):
-    """gradient_i = sum_t e_{id_it} g_it^T: position t adds its row to row id of a table of shape [V, n]."""
+    """Entry k adds the row g_k to row id_k of example i_k's table of V rows."""
 
-    def __init__(self, ids_BT: Tensor, g_BTn: Tensor, table_rows: int) -> None:
-        self.ids, self.g = ids_BT, g_BTn
-        self.batch = len(ids_BT)
-        self.shape = torch.Size((table_rows, g_BTn.shape[-1]))
-        self.dtype = g_BTn.dtype
+    def __init__(self, example_K: Tensor, ids_K: Tensor, g_Kn: Tensor, batch: int, table: torch.Size) -> None:
+        """`table` is the parameter's shape, of V * n entries however they are arranged."""
+        self.example, self.ids, self.g = example_K, ids_K, g_Kn
+        self.batch, self.shape, self.dtype = batch, table, g_Kn.dtype
+        self.V = table.numel() // g_Kn.shape[1]
         self._merged: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Repeated ids of one example added up first: (example, id, row) of each distinct pair.
+    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeated ids of one example added up first: (example, id, row) of each distinct pair, in order.
 
         Norm and weighted sum both start from these rows, so what is summed is what was measured.
         """
         if self._merged is None:
-            examples = torch.arange(self.batch, device=self.ids.device)[:, None]
-            keys = (examples * self.shape[0] + self.ids).flatten()
+            keys = self.example * self.V + self.ids
             distinct, where = torch.unique(keys, return_inverse=True)
-            rows = torch.zeros(len(distinct), self.shape[1], dtype=self.dtype, device=self.g.device)
-            rows.index_add_(0, where, self.g.flatten(0, 1))
-            self._merged = (distinct // self.shape[0], distinct % self.shape[0], rows)
+            rows = torch.zeros(len(distinct), self.g.shape[1], dtype=self.dtype, device=self.g.device)
+            rows.index_add_(0, where, self.g)
+            self._merged = (distinct // self.V, distinct % self.V, rows)
         return self._merged
 
     def squared_norms(self, budget: Budget) -> Tensor:
-        example, _, rows = self._merge()
+        example, _, rows = self.merged()
         total = torch.zeros(self.batch, dtype=torch.float64, device=rows.device)
         return total.index_add_(0, example, squared_norms(rows))
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        example, ids, rows = self._merge()
-        table = torch.zeros(self.shape, dtype=self.dtype, device=rows.device)
-        return table.index_add_(0, ids, rows * w_B.to(self.dtype)[example, None])
+        example, ids, rows = self.merged()
+        table = torch.zeros(self.V, rows.shape[1], dtype=self.dtype, device=rows.device)
+        return table.index_add_(0, ids, rows * w_B.to(self.dtype)[example, None]).view(self.shape)
 
     def instantiate(self, examples: slice) -> Tensor:
-        ids, g = self.ids[examples], self.g[examples]
-        table = torch.zeros(len(ids), *self.shape, dtype=self.dtype, device=g.device)
-        where = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
-        return table.index_put_((where, ids), g, accumulate=True)
+        first, last, _ = examples.indices(self.batch)
+        inside = (self.example >= first) & (self.example < last)
+        example, ids, g = self.example[inside] - first, self.ids[inside], self.g[inside]
+        tables = torch.zeros(last - first, self.V, g.shape[1], dtype=self.dtype, device=g.device)
+        return tables.index_put_((example, ids), g, accumulate=True).view(last - first, *self.shape)
 
     def mass(self, example: int) -> float:
-        return float(torch.linalg.vector_norm(self.g[example].double(), dim=1).sum())
+        return float(torch.linalg.vector_norm(self.g[self.example == example].double(), dim=1).sum())
 
     def mute(self, muted_B: Tensor) -> None:
-        self.g = _zero(self.g, muted_B)
+        self.g = self.g.masked_fill(muted_B[self.example, None], 0)
         self._merged = None
 
 

@@ -60,5 +60,10 @@ def _side_by_side(forms: list[Form]) -> Form | None:
         return Outer(torch.cat([f.left for f in outers], 1), torch.cat([f.right for f in outers], 1))
     if all(isinstance(f, Rows) for f in forms):
         rows = [f for f in forms if isinstance(f, Rows)]
-        return Rows(torch.cat([f.ids for f in rows], 1), torch.cat([f.g for f in rows], 1), rows[0].shape[0])
+        if len({f.V for f in rows}) > 1:
+            return None  # one by whole rows, another by single entries
+        example, ids, g = (
+            torch.cat(parts) for parts in zip(*((f.example, f.ids, f.g) for f in rows), strict=True)
+        )
+        return Rows(example, ids, g, rows[0].batch, rows[0].shape)
     return None

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot push a gradient into the denormals
+LARGEST_WEIGHT = 2.0 ** (LEVELS - 1)
 _DENORMAL = 2.0**20  # below this many times the smallest normal number digits may have been lost
 
 
@@ -46,7 +47,7 @@ class Layout:
     def rows(self, t: Tensor) -> Tensor:
         """[..., n] -> [B, T, n]: every position of an example in one middle dimension."""
         split = self.split(t)
-        return split.reshape(self.batch, -1, split.shape[-1])
+        return split.reshape(self.batch, split.shape[1:-1].numel(), split.shape[-1])
 
     def along_axis(self, per_example_B: Tensor) -> Tensor:
         """One number an example, laid out along the axis: [outer*B*inner]."""
@@ -131,9 +132,18 @@ class Probe:
         r = layout.along_axis(self.weights_B.double())
         error, size = r.square() * pp - 2 * r * pw + ww, r.square() * pp + ww
         tolerance = 1e-10 if self.plain.device.type == "cpu" else 1e-6  # squared; atomics reorder sums
-        tiny = torch.finfo(torch.float64 if self.plain.dtype == torch.float64 else torch.float32).tiny
-        lost = (_DENORMAL * tiny / self._scale) ** 2 * (self.plain.numel() / max(1, len(error)))
+        lost = self._lost**2 * (self.plain.numel() / max(1, len(error)))
         return bool((error <= tolerance * size + lost).all())
+
+    def agrees_by_entry(self, layout: Layout) -> bool:
+        """The same of every single entry, where sums are made in one order: a huge one must hide no other."""
+        if self.plain.device.type != "cpu":
+            return True
+        shape = [1] * self.plain.dim()
+        shape[layout.axis] = -1
+        p, w = self._speaking
+        error = (w - p * layout.along_axis(self.weights_B.double()).view(shape)).abs()
+        return bool((error <= 1e-5 * w.abs() + self._lost).all())
 
     def _moments(self, axis: int) -> tuple[Tensor, Tensor, Tensor]:
         """|p|^2, <p, w> and |w|^2 of every row along an axis."""
@@ -164,9 +174,20 @@ class Probe:
         largest = max(float(x.nan_to_num(0, 0, 0).abs().max()) for x in (self.plain, self.weighted))
         return largest or 1.0
 
+    @property
+    def _lost(self) -> float:
+        """An entry below this may have lost its digits, in units of the largest."""
+        tiny = torch.finfo(torch.float64 if self.plain.dtype == torch.float64 else torch.float32).tiny
+        return _DENORMAL * tiny / self._scale
+
     def is_dead(self) -> bool:
         """No gradient at all arrives here, so this batch decides nothing. (A plain sum can cancel.)"""
         return not bool((self.plain != 0).any() or (self.weighted != 0).any())
+
+    def is_silent(self) -> bool:
+        """Nothing arrives here but what is not finite, or 0."""
+        p, w = self._speaking
+        return not bool(p.any() or w.any())
 
     def layouts(self) -> list[Layout]:
         """The layouts that survive."""

@@ -77,32 +77,39 @@ class Ragged(Layout):
 class Numbers:
     """A number for every example, at random, and the probe weights that spell it out."""
 
-    def __init__(self, batch: int, like: Tensor) -> None:
+    def __init__(self, batch: int, like: Tensor, unit: float = 1.0) -> None:
         number_B = torch.randperm(batch, generator=private_generator()).to(like.device)
         self._example_of = torch.argsort(number_B)
+        self._unit = unit
         self._digits = 1
         while LEVELS**self._digits < batch:
             self._digits += 1
-        self.weights = [(2.0 ** (number_B // LEVELS**k % LEVELS)).to(like.dtype) for k in range(self._digits)]
+        self.weights = [
+            (unit * 2.0 ** (number_B // LEVELS**k % LEVELS)).to(like.dtype) for k in range(self._digits)
+        ]
 
     def read(self, probes: list[Probe]) -> Ragged | None:
-        """The layout that the probes show, if along exactly one axis every live row has one owner."""
+        """The layout that the probes show, along an axis on which every live row has one owner.
+
+        Of several such axes (all rows may be of one example) the one with most owners: one huge example in
+        rows of all examples hides the others there.
+        """
         spelled = [next(p for p in probes if p.weights_B is weights_B) for weights_B in self.weights]
         found = []
         for axis in range(spelled[0].plain.dim()):
             owner_N = self._owners(axis, spelled)
             if owner_N is not None:
                 layout = Ragged.of(axis, owner_N, len(self._example_of))
-                if all(probe.agrees(layout) for probe in probes):
+                if all(probe.agrees(layout) and probe.agrees_by_entry(layout) for probe in probes):
                     found.append(layout)
-        return found[0] if len(found) == 1 else None
+        return max(found, key=lambda layout: int((layout.index_BT[:, 0] >= 0).sum()), default=None)
 
     def _owners(self, axis: int, spelled: list[Probe]) -> Tensor | None:
         number_N = torch.zeros(spelled[0].plain.shape[axis], dtype=torch.long, device=self._example_of.device)
         for k, probe in enumerate(spelled):
             ratio_N = probe.ratios(axis)
             live_N = ratio_N > 0
-            digit_N = torch.where(live_N, ratio_N, 1).log2().round().long()
+            digit_N = torch.where(live_N, ratio_N / self._unit, 1).log2().round().long()
             if bool(((digit_N < 0) | (digit_N >= LEVELS)).any()):
                 return None
             number_N = torch.where(live_N & (number_N >= 0), number_N + digit_N * LEVELS**k, -1)

@@ -12,11 +12,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from clipwise.errors import CoupledExamplesError
-from clipwise.gradients.layout import Layout, Probe, hypotheses, probe_weights
+from clipwise.errors import CoupledExamplesError, UnsupportedModelError
+from clipwise.gradients.layout import LARGEST_WEIGHT, Layout, Probe, hypotheses, probe_weights
 from clipwise.gradients.owners import Numbers, Ragged
 from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
-from clipwise.gradients.walk import Graph, Node, gradients_at, node_name, output_shape
+from clipwise.gradients.walk import (
+    ROW_MOVERS,
+    Graph,
+    Node,
+    gradients_at,
+    node_name,
+    output_shape,
+    parameters_behind,
+)
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
@@ -65,6 +73,9 @@ class Resolver:
     """Owned by a run; remembers findings from batch to batch."""
 
     findings: dict[tuple[object, ...], Finding] = field(default_factory=dict)
+    kinds: dict[tuple[str, ...], bool | None] = field(
+        default_factory=dict
+    )  # None: sometimes so, sometimes not
     growths: dict[tuple[object, ...], dict[int, Growth]] = field(default_factory=dict)
 
     def resolve(self, graph: Graph) -> tuple[dict[Edge, Layout], dict[Edge, Tensor] | None]:
@@ -114,6 +125,7 @@ class Resolver:
     def _probe(self, graph: Graph) -> tuple[dict[Edge, Layout], dict[Edge, Tensor]]:
         prober = _Prober(graph)
         carries_data: dict[int, bool] = {}
+        dead: set[int] = set()  # any answer is right on this batch, and none is remembered
         certain = True
         graph.classify(carries_data)
         while graph.open:
@@ -121,19 +133,28 @@ class Resolver:
             carriers: set[Node] = set()
             by_rule: set[Node] = set()
             for node, index in graph.open:
-                opinion = _carries_examples(node, graph.consumed[node], prober)
+                opinion = _carries_examples(
+                    node, graph.consumed[node], prober, self.kinds.get(_kind(node, graph))
+                )
                 carries_data[index] = opinion is not False
                 if all(prober.is_dead((node, k)) for k in graph.consumed[node]):
-                    certain = False  # any answer is right on this batch, and none remembered
+                    dead.add(index)
                     continue
                 carriers.update({node} if opinion is not False else ())
-                by_rule.update({node} if opinion is True else ())
+                # To pick rows of a table looks the same as to pick rows of examples.
+                picks = node_name(node) in ROW_MOVERS and carriers & _behind({node})
+                by_rule.update({node} if opinion is True and not picks else ())
             # If examples enter at a node, nothing behind it can have had them: of two that look so, one
             # does by chance. Either gives the right answer on this batch, and neither on the next.
             certain &= not carriers & _behind(by_rule)
             graph.classify(carries_data)
         settled = {index for _, index in graph.taken_for_derived} | {use.index for use in graph.uses}
         carries_data = {index: carries for index, carries in carries_data.items() if index in settled}
+        certain &= not dead & settled
+        if prober.is_finite():
+            for index, carries in carries_data.items():
+                kind = _kind(graph.order[index], graph)
+                self.kinds[kind] = carries if self.kinds.get(kind, carries) is carries else None
         self._watch_growth(graph)
 
         layouts: dict[Edge, Layout] = {}
@@ -170,12 +191,17 @@ class Resolver:
         self.findings[graph.signature] = Finding(carries_data, by_index)
 
 
-def _carries_examples(node: Node, outputs: set[int], prober: _Prober) -> bool | None:
+def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
+    """The operation and its parameters: what an open node is called in graphs of any shape."""
+    return (node_name(node), *parameters_behind([node], graph.names))
+
+
+def _carries_examples(node: Node, outputs: set[int], prober: _Prober, known: bool | None) -> bool | None:
     """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
 
     Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the
     weight itself had examples. A rule knows from which operand an axis comes; without one the answer, if
-    it is not no, is None.
+    it is not no, is None. `known` is what earlier batches showed.
     """
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     regular = {k: prober.layouts((node, k)) for k in outputs}
@@ -184,13 +210,36 @@ def _carries_examples(node: Node, outputs: set[int], prober: _Prober) -> bool | 
     except CoupledExamplesError:  # comes again if the node turns out to be a use
         return None if all(regular.values()) else False
     if not all(regular.values()):
-        # Rows may be moved here. Only a rule can tell them from rows of a parameter, each of which may be
-        # touched by one example by chance; and to take the node for DERIVED is right as well.
-        ragged = prober.ragged((node, 0)) if finish is not None else None
-        return ragged is not None and finish is not None and _applies(finish, prober.plain((node, 0)), ragged)
+        return finish is not None and _carries_moved_rows(node, finish, prober, known)
+    if all(prober.is_silent((node, k)) and not prober.is_dead((node, k)) for k in outputs):
+        # If bad examples made the rows of all so, then the rows are shared, unless all examples are bad.
+        apart = all(any(prober.spares_some((node, k), layout) for layout in regular[k]) for k in outputs)
+        return known if known is not None else apart or not prober.any_loss_is_finite()
     if finish is None:
         return None
     return any(_applies(finish, prober.plain((node, 0)), layout) for layout in regular[0])
+
+
+def _carries_moved_rows(node: Node, finish: FinishAll, prober: _Prober, known: bool | None) -> bool:
+    """Whether an open node's rows are those of examples, in an order or a number of their own.
+
+    Only a rule can tell them from rows of a parameter, each of which may be touched by one example by chance;
+    and to take the node for DERIVED is right as well. Not so where an example is not finite: a row that it
+    made so may be its own, or one that all share.
+    """
+    edge = (node, 0)
+    finite = bool(torch.isfinite(prober.plain(edge)).all())
+    if known is not None and not finite:
+        return known
+    ragged = prober.ragged(edge)
+    if ragged is None or not _applies(finish, prober.plain(edge), ragged):
+        return False
+    if not finite and not prober.is_silent(edge):
+        raise UnsupportedModelError(
+            f"An example is not finite, and at {node_name(node)} it cannot be told yet whether the data choose the "
+            "rows or all examples share them. Leave such examples out of the data, or make them finite."
+        )
+    return finite
 
 
 def _behind(nodes: set[Node]) -> set[Node]:
@@ -203,6 +252,12 @@ def _behind(nodes: set[Node]) -> set[Node]:
                 found.add(child)
                 stack.append(child)
     return found
+
+
+def _is_huge(g: Tensor) -> bool:
+    """Whether some finite entry is so large that a probe's weight could make it infinite."""
+    largest = g.nan_to_num(0, 0, 0).abs().max() if g.numel() else g.new_zeros(())
+    return bool(largest > torch.finfo(g.dtype).max / LARGEST_WEIGHT**2)
 
 
 def _applies(finish: FinishAll, g: torch.Tensor, layout: Layout) -> bool:
@@ -218,13 +273,17 @@ class _Prober:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        losses = graph.losses
-        self._numbers = Numbers(len(losses), losses)
-        self._random = probe_weights(len(losses), losses)
-        # Where data can move rows, two examples must not share a weight: a swap of the two would not be seen.
-        self._weights = list(self._numbers.weights) if graph.moves_rows else [self._random]
         self._plain: dict[Edge, Tensor] = {}
-        self._weighted: dict[Edge, list[Tensor]] = {}
+        self._weigh(1.0)
+
+    def _weigh(self, unit: float) -> None:
+        """Begin with new weights, which are powers of two times `unit`."""
+        losses, self._unit = self._graph.losses, unit
+        self._numbers = Numbers(len(losses), losses, unit)
+        self._random = probe_weights(len(losses), losses) * unit
+        # Where data can move rows, two examples must not share a weight: a swap of the two would not be seen.
+        self._weights = list(self._numbers.weights) if self._graph.moves_rows else [self._random]
+        self._weighted: dict[Edge, list[Tensor]] = {e: [] for e in self._plain}
 
     def at(self, edges: list[Edge]) -> None:
         """Make sure of the probes at these edges."""
@@ -232,6 +291,10 @@ class _Prober:
         if new:
             self._plain.update(self._backward(new, torch.ones_like(self._graph.losses)))
             self._weighted.update({e: [] for e in new})
+            if self._unit == 1 and any(_is_huge(self._plain[e]) for e in new):
+                self._weigh(
+                    1 / LARGEST_WEIGHT
+                )  # or the rows of one huge example would overflow, and say nothing
         self._complete()
 
     def plain(self, edge: Edge) -> Tensor:
@@ -241,6 +304,22 @@ class _Prober:
     def is_dead(self, edge: Edge) -> bool:
         """No gradient at all arrives here, so this batch decides nothing."""
         return all(probe.is_dead() for probe in self._probes(edge))
+
+    def is_silent(self, edge: Edge) -> bool:
+        """Nothing arrives here but what is not finite, or 0."""
+        return all(probe.is_silent() for probe in self._probes(edge))
+
+    def spares_some(self, edge: Edge, layout: Layout) -> bool:
+        """Whether some example's rows would all be finite."""
+        return bool(torch.isfinite(layout.split(self._plain[edge])).flatten(1).all(1).any())
+
+    def any_loss_is_finite(self) -> bool:
+        """Whether some example is healthy at the very end."""
+        return bool(torch.isfinite(self._graph.losses).any())
+
+    def is_finite(self) -> bool:
+        """Whether all examples are, as far as the probes saw."""
+        return all(bool(torch.isfinite(g).all()) for g in self._plain.values())
 
     def layouts(self, edge: Edge) -> list[Layout]:
         """The regular layouts that survive all probes."""
@@ -261,8 +340,8 @@ class _Prober:
         A layout that several probes cannot tell from another gives, on this batch, the same answer.
         """
         plain, batch = self._plain[edge], len(self._graph.losses)
-        if self.is_dead(edge):
-            regular = next(hypotheses(plain.shape, batch), None)
+        if self.is_silent(edge):
+            regular = next(hypotheses(plain.shape, batch), None) if self.is_dead(edge) else None
             return regular or Ragged.of_nobody(plain.shape, batch, plain.device), False
         left = self.layouts(edge)
         if not left:
@@ -270,7 +349,7 @@ class _Prober:
         for _ in range(_EXTRA_PROBES):
             if len(left) == 1:
                 break
-            weights_B = probe_weights(batch, self._graph.losses)
+            weights_B = probe_weights(batch, self._graph.losses) * self._unit
             again = Probe(plain, self._backward([edge], weights_B)[edge], weights_B)
             left = [layout for layout in left if again.agrees(layout)]
         return (left[0] if left else None), len(left) == 1

@@ -6,25 +6,33 @@ for every example. One example whose gradient is not all rounding decides, of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.examples import Parameters, PerExampleGradients
+from clipwise.gradients.forms import roundoff
 from clipwise.gradients.layout import private_generator
 from clipwise.gradients.plain import single
 
+_ROUNDING = 1e3  # a norm of a single number, say, is all rounding, divided by a small epsilon
 _UNDERFLOW = 1e-30  # gradients so short may have lost their digits on the way
 
 
-def check(result: PerExampleGradients, losses: Tensor, parameters: Parameters) -> None:
-    """Raise unless some example's gradient is the true one."""
+def check(
+    result: PerExampleGradients, losses: Tensor, parameters: Parameters, arriving: Callable[[int], float]
+) -> None:
+    """Raise unless some example's gradient is the true one.
+
+    `arriving` gives the largest gradient that arrives at a use from an example: rounding scales with it.
+    """
     disagreed = ""
     for i in torch.randperm(len(losses), generator=private_generator())[:3].tolist():
         truth = single(losses, i, parameters)
-        name = _disagreement(result, losses, i, truth, parameters)
+        rounding = _ROUNDING * roundoff(losses.dtype) * arriving(i)
+        name = _disagreement(result, losses, i, truth, parameters, rounding)
         if name is None and max(map(_norm, truth.values())) > _UNDERFLOW:
             return
         disagreed = name or disagreed
@@ -41,13 +49,14 @@ def _disagreement(
     example: int,
     truth: Mapping[str, Tensor],
     parameters: Parameters,
+    rounding: float,
 ) -> str | None:
     """A parameter whose gradient is not the true one, up to rounding."""
     thrice = single(losses, example, parameters, weight=3)
     ours = result.instantiate(slice(example, example + 1))
     # Where terms cancel, rounding is large beside the result: three times the loss rounds otherwise.
     noise = max(_norm(thrice[name] / 3 - t) for name, t in truth.items())
-    rounding = 1e-5 * max(result.mass(example), *map(_norm, truth.values())) + 100 * noise + _UNDERFLOW
+    rounding += 1e-5 * max(result.mass(example), *map(_norm, truth.values())) + 100 * noise + _UNDERFLOW
     for name, t in truth.items():
         if _norm(ours[name][0] - t) > 1e-2 * _norm(t) + rounding:  # False for NaN: it will be muted anyway
             return name

@@ -39,6 +39,9 @@ PURE = named(
     *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
 )
 
+# Functions of nothing but the tensors that they take: DERIVED when all of those are in the graph and are.
+CLOSED = PURE | named("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "WeightNormInterface")
+
 # Nodes that can move rows about in a way that depends on the data: no layout outlives its batch then.
 ROW_MOVERS = named(
     *("Index", "IndexSelect", "IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy", "Gather", "Scatter"),
@@ -60,6 +63,22 @@ def node_name(node: Node) -> str:
     return name
 
 
+def parameters_behind(nodes: list[Node], names: Mapping[Node, str]) -> tuple[str, ...]:
+    """The names of all parameters that feed these nodes, in alphabetical order."""
+    reached: set[str] = set()
+    entered: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in entered:
+            continue
+        entered.add(node)
+        if node in names:
+            reached.add(names[node])
+        stack.extend(child for child, _ in node.next_functions if child is not None)
+    return tuple(sorted(reached))
+
+
 @dataclass(eq=False)
 class Use:
     """A DATA node and those of its inputs that are DERIVED: operand position -> (source node, output)."""
@@ -71,18 +90,8 @@ class Use:
 
     def describe(self, names: Mapping[Node, str]) -> str:
         """For messages: the operation and the parameters that it takes."""
-        reached: set[str] = set()
-        entered: set[Node] = set()
-        stack = [source for source, _ in self.operands.values()]
-        while stack:
-            node = stack.pop()
-            if node in entered:
-                continue
-            entered.add(node)
-            if node in names:
-                reached.add(names[node])
-            stack.extend(child for child, _ in node.next_functions if child is not None)
-        return f"{node_name(self.node)} (parameters: {', '.join(sorted(reached))})"
+        reached = parameters_behind([source for source, _ in self.operands.values()], names)
+        return f"{node_name(self.node)} (parameters: {', '.join(reached)})"
 
 
 @dataclass(eq=False)
@@ -114,7 +123,7 @@ class Graph:
             if not operands:
                 continue
             if len(operands) == len(inputs):
-                if node_name(node) in PURE and len(node.next_functions) == 1:
+                if node_name(node) in CLOSED and len(inputs) == len(node.next_functions):
                     derived.add(node)
                     continue
                 carries_data = decided.get(index)

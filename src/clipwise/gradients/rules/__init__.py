@@ -2,12 +2,14 @@
 
 from clipwise.gradients.rules import (  # noqa: F401 (imported to be registered)
     batched,
+    bilinear,
     broadcast,
     convolution,
     elementwise,
     embedding,
     linear,
     normalization,
+    recurrent,
 )
 from clipwise.gradients.rules.registry import (
     Finish,

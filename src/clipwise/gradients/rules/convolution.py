@@ -60,5 +60,10 @@ def _fold(t: Tensor, layout: Layout) -> Tensor:
 
 
 def _examples_to_channels(t_bk: Tensor) -> Tensor:
-    """[b, k, C, ...] -> [k, b*C, ...]."""
-    return t_bk.transpose(0, 1).flatten(1, 2)
+    """[b, k, C, ...] -> [k, b*C, ...].
+
+    Along an axis of size 1 any stride counts as contiguous, but some kernels take one for another format.
+    """
+    t = t_bk.transpose(0, 1).flatten(1, 2)
+    plain = torch.empty(t.shape, device="meta").stride()
+    return t if t.stride() == plain else t.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,14 @@
-"""nn.Embedding and F.embedding: repeated ids, padding_idx."""
+"""Rows picked from a table: nn.Embedding, nn.EmbeddingBag, table[ids], index_select.
+
+Every position is an entry (example, id, row of g). Positions of nobody and padding are left out; repeated ids
+of one example are added up before anything is squared (forms.Rows).
+
+Legend: N positions, V rows of the table, n the size of a row, G bags.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
@@ -10,24 +17,96 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.walk import Node
 
+_SUM, _MEAN, _MAX = 0, 1, 2  # torch's numbers for the modes of EmbeddingBag
+
 
 @register("EmbeddingBackward0")
 def embedding(node: Node, shapes: Shapes) -> Finish:
     """Operand 0: the table [V, n]. torch gives a missing padding_idx as -1 in unsigned 64 bits."""
+    _refuse_frequencies(node)
+    return _lookup(node._saved_indices, shapes[0], node._saved_padding_idx)
+
+
+@register("IndexSelectBackward0")
+def index_select(node: Node, shapes: Shapes) -> Finish:
+    """table.index_select(0, ids)."""
+    if node._saved_dim != 0:
+        raise RuleDoesNotApply("columns of a table")
+    return _lookup(node._saved_index, shapes[0])
+
+
+@register("IndexBackward0")
+def index(node: Node, shapes: Shapes) -> Finish:
+    """table[ids]."""
+    first, *others = node._saved_indices
+    if first is None or others or first.dtype == torch.bool:
+        raise RuleDoesNotApply("more than rows of a table")
+    return _lookup(first, shapes[0])
+
+
+def _lookup(ids: Tensor, table: torch.Size, padding: int | None = None) -> Finish:
+    V = table[0]
+
+    def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
+        if layout.axis >= ids.dim():
+            raise RuleDoesNotApply("the examples lie along a row of the table")
+        owner = layout.owners(ids.device).view([-1 if d == layout.axis else 1 for d in range(ids.dim())])
+        owner_N, ids_N = owner.expand_as(ids).flatten(), ids.flatten()
+        kept_N = owner_N >= 0
+        if padding is not None:
+            kept_N &= ids_N != padding
+        g_Nn = at_least_float32(g).reshape(len(ids_N), -1)
+        if not bool(kept_N.all()):
+            owner_N, ids_N, g_Nn = owner_N[kept_N], ids_N[kept_N], g_Nn[kept_N]
+        return {0: Rows(owner_N, torch.where(ids_N < 0, ids_N + V, ids_N), g_Nn, layout.batch, table)}
+
+    return finish
+
+
+@register("EmbeddingBagBackward0")
+def embedding_bag(node: Node, shapes: Shapes) -> Finish:
+    """Operand 0: the table [V, n]. A bag is a row of the output and belongs to one example."""
+    _refuse_frequencies(node)
+    if set(shapes) != {0}:
+        raise RuleDoesNotApply("the weights of the positions are made of parameters")
+    mode, table = node._saved_mode, shapes[0]
+    ids_N, largest_Gn = node._saved_indices, node._saved_result3
+    weight_N: Tensor | None = node._saved_per_sample_weights
+    counted_N = ids_N != node._saved_padding_idx
+    positions = torch.arange(len(ids_N), device=ids_N.device)
+    # Position k lies in the last bag that begins at k or before; empty bags begin where the next one does.
+    bag_N = torch.searchsorted(node._saved_offsets, positions, right=True) - 1
+
+    def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
+        if layout.axis != 0:
+            raise RuleDoesNotApply("the examples do not lie along the bags")
+        g_Gn, owner_G = at_least_float32(g), layout.owners(ids_N.device)
+        kept_N = counted_N & (owner_G[bag_N] >= 0)
+        ids_K, bag_K = ids_N[kept_N], bag_N[kept_N]
+        size_G = torch.bincount(bag_K, minlength=len(g_Gn))
+        if mode == _MAX:
+            full_G = size_G > 0
+            return {0: _largest(g_Gn[full_G], largest_Gn[full_G], owner_G[full_G], layout.batch, table)}
+        g_Kn = g_Gn[bag_K]
+        if mode == _MEAN:
+            g_Kn = g_Kn / size_G[bag_K, None]
+        if weight_N is not None:
+            g_Kn = g_Kn * weight_N[kept_N, None]
+        return {0: Rows(owner_G[bag_K], ids_K, g_Kn, layout.batch, table)}
+
+    return finish
+
+
+def _largest(g_Gn: Tensor, ids_Gn: Tensor, owner_G: Tensor, batch: int, table: torch.Size) -> Rows:
+    """Each entry of a bag comes from a row of its own choice: the table as V * n rows of one entry."""
+    G, n = g_Gn.shape
+    place_Gn = ids_Gn * n + torch.arange(n, device=ids_Gn.device)
+    return Rows(owner_G.repeat_interleave(n), place_Gn.flatten(), g_Gn.reshape(G * n, 1), batch, table)
+
+
+def _refuse_frequencies(node: Node) -> None:
     if node._saved_scale_grad_by_freq:
         raise CoupledExamplesError(
             "An embedding has scale_grad_by_freq=True: it divides an example's gradient by how often its ids "
             "occur in the whole batch. Set scale_grad_by_freq=False."
         )
-    ids, padding = node._saved_indices, node._saved_padding_idx
-
-    def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
-        if layout.axis >= ids.dim():
-            raise RuleDoesNotApply("the examples lie along the embedding's own dimension")
-        g_BTn = at_least_float32(layout.rows(g))
-        ids_BT = layout.split(ids).reshape(layout.batch, -1)
-        if 0 <= padding < shapes[0][0]:
-            g_BTn = g_BTn.masked_fill((ids_BT == padding)[..., None], 0)
-        return {0: Rows(ids_BT, g_BTn, shapes[0][0])}
-
-    return finish

@@ -1,0 +1,70 @@
+"""What a measurement was made on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipwise import __version__
+from clipwise.errors import ConfigurationError
+
+_PACKAGES = ("torch", "numpy", "opacus")
+
+
+def device_of(name: str) -> torch.device:
+    """`cpu` or `cuda`, or an error that says what is there."""
+    if name not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device={name!r} is not known: use 'cpu' or 'cuda'.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device='cuda' is not possible: torch finds no CUDA device. Use 'cpu'.")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions, in plain types. Results are comparable where all of this is the same."""
+    found: dict[str, Any] = {
+        "device": device.type,
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {"clipwise": __version__}
+        | {name: version for name in _PACKAGES if (version := _version(name))},
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        found |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "gpu_memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30),
+            "cuda": torch.version.cuda,
+            "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        }
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "unknown")
+
+
+def _memory_gib() -> int | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (ValueError, OSError):
+        return None

@@ -1,0 +1,5 @@
+"""The networks that are measured, in plain torch and by name."""
+
+from clipwise.bench.networks.registry import build, names
+
+__all__ = ["build", "names"]

@@ -1,0 +1,53 @@
+"""From a network's name to the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from clipwise.bench.networks.attention import GPT2, VisionTransformer
+from clipwise.bench.networks.convolutional import RESNETS, VGGS, resnet, vgg
+from clipwise.bench.networks.norms import FrozenBatchNorm2d, Norm, group_norm
+from clipwise.bench.networks.small import Reader, RowReader, cnn, mlp
+from clipwise.bench.shapes import Shape
+from clipwise.errors import ConfigurationError
+
+DEPTHS = (2, 4, 6, 8)
+_NORMS: dict[str, Norm] = {"": FrozenBatchNorm2d, "-groupnorm": group_norm}
+
+# From the data's shape to a network. "mlp-4" has four hidden layers; "resnet18" and "vgg11" have frozen
+# batch norm, "resnet18-groupnorm" the other one.
+_NETWORKS: dict[str, Callable[[Any], nn.Module]] = {
+    **{f"mlp-{depth}": partial(mlp, depth=depth) for depth in DEPTHS},
+    "cnn": cnn,
+    "rnn": partial(RowReader, layer=nn.RNN),
+    "lstm": partial(RowReader, layer=nn.LSTM),
+    "transformer": Reader,
+    **{
+        f"resnet{layers}{suffix}": partial(resnet, layers=layers, norm=norm)
+        for layers in RESNETS
+        for suffix, norm in _NORMS.items()
+    },
+    **{
+        f"vgg{layers}{suffix}": partial(vgg, layers=layers, norm=norm)
+        for layers in VGGS
+        for suffix, norm in _NORMS.items()
+    },
+    "vit-b16": VisionTransformer,
+    "gpt2-small": GPT2,
+}
+
+
+def names() -> list[str]:
+    """Every network that `build` knows."""
+    return list(_NETWORKS)
+
+
+def build(name: str, shape: Shape) -> nn.Module:
+    """A network with fresh random weights, for data of this shape."""
+    if name not in _NETWORKS:
+        raise ConfigurationError(f"model={name!r} is not known: use one of {', '.join(_NETWORKS)}.")
+    return _NETWORKS[name](shape)

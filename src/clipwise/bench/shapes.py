@@ -1,0 +1,68 @@
+"""Synthetic data of the right shapes. How long a step takes does not depend on the values in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipwise.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Images:
+    """Square images with a class each."""
+
+    channels: int
+    size: int
+    classes: int = 10
+
+    @property
+    def pixels(self) -> int:
+        """The number of values in an image."""
+        return self.channels * self.size**2
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """`count` random images and labels."""
+        images = torch.rand(count, self.channels, self.size, self.size)
+        return images, torch.randint(self.classes, (count,))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Texts as ids, with a class each, or to be continued: then the target is the next id."""
+
+    length: int
+    vocabulary: int
+    classes: int = 2
+    continued: bool = False
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """`count` random texts and targets."""
+        ids = torch.randint(self.vocabulary, (count, self.length + 1))
+        labels = torch.randint(self.classes, (count,))
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous() if self.continued else labels
+
+
+Shape = Images | Tokens
+
+_NAMED: dict[str, Shape] = {
+    "mnist": Images(1, 28),  # Fashion-MNIST has the same shape, and so the same times
+    "cifar10": Images(3, 32),
+    "imdb": Tokens(length=256, vocabulary=20_000),
+    "text": Tokens(length=256, vocabulary=50_257, continued=True),
+}
+
+
+def shape_of(data: str) -> Shape:
+    """The shape behind a name; `images-64` are colour images of 64 x 64, as LSUN's when scaled."""
+    kind, _, size = data.partition("-")
+    if kind == "images" and size.isdigit():
+        return Images(3, int(size))
+    if data not in _NAMED:
+        known = ", ".join(_NAMED)
+        raise ConfigurationError(
+            f"data={data!r} is not known: use one of {known}, or images-64 and the like."
+        )
+    return _NAMED[data]

@@ -1,0 +1,142 @@
+"""One layer and direction of a recurrent network, backwards in time, from what its forward pass left.
+
+Layer inputs x_t and outputs h_t are enough to rebuild all gates with one product over time. What depends on
+the recurrence is then a few elementwise products a step, which give the gradients of the pre-activations:
+
+    RNN    h_t = f(z_t)                                      z_t = W_ih x_t + b_ih + W_hh h_{t-1} + b_hh
+    LSTM   c_t = f c_{t-1} + i g,  h_t = W_hr (o tanh(c_t))  (i, f, g, o) = gates of z_t; W_hr only with proj_size
+    GRU    h_t = (1 - u) n + u h_{t-1},  n = tanh(a_n + r b_n), with a_t = W_ih x_t + b_ih on the input side and
+           b_t = W_hh h_{t-1} + b_hh on the hidden side, which have different gradients: r, u = sigmoid(a + b)
+
+Each weight's gradient is a sum over time of outer products: dz_t x_t^T, dz_t h_{t-1}^T.
+
+Legend: T steps, N rows, d inputs, H hidden, P outputs (H, or proj_size), G the gates together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer and direction computed, in the order of its own time."""
+
+    x_TNd: Tensor
+    h_TNP: Tensor
+    h0_NP: Tensor
+    c0_NH: Tensor | None
+    w_ih_Gd: Tensor
+    w_hh_GP: Tensor
+    b_ih_G: Tensor | None
+    b_hh_G: Tensor | None
+    w_hr_PH: Tensor | None = None
+
+    @property
+    def before(self) -> Tensor:
+        """h_{t-1}: [T, N, P]."""
+        return torch.cat([self.h0_NP[None], self.h_TNP[:-1]])
+
+    def input_side(self) -> Tensor:
+        """W_ih x_t + b_ih for all steps."""
+        a = self.x_TNd @ self.w_ih_Gd.T
+        return a if self.b_ih_G is None else a + self.b_ih_G
+
+    def hidden_side(self) -> Tensor:
+        """W_hh h_{t-1} + b_hh for all steps."""
+        b = self.before @ self.w_hh_GP.T
+        return b if self.b_hh_G is None else b + self.b_hh_G
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of the pre-activations, on the input's and on the hidden side, and of W_hr's two factors."""
+
+    input_TNG: Tensor
+    hidden_TNG: Tensor
+    projected_TNP: Tensor | None = None  # the gradient of h_t
+    unprojected_TNH: Tensor | None = None  # o tanh(c_t)
+
+
+Backward = Callable[[Layer, Tensor, Tensor, Tensor | None], Gradients]
+
+
+def rnn(slope: Callable[[Tensor], Tensor]) -> Backward:
+    """A plain recurrent layer; `slope` is the activation's derivative, as a function of its result."""
+
+    def backward(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
+        slope_T = slope(layer.h_TNP).unbind()
+        dz: list[Tensor] = []
+        dh = dh_last
+        for slope_t, dh_t in zip(reversed(slope_T), reversed(dh_TNP.unbind()), strict=True):
+            dz.append((dh_t + dh) * slope_t)
+            dh = dz[-1] @ layer.w_hh_GP
+        stacked = torch.stack(dz[::-1])
+        return Gradients(stacked, stacked)
+
+    return backward
+
+
+def lstm(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
+    """Gates in torch's order i, f, g, o."""
+    i, f, g, o = (layer.input_side() + layer.hidden_side()).chunk(4, dim=-1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    assert layer.c0_NH is not None
+    c_TNH = torch.stack(_cells(layer.c0_NH, f, i * g))
+    tanh_c, before_c = c_TNH[1:].tanh(), c_TNH[:-1]
+
+    # All that does not depend on the recurrence, for every step at once: dz = (dc, dc, dc, dh) * by_z.
+    by_c = (o * (1 - tanh_c.square())).unbind()
+    by_z = torch.cat(
+        [g * i * (1 - i), before_c * f * (1 - f), i * (1 - g.square()), tanh_c * o * (1 - o)], -1
+    )
+    by_z_T, f_T = by_z.unbind(), f.unbind()
+    dz: list[Tensor] = []
+    dh_full: list[Tensor] = []
+    dh, dc = dh_last, torch.zeros_like(layer.c0_NH) if dc_last is None else dc_last
+    for t in reversed(range(len(f_T))):
+        dh = dh_TNP[t] + dh
+        dh_full.append(dh)
+        dm = dh if layer.w_hr_PH is None else dh @ layer.w_hr_PH
+        dc = torch.addcmul(dc, dm, by_c[t])
+        dz.append(torch.cat([dc, dc, dc, dm], -1) * by_z_T[t])
+        dc = dc * f_T[t]
+        dh = dz[-1] @ layer.w_hh_GP
+    stacked = torch.stack(dz[::-1])
+    if layer.w_hr_PH is None:
+        return Gradients(stacked, stacked)
+    return Gradients(stacked, stacked, torch.stack(dh_full[::-1]), o * tanh_c)
+
+
+def _cells(c0_NH: Tensor, f_TNH: Tensor, ig_TNH: Tensor) -> list[Tensor]:
+    """c_0 .. c_T."""
+    c = [c0_NH]
+    for f, ig in zip(f_TNH.unbind(), ig_TNH.unbind(), strict=True):
+        c.append(torch.addcmul(ig, f, c[-1]))
+    return c
+
+
+def gru(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
+    """Gates in torch's order r, u, n (torch's own name for u is z)."""
+    a_r, a_u, a_n = layer.input_side().chunk(3, dim=-1)
+    b_r, b_u, b_n = layer.hidden_side().chunk(3, dim=-1)
+    r, u = (a_r + b_r).sigmoid(), (a_u + b_u).sigmoid()
+    n = (a_n + r * b_n).tanh()
+
+    by_n = (1 - u) * (1 - n.square())
+    by_input = torch.cat([by_n * b_n * r * (1 - r), (layer.before - n) * u * (1 - u), by_n], -1)
+    by_hidden_n, u_T, by_input_T = (by_n * r).unbind(), u.unbind(), by_input.unbind()
+    inputs: list[Tensor] = []
+    hidden: list[Tensor] = []
+    dh = dh_last
+    H = u.shape[-1]
+    for t in reversed(range(len(u_T))):
+        dh = dh_TNP[t] + dh
+        inputs.append(torch.cat([dh, dh, dh], -1) * by_input_T[t])
+        hidden.append(torch.cat([inputs[-1][:, : 2 * H], dh * by_hidden_n[t]], -1))
+        dh = dh * u_T[t] + hidden[-1] @ layer.w_hh_GP
+    return Gradients(torch.stack(inputs[::-1]), torch.stack(hidden[::-1]))

@@ -1,0 +1,162 @@
+"""nn.RNN, nn.LSTM and nn.GRU where torch runs them as one fused operation.
+
+oneDNN fuses an LSTM layer and direction on the CPU, in float32; cuDNN fuses all layers of any kind on the GPU.
+Everywhere else every time step is a product of its own, and needs no rule here. The gradients come from
+recurrence.py; what lies below the top layer of cuDNN's operation is computed again, layer by layer.
+
+Legend: T steps, N rows, d inputs, H hidden, P outputs of a layer and direction, G gates; B examples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipwise.gradients.forms import Form, Outer, Written, at_least_float32
+from clipwise.gradients.layout import Layout
+from clipwise.gradients.rules.recurrence import Backward, Gradients, Layer, gru, lstm, rnn
+from clipwise.gradients.rules.registry import (
+    FinishAll,
+    Layouts,
+    Outputs,
+    RuleDoesNotApply,
+    Shapes,
+    register_for_all_outputs,
+)
+from clipwise.gradients.walk import Node
+
+_LSTM = 2
+_KINDS: dict[int, Backward] = {  # cuDNN's numbers
+    0: rnn(lambda h: (h > 0).to(h.dtype)),
+    1: rnn(lambda h: 1 - h.square()),
+    _LSTM: lstm,
+    3: gru,
+}
+
+
+@register_for_all_outputs("MkldnnRnnLayerBackward0")
+def onednn_layer(node: Node, shapes: Shapes) -> FinishAll:
+    """Outputs: h [T, N, H], the last h and c [N, H]. Operands: 1 W_ih, 2 W_hh, 3 b_ih, 4 b_hh."""
+    if not set(shapes) <= {1, 2, 3, 4} or node._saved_mode != _LSTM:
+        raise RuleDoesNotApply("the input or the first state is made of parameters")
+    has_biases, backwards = node._saved_has_biases, node._saved_reverse
+    x, h, h0, c0, w_ih, w_hh = (
+        at_least_float32(t)
+        for t in (
+            *(node._saved_input, node._saved_result0, node._saved_hx_, node._saved_cx_),
+            *(node._saved_weight0, node._saved_weight1),
+        )
+    )
+    b_ih, b_hh = (node._saved_weight2, node._saved_weight3) if has_biases else (None, None)
+    layer = Layer(_in_time(x, backwards), _in_time(h, backwards), h0, c0, w_ih, w_hh, b_ih, b_hh)
+
+    def finish(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
+        layout = _layout_of_rows(outputs, layouts, {0: 1, 1: 0, 2: 0})
+        dh = _in_time(_or_zeros(outputs.get(0), h), backwards)
+        found = lstm(layer, dh, _or_zeros(outputs.get(1), h0), _or_zeros(outputs.get(2), c0))
+        forms = _weight_forms(layer, found, layout)
+        return {operand: forms[operand - 1] for operand in shapes}
+
+    return finish
+
+
+@register_for_all_outputs("CudnnRnnBackward0")
+def cudnn(node: Node, shapes: Shapes) -> FinishAll:
+    """Outputs: h of the top layer, the last h and c of all. Operands: 0 the input, then the weights."""
+    weights = [at_least_float32(w) for w in node._saved_weight]
+    if not set(shapes) <= set(range(1, len(weights) + 1)):
+        raise RuleDoesNotApply("the input or the first state is made of parameters")
+    if node._saved_batch_sizes:
+        raise RuleDoesNotApply("a packed sequence")
+    if node._saved_num_layers > 1 and node._saved_train and node._saved_dropout > 0:
+        raise RuleDoesNotApply("the dropout masks between the layers are not at hand")
+    mode, time_axis = node._saved_mode, 1 if node._saved_batch_first else 0
+    directions, depth = 1 + node._saved_bidirectional, node._saved_num_layers
+    each = len(weights) // (directions * depth)
+    projects = node._saved_proj_size > 0
+    has_biases = each - projects == 4
+    x, top = (at_least_float32(t).movedim(time_axis, 0) for t in (node._saved_input, node._saved_result0))
+    h0 = at_least_float32(node._saved_hx)
+    c0 = at_least_float32(node._saved_cx) if mode == _LSTM else None
+
+    def layer_at(level: int, direction: int, x_TNd: Tensor, h_TNP: Tensor) -> Layer:
+        k = level * directions + direction
+        w_ih, w_hh, *rest = weights[k * each : (k + 1) * each]
+        b_ih, b_hh = rest[:2] if has_biases else (None, None)
+        w_hr = rest[-1] if projects else None
+        c0_NH = None if c0 is None else c0[k]
+        h_own = _in_time(h_TNP, direction == 1)
+        return Layer(_in_time(x_TNd, direction == 1), h_own, h0[k], c0_NH, w_ih, w_hh, b_ih, b_hh, w_hr)
+
+    def run(level: int, x_TNd: Tensor) -> Tensor:
+        """The outputs of a layer below the top."""
+        first, last = level * directions, (level + 1) * directions
+        own = weights[first * each : last * each]
+        options = (own, has_biases, 1, 0.0, False, directions == 2, False)
+        if c0 is not None:
+            return torch.lstm(x_TNd, (h0[first:last], c0[first:last]), *options)[0]
+        function = {0: torch.rnn_relu, 1: torch.rnn_tanh, 3: torch.gru}[mode]
+        found: Tensor = function(x_TNd, h0[first:last], *options)[0]
+        return found
+
+    def finish(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
+        layout = _layout_of_rows(outputs, layouts, {0: 1 - time_axis, 1: 1, 2: 1})
+        inputs = [x]
+        for level in range(depth - 1):
+            inputs.append(run(level, inputs[-1]))
+        dh = outputs.get(0)
+        dh_TNP = _or_zeros(None if dh is None else dh.movedim(time_axis, 0), top)
+        dh_last = _or_zeros(outputs.get(1), h0)
+        dc_last = None if c0 is None else _or_zeros(outputs.get(2), c0)
+        forms: dict[int, Form] = {}
+        for level in reversed(range(depth)):
+            h_TNP = top if level == depth - 1 else inputs[level + 1]
+            below = torch.zeros_like(inputs[level])
+            for direction in range(directions):
+                k = level * directions + direction
+                own_h, own_dh = (t.chunk(directions, -1)[direction] for t in (h_TNP, dh_TNP))
+                layer = layer_at(level, direction, inputs[level], own_h)
+                found = _KINDS[mode](
+                    layer,
+                    _in_time(own_dh, direction == 1),
+                    dh_last[k],
+                    None if dc_last is None else dc_last[k],
+                )
+                for j, form in enumerate(_weight_forms(layer, found, layout)):
+                    forms[1 + k * each + j] = form
+                below = below + _in_time(found.input_TNG @ layer.w_ih_Gd, direction == 1)
+            dh_TNP = below
+        return {operand: forms[operand] for operand in shapes}
+
+    return finish
+
+
+def _in_time(t: Tensor, backwards: bool) -> Tensor:
+    return t.flip(0) if backwards else t
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else at_least_float32(gradient)
+
+
+def _layout_of_rows(outputs: Outputs, layouts: Layouts, axis_of: dict[int, int]) -> Layout:
+    """Where the examples lie along N, as a layout of [T, N, ...]: from any output that has a gradient."""
+    live = [k for k, g in outputs.items() if bool(g.any())] or list(outputs)
+    for k in live:
+        if layouts[k].axis != axis_of[k]:
+            raise RuleDoesNotApply("the examples do not lie along the rows")
+    return layouts[live[0]].on_axis(1)
+
+
+def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
+    """In torch's order: W_ih, W_hh, b_ih and b_hh if there are any, W_hr if there is one."""
+    inputs, hidden = layout.rows(found.input_TNG), layout.rows(found.hidden_TNG)
+    forms: list[Form] = [
+        Outer(inputs, layout.rows(layer.x_TNd)),
+        Outer(hidden, layout.rows(layer.before)),
+    ]
+    if layer.b_ih_G is not None:
+        forms += [Written.of(inputs.sum(1)), Written.of(hidden.sum(1))]
+    if found.projected_TNP is not None and found.unprojected_TNH is not None:
+        forms.append(Outer(layout.rows(found.projected_TNP), layout.rows(found.unprojected_TNH)))
+    return forms

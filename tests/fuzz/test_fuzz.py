@@ -1,0 +1,124 @@
+"""The fuzzer finds nothing in clipwise, and does find what is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from clipwise.errors import CoupledExamplesError
+from clipwise.gradients import bookkeeping
+from clipwise.gradients.join import Contribution
+from tests.fuzz import check as checking
+from tests.fuzz import run
+from tests.fuzz.blocks import KINDS, Block
+from tests.fuzz.check import check
+from tests.fuzz.models import all_traits, compose
+
+SEEDS = range(100)
+
+
+def problems(seeds: range) -> Iterator[str]:
+    for seed in seeds:
+        outcome = check(seed)
+        if outcome.problem:
+            yield f"python -m tests.fuzz --only {seed}: {outcome.problem}"
+
+
+def test_random_models_are_exact() -> None:
+    assert list(problems(SEEDS)) == []
+
+
+class AddedUp:
+    """A form whose squared norm is the sum of the squared norms of its uses: without cross terms."""
+
+    def __init__(self, whole: Any, uses: list[Any]) -> None:
+        self._whole, self._uses = whole, uses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def squared_norms(self, budget: Any) -> torch.Tensor:
+        return torch.stack([use.squared_norms(budget) for use in self._uses]).sum(0)
+
+
+def test_a_missing_cross_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = bookkeeping.join
+
+    def planted(parameters: Any, found: list[Contribution]) -> dict[str, Contribution]:
+        joined = honest(parameters, found)
+        for name, whole in joined.items():
+            uses = [c for c in found if name in c.path.parameters]
+            if len(uses) > 1:
+                alone = [honest({name: parameters[name]}, [c])[name].form for c in uses]
+                joined[name] = Contribution(AddedUp(whole.form, alone), whole.path)  # type: ignore[arg-type]
+        return joined
+
+    monkeypatch.setattr(bookkeeping, "join", planted)
+    assert any(": norm of " in problem for problem in problems(SEEDS))
+
+
+def test_the_same_seed_gives_the_same_model_whatever_ran_before() -> None:
+    for seed in range(10):
+        first = compose(seed)
+        compose(seed + 1)
+        torch.rand(3)
+        again = compose(seed)
+        assert str(first.model) == str(again.model) and first.traits == again.traits
+        torch.testing.assert_close(first.model.state_dict(), again.model.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(first.batches, again.batches, rtol=0, atol=0)
+
+
+def test_composing_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    compose(0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_two_seeds_give_two_models() -> None:
+    assert len({str(compose(seed).model) for seed in range(20)}) == 20
+
+
+def test_every_block_occurs_and_declares_its_traits() -> None:
+    seen: set[type[Block]] = set()
+    traits: set[str] = set()
+    for seed in range(1000):
+        composed = compose(seed)
+        seen |= {type(m) for m in composed.model.modules() if isinstance(m, Block)}
+        traits |= composed.traits
+    assert set(KINDS) <= seen
+    assert traits == all_traits()
+
+
+def test_a_refusal_is_a_mismatch_unless_the_block_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CoupledExamplesError("not this one")
+
+    monkeypatch.setattr(checking, "per_example_gradients", refuse)
+    assert check(0).problem == "refused: not this one"
+    monkeypatch.setattr(Block, "refusable", "for this test")
+    assert check(0).problem == "" and check(0).refused
+
+
+def test_the_command_fails_on_a_mismatch_and_names_the_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first_is_wrong(seed: int) -> checking.Outcome:
+        return checking.Outcome(seed, frozenset(), problem="planted" if seed == 7 else "")
+
+    monkeypatch.setattr(run, "check", first_is_wrong)
+    assert run.main(["--models", "2", "--seed", "7"]) == 1
+    assert "--only 7: planted" in capsys.readouterr().out
+    assert run.main(["--only", "8"]) == 0
+
+
+def test_a_long_run_fails_on_what_it_has_hardly_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "check", lambda seed: checking.Outcome(seed, frozenset()))
+    assert run.main(["--models", str(run.ENOUGH_MODELS)]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert "AddmmBackward0" in told and "folded batch" in told
+    assert run.main(["--models", str(run.ENOUGH_MODELS - 1)]) == 0
