@@ -257,7 +257,7 @@ def _behind(nodes: set[Node]) -> set[Node]:
 def _is_huge(g: Tensor) -> bool:
     """Whether some finite entry is so large that a probe's weight could make it infinite."""
     largest = g.nan_to_num(0, 0, 0).abs().max() if g.numel() else g.new_zeros(())
-    return bool(largest > torch.finfo(g.dtype).max / LARGEST_WEIGHT**2)
+    return bool(largest > torch.finfo(g.dtype).max / (2 * LARGEST_WEIGHT))
 
 
 def _applies(finish: FinishAll, g: torch.Tensor, layout: Layout) -> bool:
