@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test fuzz check format install clean
+.PHONY: demo test test-gpu fuzz check format install clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budg
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest
+
+test-gpu:  ## the exactness table on a GPU; needs torch, numpy and scipy, and no pytest
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.exactness
 
 fuzz: $(STAMP)  ## 2,000 random models against a forward pass per example
 	$(BIN)/python -m tests.fuzz --models 2000 --seed 0

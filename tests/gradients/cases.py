@@ -38,7 +38,7 @@ def losses(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """One loss an example, from all of its outputs and none of the others'."""
     out = model(*inputs)
     flat = out.reshape(out.shape[0], -1)
-    ramp = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)
+    ramp = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return (flat * ramp).sum(1).tanh() + flat.square().mean(1)
 
 
@@ -148,7 +148,7 @@ class PositionIds(nn.Module):
         self.words, self.positions = nn.Embedding(6, D), nn.Embedding(8, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.words(x) + self.positions(torch.arange(x.shape[1])[None])).tanh()
+        return (self.words(x) + self.positions(torch.arange(x.shape[1], device=x.device)[None])).tanh()
 
 
 class LeftProduct(nn.Module):
@@ -290,7 +290,7 @@ class States(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.cell.num_layers * (1 + self.cell.bidirectional)
-        c = self.first(x.mean(1)).expand(rows, -1, -1)
+        c = self.first(x.mean(1)).repeat(rows, 1, 1)  # cuDNN wants it in one piece
         h = self.project(c).tanh()
         out, last = self.cell(x.transpose(0, 1), (h, c) if isinstance(self.cell, nn.LSTM) else h)
         states = [s.transpose(0, 1).flatten(1) for s in (last if isinstance(last, tuple) else (last,))]
@@ -317,7 +317,7 @@ class Packed(nn.Module):
         self.cell = kind(D, 4, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        lengths = 1 + (x[:, 0, 0].abs() * 10).long() % x.shape[1]
+        lengths = (1 + (x[:, 0, 0].abs() * 10).long() % x.shape[1]).cpu()
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         out, last = self.cell(packed)
         padded = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0]
@@ -361,9 +361,10 @@ class Bags(nn.Module):
         weights = (x + 1.0).to(self.bag.weight.dtype) if self.weighted else None
         whole = self.bag(x, per_sample_weights=weights)
         flat = torch.cat([x[:, :2], x[:, 2:]], 1).flatten()
-        starts = torch.arange(0, 2 * len(x)) // 2 * x.shape[1] + 2 * (torch.arange(2 * len(x)) % 2)
+        number = torch.arange(2 * len(x), device=x.device)
+        starts = number // 2 * x.shape[1] + 2 * (number % 2)
         if self.bag.include_last_offset:
-            starts = torch.cat([starts, torch.tensor([len(flat)])])
+            starts = torch.cat([starts, starts.new_tensor([len(flat)])])
         parts = self.bag(flat, starts, per_sample_weights=None if weights is None else weights.flatten())
         return (torch.cat([whole, parts.view(len(x), -1)], 1)).tanh()
 
@@ -467,6 +468,19 @@ class Evaluated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).tanh()
+
+
+class Chosen(nn.Module):
+    """Parameters where the data say so: torch.where, masked_fill with a number and with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(D)) for _ in range(3))
+        self.value = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.where(x > 0, self.a, x) + torch.where(x > 0.5, x, self.b)
+        return (h + self.c.masked_fill(x < 0, 0) + x.masked_fill(x > 1, self.value)).tanh()
 
 
 class SharedWeight(nn.Module):
@@ -608,6 +622,7 @@ CASES = [
     Case("weight norm convolution", lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 3)), vectors(2, 6)),
     Case("experts", Experts, vectors(3, D)),
     Case("sorted by length", SortedByLength, vectors(3, D)),
+    Case("chosen by the data", Chosen, vectors(3, D)),
     Case("shared by two modules", SharedWeight, vectors(3, D)),
     Case("indexed table", Table, ids(3)),
     Case("custom function", Centers, vectors(2, D), fallback=True),

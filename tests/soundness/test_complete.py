@@ -18,6 +18,7 @@ from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import FallbackWarning, Memory, by_loop, per_example_gradients, register, registered
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
+from clipwise.gradients.owners import Ragged
 from clipwise.gradients.rules import registry
 from clipwise.gradients.walk import Node, node_name, walk
 from tests.gradients.cases import CASES, Case, losses, oracle, trainable
@@ -139,6 +140,9 @@ SAVED = {
         "_saved_scale_grad_by_freq", "_saved_mode", "_saved_indices", "_saved_offsets", "_saved_padding_idx",
         "_saved_per_sample_weights", "_saved_result3",
     },
+    "WhereBackward0": {"_saved_condition"},
+    "MaskedFillBackward0": {"_saved_mask"},
+    "MaskedFillBackward1": {"_saved_mask"},
     "IndexBackward0": {"_saved_indices"},
     "IndexSelectBackward0": {"_saved_dim", "_saved_index"},
     "TrilinearBackward0": {
@@ -165,6 +169,7 @@ def nodes() -> dict[str, Node]:
         F.conv1d(x[None], w[:, :, None]), F.embedding(torch.tensor([0]), w), F.layer_norm(x, (4,), w[0]),
         F.group_norm(x, 2, w[0]), norm(w), w[1], w[1:2], w.split([1, 3])[0], w.roll(1, 0),
         torch.bmm(w[None], w[None]), F.prelu(x, w[0]), w[torch.tensor([0, 1])],
+        w.masked_fill(x > 0, 0), w.masked_fill(x > 0, w[0, 0]), torch.where(x > 0, w, x),
         w.index_select(0, torch.tensor([1])), F.embedding_bag(torch.tensor([[0, 1]]), w),
     ]  # fmt: skip
     found = {node_name(t.grad_fn): t.grad_fn for t in made}
@@ -341,6 +346,46 @@ def test_the_rule_for_cudnn_recurrent_networks(
             torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
 
 
+@pytest.mark.parametrize("used", [{0, 1, 2}, {0}, {1}, {2}])
+@pytest.mark.parametrize(("kind", "options"), [r for r in RECURRENT if "batch_first" not in r[1]])
+def test_the_rule_for_cudnn_recurrent_networks_of_packed_sequences(
+    kind: type[nn.RNNBase], options: dict[str, object], used: set[int]
+) -> None:
+    torch.manual_seed(0)
+    B, T, H = 4, 5, 3
+    net = kind(2, H, **options).double()
+    rows = net.num_layers * (1 + net.bidirectional)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(T, B, 2).double(), torch.tensor([5, 3, 3, 1]))
+    h0, c0 = (torch.randn(rows, B, size).double() for size in (net.proj_size or H, H))
+    out, last = net(packed, (h0, c0) if kind is nn.LSTM else h0)
+    outputs = {0: out.data, **dict(enumerate(last if isinstance(last, tuple) else (last,), 1))}
+    if not used & set(outputs):
+        return
+    # The examples in another order than the sequences, which are sorted by their length.
+    order = torch.tensor([2, 0, 3, 1])
+    sequence = torch.cat([torch.arange(int(n)) for n in packed.batch_sizes])
+    owners = {0: order[sequence], 1: order, 2: order}
+    g = {k: torch.randn_like(outputs[k]) for k in used & set(outputs)}
+    layouts = {k: Ragged.of(0 if k == 0 else 1, owners[k], B) for k in g}
+    names = [n for layer in net._all_weights for n in layer]
+    node = cudnn_node(net, packed.data, out.data, h0, c0 if kind is nn.LSTM else None)
+    node._saved_batch_sizes = tuple(packed.batch_sizes.tolist())
+    with torch.no_grad():
+        shapes = {1 + j: getattr(net, name).shape for j, name in enumerate(names)}
+        forms = registered()["CudnnRnnBackward0"](node, shapes)(g, layouts)  # type: ignore[arg-type]
+    for i in range(B):
+        loss = sum((layouts[k].only(g[k], i) * outputs[k]).sum() for k in g)
+        truth = torch.autograd.grad(
+            loss,
+            [getattr(net, n) for n in names],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for j, expected in enumerate(truth):
+            torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
+
+
 def test_the_rule_for_cudnn_recurrent_networks_leaves_the_rest_to_the_fallback() -> None:
     net, x = nn.LSTM(2, 3, 2, dropout=0.5), torch.randn(4, 2, 2)
     out, _ = net(x)
@@ -349,9 +394,8 @@ def test_the_rule_for_cudnn_recurrent_networks_leaves_the_rest_to_the_fallback()
     rule = registered()["CudnnRnnBackward0"]
     with pytest.raises(registry.RuleDoesNotApply, match="dropout"):
         rule(node, shapes)
-    node._saved_dropout, node._saved_batch_sizes = 0.0, (2, 1)
-    with pytest.raises(registry.RuleDoesNotApply, match="packed"):
-        rule(node, shapes)
+    node._saved_dropout = 0.0
+    rule(node, shapes)
     with pytest.raises(registry.RuleDoesNotApply, match="made of parameters"):
         rule(node, {0: x.shape})
 

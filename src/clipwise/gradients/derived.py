@@ -67,15 +67,20 @@ class Path:
         if self.steps == ("TBackward0",):
             return {self.owner: gradients_b.mT}
         meta = self.source._input_metadata[self.number]
-        edge = torch.autograd.graph.GradientEdge(self.source, self.number)
-        found = torch.autograd.grad(
-            [edge],
-            list(self.parameters.values()),
-            [gradients_b.to(meta.dtype)],
-            retain_graph=True,
-            is_grads_batched=True,
-        )
+        gradients_b = gradients_b.to(meta.dtype)
+        try:
+            found = self._backward(gradients_b, batched=True)
+        except RuntimeError:  # an operation on the way that torch cannot batch
+            each = [self._backward(g, batched=False) for g in gradients_b]
+            found = tuple(torch.stack(grads) for grads in zip(*each, strict=True))
         return dict(zip(self.parameters, found, strict=True))
+
+    def _backward(self, gradient: Tensor, batched: bool) -> tuple[Tensor, ...]:
+        edge = torch.autograd.graph.GradientEdge(self.source, self.number)
+        targets = list(self.parameters.values())
+        return torch.autograd.grad(
+            [edge], targets, [gradient], retain_graph=True, is_grads_batched=batched, materialize_grads=True
+        )
 
 
 def path_to(

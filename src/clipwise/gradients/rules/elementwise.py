@@ -1,4 +1,4 @@
-"""Sums, differences, products, quotients and PReLU with a broadcast operand: biases, scales, slopes."""
+"""Sums, differences, products, quotients, PReLU and choices with a broadcast operand: biases, scales, slopes."""
 
 from __future__ import annotations
 
@@ -48,6 +48,20 @@ def prelu(node: Node, shapes: Shapes) -> Finish:
     if 0 in shapes:
         raise RuleDoesNotApply("what goes in is made of parameters")
     return _linear(shapes, {1: node._saved_self.clamp(max=0)})
+
+
+@register("WhereBackward0")
+def where(node: Node, shapes: Shapes) -> Finish:
+    """out = left where the condition holds, else right."""
+    condition = node._saved_condition
+    return _linear(shapes, {0: condition, 1: ~condition})
+
+
+@register("MaskedFillBackward0", "MaskedFillBackward1")
+def masked_fill(node: Node, shapes: Shapes) -> Finish:
+    """out = x where the mask is false, else one value."""
+    mask = node._saved_mask
+    return _linear(shapes, {0: ~mask, 1: mask})
 
 
 def _linear(shapes: Shapes, factor: dict[int, float | Tensor]) -> Finish:

@@ -35,11 +35,20 @@ class Layer:
     b_ih_G: Tensor | None
     b_hh_G: Tensor | None
     w_hr_PH: Tensor | None = None
+    valid_TN1: Tensor | None = None  # false behind the end of a shorter sequence, where nothing happens
 
     @property
     def before(self) -> Tensor:
         """h_{t-1}: [T, N, P]."""
         return torch.cat([self.h0_NP[None], self.h_TNP[:-1]])
+
+    def keep_valid(self, t_TNx: Tensor) -> Tensor:
+        """Zeros behind the end of each sequence."""
+        return t_TNx if self.valid_TN1 is None else t_TNx * self.valid_TN1
+
+    def carried(self, t: int, new_Nx: Tensor, old_Nx: Tensor) -> Tensor:
+        """What goes on to the step before t: behind its end a sequence hands on what it got."""
+        return new_Nx if self.valid_TN1 is None else torch.where(self.valid_TN1[t], new_Nx, old_Nx)
 
     def input_side(self) -> Tensor:
         """W_ih x_t + b_ih for all steps."""
@@ -69,12 +78,12 @@ def rnn(slope: Callable[[Tensor], Tensor]) -> Backward:
     """A plain recurrent layer; `slope` is the activation's derivative, as a function of its result."""
 
     def backward(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
-        slope_T = slope(layer.h_TNP).unbind()
+        slope_T = layer.keep_valid(slope(layer.h_TNP)).unbind()
         dz: list[Tensor] = []
         dh = dh_last
-        for slope_t, dh_t in zip(reversed(slope_T), reversed(dh_TNP.unbind()), strict=True):
-            dz.append((dh_t + dh) * slope_t)
-            dh = dz[-1] @ layer.w_hh_GP
+        for t in reversed(range(len(slope_T))):
+            dz.append((dh_TNP[t] + dh) * slope_T[t])
+            dh = layer.carried(t, dz[-1] @ layer.w_hh_GP, dh)
         stacked = torch.stack(dz[::-1])
         return Gradients(stacked, stacked)
 
@@ -94,22 +103,21 @@ def lstm(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) 
     by_z = torch.cat(
         [g * i * (1 - i), before_c * f * (1 - f), i * (1 - g.square()), tanh_c * o * (1 - o)], -1
     )
-    by_z_T, f_T = by_z.unbind(), f.unbind()
+    by_z_T, f_T = layer.keep_valid(by_z).unbind(), f.unbind()
     dz: list[Tensor] = []
     dh_full: list[Tensor] = []
     dh, dc = dh_last, torch.zeros_like(layer.c0_NH) if dc_last is None else dc_last
     for t in reversed(range(len(f_T))):
-        dh = dh_TNP[t] + dh
-        dh_full.append(dh)
-        dm = dh if layer.w_hr_PH is None else dh @ layer.w_hr_PH
-        dc = torch.addcmul(dc, dm, by_c[t])
-        dz.append(torch.cat([dc, dc, dc, dm], -1) * by_z_T[t])
-        dc = dc * f_T[t]
-        dh = dz[-1] @ layer.w_hh_GP
+        dh_full.append(dh_TNP[t] + dh)
+        dm = dh_full[-1] if layer.w_hr_PH is None else dh_full[-1] @ layer.w_hr_PH
+        dc_here = torch.addcmul(dc, dm, by_c[t])
+        dz.append(torch.cat([dc_here, dc_here, dc_here, dm], -1) * by_z_T[t])
+        dc = layer.carried(t, dc_here * f_T[t], dc)
+        dh = layer.carried(t, dz[-1] @ layer.w_hh_GP, dh)
     stacked = torch.stack(dz[::-1])
     if layer.w_hr_PH is None:
         return Gradients(stacked, stacked)
-    return Gradients(stacked, stacked, torch.stack(dh_full[::-1]), o * tanh_c)
+    return Gradients(stacked, stacked, layer.keep_valid(torch.stack(dh_full[::-1])), o * tanh_c)
 
 
 def _cells(c0_NH: Tensor, f_TNH: Tensor, ig_TNH: Tensor) -> list[Tensor]:
@@ -127,16 +135,18 @@ def gru(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -
     r, u = (a_r + b_r).sigmoid(), (a_u + b_u).sigmoid()
     n = (a_n + r * b_n).tanh()
 
-    by_n = (1 - u) * (1 - n.square())
-    by_input = torch.cat([by_n * b_n * r * (1 - r), (layer.before - n) * u * (1 - u), by_n], -1)
+    by_n = layer.keep_valid((1 - u) * (1 - n.square()))
+    by_input = torch.cat(
+        [by_n * b_n * r * (1 - r), layer.keep_valid((layer.before - n) * u * (1 - u)), by_n], -1
+    )
     by_hidden_n, u_T, by_input_T = (by_n * r).unbind(), u.unbind(), by_input.unbind()
     inputs: list[Tensor] = []
     hidden: list[Tensor] = []
     dh = dh_last
     H = u.shape[-1]
     for t in reversed(range(len(u_T))):
-        dh = dh_TNP[t] + dh
-        inputs.append(torch.cat([dh, dh, dh], -1) * by_input_T[t])
-        hidden.append(torch.cat([inputs[-1][:, : 2 * H], dh * by_hidden_n[t]], -1))
-        dh = dh * u_T[t] + hidden[-1] @ layer.w_hh_GP
+        dh_here = dh_TNP[t] + dh
+        inputs.append(torch.cat([dh_here, dh_here, dh_here], -1) * by_input_T[t])
+        hidden.append(torch.cat([inputs[-1][:, : 2 * H], dh_here * by_hidden_n[t]], -1))
+        dh = layer.carried(t, dh_here * u_T[t] + hidden[-1] @ layer.w_hh_GP, dh)
     return Gradients(torch.stack(inputs[::-1]), torch.stack(hidden[::-1]))

@@ -4,7 +4,7 @@ oneDNN fuses an LSTM layer and direction on the CPU, in float32; cuDNN fuses all
 Everywhere else every time step is a product of its own, and needs no rule here. The gradients come from
 recurrence.py; what lies below the top layer of cuDNN's operation is computed again, layer by layer.
 
-Legend: T steps, N rows, d inputs, H hidden, P outputs of a layer and direction, G gates; B examples.
+Legend: T steps, N sequences, d inputs, H hidden, P outputs of a layer and direction, G gates; B examples.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clipwise.gradients.forms import Form, Outer, Written, at_least_float32
 from clipwise.gradients.layout import Layout
+from clipwise.gradients.owners import Ragged
 from clipwise.gradients.rules.recurrence import Backward, Gradients, Layer, gru, lstm, rnn
 from clipwise.gradients.rules.registry import (
     FinishAll,
@@ -66,11 +67,10 @@ def cudnn(node: Node, shapes: Shapes) -> FinishAll:
     weights = [at_least_float32(w) for w in node._saved_weight]
     if not set(shapes) <= set(range(1, len(weights) + 1)):
         raise RuleDoesNotApply("the input or the first state is made of parameters")
-    if node._saved_batch_sizes:
-        raise RuleDoesNotApply("a packed sequence")
     if node._saved_num_layers > 1 and node._saved_train and node._saved_dropout > 0:
         raise RuleDoesNotApply("the dropout masks between the layers are not at hand")
-    mode, time_axis = node._saved_mode, 1 if node._saved_batch_first else 0
+    mode, packed = node._saved_mode, list(node._saved_batch_sizes)
+    time_axis = 1 if node._saved_batch_first and not packed else 0
     directions, depth = 1 + node._saved_bidirectional, node._saved_num_layers
     each = len(weights) // (directions * depth)
     projects = node._saved_proj_size > 0
@@ -78,57 +78,109 @@ def cudnn(node: Node, shapes: Shapes) -> FinishAll:
     x, top = (at_least_float32(t).movedim(time_axis, 0) for t in (node._saved_input, node._saved_result0))
     h0 = at_least_float32(node._saved_hx)
     c0 = at_least_float32(node._saved_cx) if mode == _LSTM else None
+    times = [Packed(packed, d == 1, x.device) if packed else Padded(d == 1) for d in range(directions)]
 
-    def layer_at(level: int, direction: int, x_TNd: Tensor, h_TNP: Tensor) -> Layer:
-        k = level * directions + direction
-        w_ih, w_hh, *rest = weights[k * each : (k + 1) * each]
-        b_ih, b_hh = rest[:2] if has_biases else (None, None)
-        w_hr = rest[-1] if projects else None
-        c0_NH = None if c0 is None else c0[k]
-        h_own = _in_time(h_TNP, direction == 1)
-        return Layer(_in_time(x_TNd, direction == 1), h_own, h0[k], c0_NH, w_ih, w_hh, b_ih, b_hh, w_hr)
-
-    def run(level: int, x_TNd: Tensor) -> Tensor:
+    def run(level: int, x_in_rows: Tensor) -> Tensor:
         """The outputs of a layer below the top."""
         first, last = level * directions, (level + 1) * directions
         own = weights[first * each : last * each]
-        options = (own, has_biases, 1, 0.0, False, directions == 2, False)
-        if c0 is not None:
-            return torch.lstm(x_TNd, (h0[first:last], c0[first:last]), *options)[0]
-        function = {0: torch.rnn_relu, 1: torch.rnn_tanh, 3: torch.gru}[mode]
-        found: Tensor = function(x_TNd, h0[first:last], *options)[0]
+        state = h0[first:last] if c0 is None else (h0[first:last], c0[first:last])
+        options = (own, has_biases, 1, 0.0, False, directions == 2)
+        function = {0: torch.rnn_relu, 1: torch.rnn_tanh, _LSTM: torch.lstm, 3: torch.gru}[mode]
+        if packed:
+            found: Tensor = function(x_in_rows, torch.tensor(packed), state, *options)[0]  # type: ignore[operator]
+        else:
+            found = function(x_in_rows, state, *options, False)[0]  # type: ignore[operator]
         return found
 
     def finish(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
-        layout = _layout_of_rows(outputs, layouts, {0: 1 - time_axis, 1: 1, 2: 1})
+        if packed:
+            layout = _layout_of_packed(outputs, layouts, times[0])
+        else:
+            layout = _layout_of_rows(outputs, layouts, {0: 1 - time_axis, 1: 1, 2: 1})
         inputs = [x]
         for level in range(depth - 1):
             inputs.append(run(level, inputs[-1]))
         dh = outputs.get(0)
-        dh_TNP = _or_zeros(None if dh is None else dh.movedim(time_axis, 0), top)
+        dh = _or_zeros(None if dh is None else dh.movedim(time_axis, 0), top)
         dh_last = _or_zeros(outputs.get(1), h0)
         dc_last = None if c0 is None else _or_zeros(outputs.get(2), c0)
         forms: dict[int, Form] = {}
         for level in reversed(range(depth)):
-            h_TNP = top if level == depth - 1 else inputs[level + 1]
+            h = top if level == depth - 1 else inputs[level + 1]
             below = torch.zeros_like(inputs[level])
-            for direction in range(directions):
+            for direction, time in enumerate(times):
                 k = level * directions + direction
-                own_h, own_dh = (t.chunk(directions, -1)[direction] for t in (h_TNP, dh_TNP))
-                layer = layer_at(level, direction, inputs[level], own_h)
-                found = _KINDS[mode](
-                    layer,
-                    _in_time(own_dh, direction == 1),
-                    dh_last[k],
-                    None if dc_last is None else dc_last[k],
+                own_h, own_dh = (time.own(t.chunk(directions, -1)[direction]) for t in (h, dh))
+                w_ih, w_hh, *rest = weights[k * each : (k + 1) * each]
+                b_ih, b_hh = rest[:2] if has_biases else (None, None)
+                layer = Layer(
+                    x_TNd=time.own(inputs[level]),
+                    h_TNP=own_h,
+                    h0_NP=h0[k],
+                    c0_NH=None if c0 is None else c0[k],
+                    w_ih_Gd=w_ih,
+                    w_hh_GP=w_hh,
+                    b_ih_G=b_ih,
+                    b_hh_G=b_hh,
+                    w_hr_PH=rest[-1] if projects else None,
+                    valid_TN1=time.valid_TN1,
                 )
+                found = _KINDS[mode](layer, own_dh, dh_last[k], None if dc_last is None else dc_last[k])
                 for j, form in enumerate(_weight_forms(layer, found, layout)):
                     forms[1 + k * each + j] = form
-                below = below + _in_time(found.input_TNG @ layer.w_ih_Gd, direction == 1)
-            dh_TNP = below
+                below = below + time.back(found.input_TNG @ w_ih)
+            dh = below
         return {operand: forms[operand] for operand in shapes}
 
     return finish
+
+
+class Padded:
+    """Time as it is in [T, N, ...], or from the end for a layer that runs backwards."""
+
+    valid_TN1: Tensor | None = None
+
+    def __init__(self, backwards: bool) -> None:
+        self._backwards = backwards
+
+    def own(self, t: Tensor) -> Tensor:
+        """In the layer's own order of time: [T, N, ...]."""
+        return _in_time(t, self._backwards)
+
+    def back(self, t_TN: Tensor) -> Tensor:
+        """In the order of the data."""
+        return _in_time(t_TN, self._backwards)
+
+
+class Packed(Padded):
+    """Rows of a packed sequence: those of the first step, then of the second, of as many as last so long."""
+
+    def __init__(self, sizes: list[int], backwards: bool, device: torch.device) -> None:
+        super().__init__(backwards)
+        size_T1 = torch.tensor(sizes, device=device)[:, None]
+        number_N = torch.arange(sizes[0], device=device)
+        valid_TN = number_N < size_T1
+        row_TN = size_T1.cumsum(0) - size_T1 + number_N
+        if backwards:  # each sequence from its own end
+            step_T1 = torch.arange(len(sizes), device=device)[:, None]
+            from_end = (valid_TN.sum(0) - 1 - step_T1).clamp_min(0)
+            row_TN = row_TN.gather(0, from_end)
+        self.row_TN = row_TN.masked_fill(~valid_TN, 0)
+        self.valid_TN1 = valid_TN[..., None]
+
+    def own(self, t: Tensor) -> Tensor:
+        """[rows, x] -> [T, N, x]."""
+        assert self.valid_TN1 is not None
+        return t[self.row_TN] * self.valid_TN1
+
+    def back(self, t_TN: Tensor) -> Tensor:
+        """[T, N, x] -> [rows, x]."""
+        assert self.valid_TN1 is not None
+        valid_TN = self.valid_TN1[..., 0]
+        rows = t_TN.new_zeros((int(valid_TN.sum()), t_TN.shape[-1]))
+        rows[self.row_TN[valid_TN]] = t_TN[valid_TN]
+        return rows
 
 
 def _in_time(t: Tensor, backwards: bool) -> Tensor:
@@ -146,6 +198,17 @@ def _layout_of_rows(outputs: Outputs, layouts: Layouts, axis_of: dict[int, int])
         if layouts[k].axis != axis_of[k]:
             raise RuleDoesNotApply("the examples do not lie along the rows")
     return layouts[live[0]].on_axis(1)
+
+
+def _layout_of_packed(outputs: Outputs, layouts: Layouts, time: Padded) -> Layout:
+    """The same for a packed sequence, whose rows follow one another along the first axis of the output."""
+    if any(bool(outputs[k].any()) for k in outputs if k > 0):
+        return _layout_of_rows({k: g for k, g in outputs.items() if k > 0}, layouts, {1: 1, 2: 1})
+    if layouts[0].axis != 0 or not isinstance(time, Packed) or time.valid_TN1 is None:
+        raise RuleDoesNotApply("the examples do not lie along the rows")
+    owner_TN = layouts[0].owners(outputs[0].device)[time.row_TN]
+    # A step without a gradient belongs to nobody; the other steps tell whose sequence it is.
+    return Ragged.of(1, owner_TN.masked_fill(~time.valid_TN1[..., 0], -1).amax(0), layouts[0].batch)
 
 
 def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
