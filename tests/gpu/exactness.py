@@ -28,11 +28,11 @@ def error_of(case: Case, method: str, dtype: torch.dtype) -> float:
         squares, ours = found.squared_norms(), found.instantiate(slice(0, 6))
         sums = found.weighted_sums(dict.fromkeys(ours, torch.ones(6, dtype=torch.float64, device="cuda")))
         truth = oracle(case.build(dtype).cuda(), inputs)
-        scale = max(float(g.flatten(1).norm(dim=1).max()) for g in truth.values())
+        scale = max(float(g.reshape(len(g), -1).norm(dim=1).max()) for g in truth.values())
         for name, expected in truth.items():
             errors = (
                 (ours[name].double() - expected).abs().max(),
-                (squares[name].sqrt() - expected.flatten(1).norm(dim=1)).abs().max(),
+                (squares[name].sqrt() - expected.reshape(len(expected), -1).norm(dim=1)).abs().max(),
                 (sums[name].double() - expected.sum(0)).abs().max() / 6,
             )
             worst = max(worst, *(float(e) / scale for e in errors))

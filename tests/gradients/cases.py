@@ -520,7 +520,7 @@ _CONVOLUTIONS = [
 
 _RECURRENT = [
     Case(
-        f"{kind.__name__} {model.__name__} {options}".replace("{}", "").lower(),
+        f"{kind.__name__} {model.__name__} {options or ''}".strip().lower(),
         lambda kind=kind, model=model, options=options: model(kind, **options),  # type: ignore[misc]
         vectors(3, D),
     )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import clipwise
 from clipwise.checks import BufferGuard, require_no_batch_statistics
 from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
@@ -247,6 +248,58 @@ def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called
     for name, expected in oracle(model, inputs).items():
         torch.testing.assert_close(found[name], expected)
+
+
+class Scale(torch.autograd.Function):
+    """The operation in the example of `register`'s documentation."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).flatten(0, -2).sum(0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(x, self.w).tanh()
+
+
+@pytest.mark.parametrize("mistake", [1, 2])
+def test_the_documented_rule_works_and_is_checked_on_first_use(
+    mistake: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+    @clipwise.gradients.register("ScaleBackward")
+    def scale(node, shapes):
+        x, _ = node.saved_tensors
+
+        def finish(g, layout):
+            return {1: clipwise.gradients.Written.of(mistake * layout.rows(g * x).sum(1))}
+
+        return finish
+
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(4, 3, 5, dtype=torch.float64)
+    clipper = attach(model, PerExample())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        if mistake > 1:
+            with pytest.raises(UnsupportedModelError, match="'w' does not agree with plain autograd"):
+                clipper.clipped_sum(losses(model, (x,)))
+            return
+        total = clipper.clipped_sum(losses(model, (x,)))
+    truth = oracle(model, (x,))["w"]
+    torch.testing.assert_close(total["w"], (truth * (1 / truth.norm(dim=1)).clamp(max=1)[:, None]).sum(0))
 
 
 class StandIn(SimpleNamespace):

@@ -1,18 +1,30 @@
-"""From losses to the gradients of single examples: norms, weighted sums, all of them exact."""
+"""From losses to the gradients of single examples: norms, weighted sums, all of them exact.
+
+`register` adds a rule for an operation of your own; `Written`, `Outer` and `Rows` are what a rule gives.
+"""
 
 from clipwise.gradients.bookkeeping import FallbackWarning, Memory
 from clipwise.gradients.examples import PerExampleGradients
+from clipwise.gradients.forms import Form, Outer, Rows, Written
+from clipwise.gradients.layout import Layout
 from clipwise.gradients.methods import METHODS, per_example_gradients
 from clipwise.gradients.plain import by_loop
-from clipwise.gradients.rules import register, registered
+from clipwise.gradients.rules import RuleDoesNotApply, register, register_for_all_outputs, registered
 
 __all__ = [
     "METHODS",
     "FallbackWarning",
+    "Form",
+    "Layout",
     "Memory",
+    "Outer",
     "PerExampleGradients",
+    "Rows",
+    "RuleDoesNotApply",
+    "Written",
     "by_loop",
     "per_example_gradients",
     "register",
+    "register_for_all_outputs",
     "registered",
 ]

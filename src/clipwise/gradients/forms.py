@@ -26,9 +26,9 @@ from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20  # at most this much of per-example gradients is written out at a time
 _BLOCK = 256  # squares are summed in blocks of this length in the tensor's own dtype, then in float64
-_PRODUCT_ERROR = 4.0  # c in the bound n + c u M
-_LOOSE = 1e-5  # a relative width of the bound that is too much
-_NEGLIGIBLE = 1e-12  # a norm below which no bound worth using clips, however loose the norm's own bound
+PRODUCT_ERROR = 4.0  # c in the bound n + c u M
+LOOSE = 1e-5  # a relative width of the bound that is too much
+NEGLIGIBLE = 1e-12  # a norm below which no bound worth using clips, however loose the norm's own bound
 
 
 class Budget:
@@ -81,7 +81,8 @@ def _bytes(batch: int, shape: torch.Size, dtype: torch.dtype) -> int:
     return batch * shape.numel() * dtype.itemsize
 
 
-def _chunks(batch: int, bytes_each: int) -> list[slice]:
+def chunks(batch: int, bytes_each: int) -> list[slice]:
+    """The examples in pieces of CHUNK_BYTES at most, or of one."""
     step = max(1, min(batch, CHUNK_BYTES // max(1, bytes_each)))
     return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
 
@@ -173,7 +174,7 @@ class Written(Form):
             self._muted_B = muted_B
 
     def _chunks(self) -> list[slice]:
-        return _chunks(self.batch, _bytes(1, self.shape, self.dtype))
+        return chunks(self.batch, _bytes(1, self.shape, self.dtype))
 
 
 class Outer(Form):
@@ -192,7 +193,7 @@ class Outer(Form):
     def squared_norms(self, budget: Budget) -> Tensor:
         B, T, m = self.left.shape
         n = self.right.shape[-1]
-        product_error = _PRODUCT_ERROR * roundoff(self.dtype)
+        product_error = PRODUCT_ERROR * roundoff(self.dtype)
         left_BT = squared_norms(self.left.reshape(B * T, m)).view(B, T).sqrt()
         right_BT = squared_norms(self.right.reshape(B * T, n)).view(B, T).sqrt()
         mass_B = (left_BT * right_BT).sum(1)
@@ -208,7 +209,7 @@ class Outer(Form):
                 return square_B
         norm_B, slack_B = square_B.sqrt(), product_error * mass_B
         bound_B = (norm_B + slack_B).square()
-        loose_B = (slack_B > _LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > _NEGLIGIBLE**2)
+        loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
         for i in loose_B.nonzero().flatten().tolist():
             gradient = self._in_float64(i)
             bound_B[i] = squared_norms(gradient.reshape(1, -1))[0]
@@ -227,7 +228,7 @@ class Outer(Form):
         B, T, m = self.left.shape
         n = self.right.shape[-1]
         gram_B = torch.empty_like(mass_B)
-        for c in _chunks(B, 8 * T * (m + n + 2 * T)):
+        for c in chunks(B, 8 * T * (m + n + 2 * T)):
             left, right = self.left[c].double(), self.right[c].double()
             gram_B[c] = torch.einsum("bts,bts->b", left @ left.mT, right @ right.mT)
         return gram_B.clamp_min(0) + (m + n + T**2 + 4) * roundoff(torch.float64) * mass_B.square()

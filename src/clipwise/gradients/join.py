@@ -1,8 +1,8 @@
 """All uses of one parameter become one form, before any norm is taken.
 
 |g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a module called twice needs the cross terms. Products
-and rows of the same kind are joined by laying their positions side by side; everything else is written
-out example by example and added up.
+and rows of the same kind are joined by laying their positions side by side, a product and rows of one table by
+their cross term (tied.py); everything else is written out example by example and added up.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import Form, Outer, Rows, Written
+from clipwise.gradients.tied import Tied
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,13 @@ def join(parameters: Mapping[str, torch.nn.Parameter], found: list[Contribution]
 
 
 def _joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -> Contribution:
-    first = uses[0].path
     if all(c.path.isometric for c in uses):
         if len(uses) == 1:
             return uses[0]
-        if all(c.path.steps == first.steps for c in uses) and first.steps in ((), ("TBackward0",)):
-            form = _side_by_side([c.form for c in uses])
-            if form is not None:
-                return Contribution(form, first)
+        forms = [_upright(c) for c in uses]
+        form = _side_by_side([f for f in forms if f is not None]) if None not in forms else None
+        if form is not None:
+            return Contribution(form, Path.identity(name, parameter))
 
     def make(examples: slice) -> Tensor:
         total = uses[0].path.pull_each(uses[0].form.instantiate(examples))[name]
@@ -54,16 +54,33 @@ def _joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) 
     return Contribution(written, Path.identity(name, parameter))
 
 
-def _side_by_side(forms: list[Form]) -> Form | None:
-    if all(isinstance(f, Outer) for f in forms):
-        outers = [f for f in forms if isinstance(f, Outer)]
-        return Outer(torch.cat([f.left for f in outers], 1), torch.cat([f.right for f in outers], 1))
-    if all(isinstance(f, Rows) for f in forms):
-        rows = [f for f in forms if isinstance(f, Rows)]
-        if len({f.V for f in rows}) > 1:
-            return None  # one by whole rows, another by single entries
-        example, ids, g = (
-            torch.cat(parts) for parts in zip(*((f.example, f.ids, f.g) for f in rows), strict=True)
-        )
-        return Rows(example, ids, g, rows[0].batch, rows[0].shape)
+def _upright(c: Contribution) -> Form | None:
+    """The form of the parameter itself, where the path is none or a transpose."""
+    if c.path.steps == ():
+        return c.form
+    if c.path.steps == ("TBackward0",) and isinstance(c.form, Outer):
+        return Outer(c.form.right, c.form.left)
     return None
+
+
+def _side_by_side(forms: list[Form]) -> Form | None:
+    """Positions of several products, and entries of several lookups, in one form of each kind."""
+    outers = [f for f in forms if isinstance(f, Outer)]
+    rows = [f for f in forms if isinstance(f, Rows)]
+    if len(outers) + len(rows) < len(forms) or len({f.V for f in rows}) > 1:
+        return None  # (some by whole rows, others by single entries)
+    outer = (
+        Outer(torch.cat([f.left for f in outers], 1), torch.cat([f.right for f in outers], 1))
+        if outers
+        else None
+    )
+    table = _one_table(rows) if rows else None
+    if outer is None or table is None:
+        return outer or table
+    return Tied(outer, table) if outer.shape == table.shape and outer.shape[0] == table.V else None
+
+
+def _one_table(rows: list[Rows]) -> Rows:
+    entries = zip(*((f.example, f.ids, f.g) for f in rows), strict=True)
+    example, ids, g = (torch.cat(parts) for parts in entries)
+    return Rows(example, ids, g, rows[0].batch, rows[0].shape)

@@ -50,8 +50,8 @@ def register(*names: str) -> Callable[[Rule], Rule]:
         def scale(node, shapes):
             x, _ = node.saved_tensors
 
-            def finish(g, layout):
-                return {1: Written.of(layout.rows(g * x).sum(1))}
+            def finish(g, layout):  # [..., n] -> [B, positions, n] -> [B, n]
+                return {1: clipwise.gradients.Written.of(layout.rows(g * x).sum(1))}
 
             return finish
     """
