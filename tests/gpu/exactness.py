@@ -1,4 +1,4 @@
-"""The exactness table on a GPU, without pytest: `python -m tests.gpu.exactness`.
+"""The exactness table on a GPU, without pytest: `python -m tests.gpu.exactness [PART OF A NAME ...]`.
 
 Every case, by every method, in float32 and float64, against a forward and backward pass for each example in
 float64 on the same device. Prints what fails and what takes the slow way; exit code 1 if anything does.
@@ -43,7 +43,8 @@ def main() -> int:
     """Run the table."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     failed, slow = [], Counter[str]()
-    for case in CASES:
+    cases = [c for c in CASES if not sys.argv[1:] or any(part in c.name for part in sys.argv[1:])]
+    for case in cases:
         for dtype in TOLERANCE:
             for method in METHODS:
                 with warnings.catch_warnings(record=True) as caught:
@@ -58,7 +59,7 @@ def main() -> int:
                 announced = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
                 if announced and not case.fallback:
                     slow[f"{case.name}: {announced[0].split(' has no rule')[0]}"] += 1
-    print(f"{len(CASES)} cases x {len(METHODS)} methods x 2 dtypes on {torch.cuda.get_device_name()}")
+    print(f"{len(cases)} cases x {len(METHODS)} methods x 2 dtypes on {torch.cuda.get_device_name()}")
     for line, times in slow.items():
         print(f"slow ({times}): {line}")
     for line in failed:

@@ -8,6 +8,7 @@ again; a graph in which data can move rows about is probed every time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -206,35 +207,45 @@ def _carries_examples(node: Node, outputs: set[int], prober: _Prober, known: boo
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     regular = {k: prober.layouts((node, k)) for k in outputs}
     try:
-        finish = begin(node, shapes) if outputs == {0} else None
+        finish = begin(node, shapes)
     except CoupledExamplesError:  # comes again if the node turns out to be a use
         return None if all(regular.values()) else False
     if not all(regular.values()):
-        return finish is not None and _carries_moved_rows(node, finish, prober, known)
+        return finish is not None and _carries_moved_rows(node, finish, regular, prober, known)
     if all(prober.is_silent((node, k)) and not prober.is_dead((node, k)) for k in outputs):
         # If bad examples made the rows of all so, then the rows are shared, unless all examples are bad.
         apart = all(any(prober.spares_some((node, k), layout) for layout in regular[k]) for k in outputs)
         return known if known is not None else apart or not prober.any_loss_is_finite()
     if finish is None:
         return None
-    return any(_applies(finish, prober.plain((node, 0)), layout) for layout in regular[0])
+    plain = {k: prober.plain((node, k)) for k in outputs}
+    return any(
+        _applies(finish, plain, dict(zip(outputs, each, strict=True))) for each in product(*regular.values())
+    )
 
 
-def _carries_moved_rows(node: Node, finish: FinishAll, prober: _Prober, known: bool | None) -> bool:
+def _carries_moved_rows(
+    node: Node, finish: FinishAll, regular: dict[int, list[Layout]], prober: _Prober, known: bool | None
+) -> bool:
     """Whether an open node's rows are those of examples, in an order or a number of their own.
 
     Only a rule can tell them from rows of a parameter, each of which may be touched by one example by chance;
     and to take the node for DERIVED is right as well. Not so where an example is not finite: a row that it
     made so may be its own, or one that all share.
     """
-    edge = (node, 0)
-    finite = bool(torch.isfinite(prober.plain(edge)).all())
+    plain = {k: prober.plain((node, k)) for k in regular}
+    finite = all(bool(torch.isfinite(g).all()) for g in plain.values())
     if known is not None and not finite:
         return known
-    ragged = prober.ragged(edge)
-    if ragged is None or not _applies(finish, prober.plain(edge), ragged):
+    layouts: dict[int, Layout] = {}
+    for k, found in regular.items():
+        layout = found[0] if found else prober.ragged((node, k))
+        if layout is None:
+            return False
+        layouts[k] = layout
+    if not _applies(finish, plain, layouts):
         return False
-    if not finite and not prober.is_silent(edge):
+    if not finite and not all(prober.is_silent((node, k)) for k in regular):
         raise UnsupportedModelError(
             f"An example is not finite, and at {node_name(node)} it cannot be told yet whether the data choose the "
             "rows or all examples share them. Leave such examples out of the data, or make them finite."
@@ -260,9 +271,9 @@ def _is_huge(g: Tensor) -> bool:
     return bool(largest > torch.finfo(g.dtype).max / (2 * LARGEST_WEIGHT))
 
 
-def _applies(finish: FinishAll, g: torch.Tensor, layout: Layout) -> bool:
+def _applies(finish: FinishAll, gradients: dict[int, Tensor], layouts: dict[int, Layout]) -> bool:
     try:
-        finish({0: g}, {0: layout})
+        finish(gradients, layouts)
     except RuleDoesNotApply:
         return False
     return True
