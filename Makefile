@@ -27,11 +27,11 @@ fuzz: $(STAMP)  ## 2,000 random models against a forward pass per example
 	$(BIN)/python -m tests.fuzz --models 2000 --seed 0
 
 check: $(STAMP)  ## style and types
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff check src tests examples experiments
 	$(BIN)/mypy src
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff format src tests examples experiments
 
 clean:
 	rm -rf $(VENV) runs build dist
