@@ -480,7 +480,7 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.where(x > 0, self.a, x) + torch.where(x > 0.5, x, self.b)
-        return (h + self.c.masked_fill(x < 0, 0) + x.masked_fill(x > 1, self.value)).tanh()
+        return h + self.c.masked_fill(x < 0, 0) + x.masked_fill(x > 1, self.value)
 
 
 class SharedWeight(nn.Module):
