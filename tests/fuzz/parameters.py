@@ -12,7 +12,7 @@ from tests.fuzz.block import Block, Shape, block
 
 def parameter(*shape: int) -> nn.Parameter:
     """A bare parameter of moderate size."""
-    return nn.Parameter(0.7 * torch.randn(*shape))
+    return nn.Parameter(0.7 * torch.randn(shape))
 
 
 @block()
@@ -63,6 +63,20 @@ class PositionIds(Block):
 
     def forward(self, h: Tensor) -> Tensor:
         return h + self.table(torch.arange(h.shape[1])[None])
+
+
+@block()
+class Chosen(Block):
+    """Parameters where the data say so."""
+
+    always = ("chosen by the data",)
+
+    def build(self, shape: Shape) -> None:
+        self.low, self.high, self.value = parameter(shape.width), parameter(shape.width), parameter()
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.where(h < -0.3, self.low, h) + self.high.masked_fill(h > 0.2, 0.1)
+        return h.masked_fill(h > 1.0, self.value)
 
 
 @block()
