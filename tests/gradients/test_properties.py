@@ -274,8 +274,35 @@ def test_what_two_batches_showed_is_trusted(case: Case) -> None:
     for seed in range(3):
         per_example_gradients(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
     graph = walk(losses(model, case.draw(6, seed=9)), trainable(model))
-    _, probed = memory.resolver.resolve(graph)
-    assert (probed is not None) == graph.moves_rows
+    probed = memory.resolver.resolve(graph).gradients is not None
+    assert probed == graph.moves_rows
+
+
+class TimeFirstAndMasked(nn.Module):
+    """Rows [T * B, d], of which a mask leaves some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.a(x.transpose(0, 1)).tanh().transpose(0, 1) * mask[..., None]
+
+
+@pytest.mark.parametrize("batches", [2, 5])
+def test_layouts_that_cannot_be_told_apart_are_trusted_while_they_need_not_be(batches: int) -> None:
+    """With T = 9 and B = 4, row 9 i is example i's both time first and batch first. If no other row has a
+    gradient, either will do; as soon as one has, it must be found out which is right."""
+    torch.manual_seed(0)
+    model, memory = TimeFirstAndMasked().double(), Memory()
+    mask = (torch.arange(9) == 2 * torch.arange(4)[:, None]).double()
+    for k in range(batches):
+        require_exact(model, (torch.randn(4, 9, D, dtype=torch.float64), mask), memory)
+        graph = walk(losses(model, (torch.randn(4, 9, D).double(), mask)), trainable(model))
+        resolved = memory.resolver.resolve(graph)
+        assert (resolved.gradients is None) == (k >= 1)
+        assert k < 1 or resolved.doubts
+    require_exact(model, (torch.randn(4, 9, D, dtype=torch.float64), torch.ones(4, 9).double()), memory)
 
 
 # Rows that the data move about

@@ -21,7 +21,7 @@ from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.join import Contribution, join
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.resolve import Edge, Resolver
+from clipwise.gradients.resolve import Edge, Resolved, Resolver
 from clipwise.gradients.rules import RuleDoesNotApply, begin
 from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
 
@@ -57,9 +57,14 @@ class Book:
     def __init__(self, losses: Tensor, parameters: Parameters, memory: Memory) -> None:
         self._parameters, self._memory = parameters, memory
         self._graph = walk(losses, parameters)
+        self._take(memory.resolver.resolve(self._graph))
+
+    def _take(self, resolved: Resolved) -> None:
+        """Go by these layouts from now on."""
+        self._resolved = resolved
         # Gradients of the pass that found the layouts; on a graph that is known already there was none.
-        self._layouts, self._gradients = memory.resolver.resolve(self._graph)
-        self._new = self._gradients is not None
+        self._gradients = resolved.gradients
+        self._new = resolved.gradients is not None
         self._shapes = {
             use: {j: output_shape(*source) for j, source in use.operands.items()} for use in self._graph.uses
         }
@@ -88,16 +93,20 @@ class Book:
             finish is None or node_name(use.node) in self._memory.fallbacks
             for use, finish in self._begun.items()
         )
-        losses = self._graph.losses
-        return gradients_at(self._graph, edges, torch.ones_like(losses), retain=retain or slow)
+        losses, doubts = self._graph.losses, bool(self._resolved.doubts)
+        found = gradients_at(self._graph, edges, torch.ones_like(losses), retain=retain or slow or doubts)
+        if doubts and not self._resolved.is_beyond_doubt(found):
+            self._take(self._memory.resolver.probe(self._graph))
+            return self._gradients or found
+        return found
 
     def _arriving(self, outputs: Mapping[Edge, Tensor], example: int) -> float:
         """The largest entry of an example's gradients at all uses."""
-        mine = (self._layouts[edge].only(g, example) for edge, g in outputs.items())
+        mine = (self._resolved.layouts[edge].only(g, example) for edge, g in outputs.items())
         return max(float(g.abs().max()) if g.numel() else 0.0 for g in mine)
 
     def _forms(self, use: Use, outputs: Mapping[int, Tensor]) -> dict[int, Form]:
-        layouts = {k: self._layouts[(use.node, k)] for k in outputs}
+        layouts = {k: self._resolved.layouts[(use.node, k)] for k in outputs}
         device = next(iter(outputs.values())).device
         finish = self._begun[use]
         if finish is not None:

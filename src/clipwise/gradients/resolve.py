@@ -7,7 +7,8 @@ again; a graph in which data can move rows about is probed every time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -41,9 +42,28 @@ class Finding:
     """What probes have shown of graphs with one signature."""
 
     carries_data: dict[int, bool]
-    layouts: dict[tuple[int, int], Layout]
+    layouts: dict[
+        tuple[int, int], list[Layout]
+    ]  # the first is used; the probes cannot tell the others from it
     agreed: int = 1
     used: int = 0
+
+
+@dataclass
+class Resolved:
+    """A graph's layouts at all outputs of its uses."""
+
+    layouts: dict[Edge, Layout]
+    gradients: dict[Edge, Tensor] | None  # those of the plain sum of losses, if it was probed
+    doubts: dict[Edge, list[Layout]]  # layouts that no probe could tell from the one that is used
+
+    def is_beyond_doubt(self, gradients: Mapping[Edge, Tensor]) -> bool:
+        """Whether the gradients are 0 wherever two layouts that may both be right name different owners."""
+        return not any(
+            bool((gradients[edge].ne(0) & _differ(gradients[edge], self.layouts[edge], other)).any())
+            for edge, others in self.doubts.items()
+            for other in others
+        )
 
 
 @dataclass
@@ -74,20 +94,15 @@ class Resolver:
     """Owned by a run; remembers findings from batch to batch."""
 
     findings: dict[tuple[object, ...], Finding] = field(default_factory=dict)
-    kinds: dict[tuple[str, ...], bool | None] = field(
-        default_factory=dict
-    )  # None: sometimes so, sometimes not
+    kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: now so, now not
     growths: dict[tuple[object, ...], dict[int, Growth]] = field(default_factory=dict)
 
-    def resolve(self, graph: Graph) -> tuple[dict[Edge, Layout], dict[Edge, Tensor] | None]:
-        """Classify the graph. Returns layouts of all use outputs and, if it probed, their gradients."""
+    def resolve(self, graph: Graph) -> Resolved:
+        """Classify the graph and lay out its uses, from memory where that is trusted."""
         if len(self.findings) + len(self.growths) > _MOST_SIGNATURES:
             self.findings.clear()  # every sequence length of an unrolled network is a graph of its own
             self.growths.clear()
-        known = self._recall(graph)
-        if known is not None:
-            return known, None
-        return self._probe(graph)
+        return self._recall(graph) or self.probe(graph)
 
     def _watch_growth(self, graph: Graph) -> None:
         """What was taken for DERIVED must not grow with the batch."""
@@ -103,7 +118,7 @@ class Resolver:
                     "that compares examples. Compute each example's loss from that example alone."
                 )
 
-    def _recall(self, graph: Graph) -> dict[Edge, Layout] | None:
+    def _recall(self, graph: Graph) -> Resolved | None:
         finding = self.findings.get(graph.signature)
         if graph.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
@@ -112,18 +127,20 @@ class Resolver:
             return None
         graph.classify(finding.carries_data)
         self._watch_growth(graph)
-        layouts: dict[Edge, Layout] = {}
+        found: dict[Edge, list[Layout]] = {}
         for use in graph.uses:
             for number in use.outputs:
-                before = finding.layouts.get((use.index, number))
                 shape = output_shape(use.node, number)
-                now = before.resized(shape, len(graph.losses)) if before else None
-                if before is None or now is None or before.is_stiff(now):
-                    return None
-                layouts[(use.node, number)] = now
-        return layouts
+                found[(use.node, number)] = []
+                for before in finding.layouts.get((use.index, number), [None]):
+                    now = before.resized(shape, len(graph.losses)) if before else None
+                    if before is None or now is None or before.is_stiff(now):
+                        return None
+                    found[(use.node, number)].append(now)
+        return _resolved(found, None)
 
-    def _probe(self, graph: Graph) -> tuple[dict[Edge, Layout], dict[Edge, Tensor]]:
+    def probe(self, graph: Graph) -> Resolved:
+        """Find out by extra backward passes, and remember."""
         prober = _Prober(graph)
         carries_data: dict[int, bool] = {}
         dead: set[int] = set()  # any answer is right on this batch, and none is remembered
@@ -158,38 +175,70 @@ class Resolver:
                 self.kinds[kind] = carries if self.kinds.get(kind, carries) is carries else None
         self._watch_growth(graph)
 
-        layouts: dict[Edge, Layout] = {}
+        candidates: dict[Edge, list[Layout]] = {}
         edges = [(use.node, k) for use in graph.uses for k in use.outputs]
         prober.at(edges)
         for use in graph.uses:
             for k in use.outputs:
                 found, sure = prober.settle((use.node, k))
                 certain &= sure
-                if found is None:
+                if not found:
                     raise CoupledExamplesError(
                         f"At {use.describe(graph.names)} a row of the computation belongs to several "
                         "examples, so per-example gradients cannot be told apart. Usual causes: batch "
                         "statistics, subtracting a mean over the batch, a loss that compares examples. Compute "
                         "each example's loss from that example alone."
                     )
-                layouts[(use.node, k)] = found
-        self._remember(graph, carries_data, layouts, certain)
-        return layouts, {edge: prober.plain(edge) for edge in edges}
+                candidates[(use.node, k)] = found
+        self._remember(graph, carries_data, candidates, certain)
+        resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
+        return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
     def _remember(
-        self, graph: Graph, carries_data: dict[int, bool], layouts: dict[Edge, Layout], certain: bool
+        self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Edge, list[Layout]], certain: bool
     ) -> None:
         if not certain or graph.moves_rows:
             return
-        by_index = {(use.index, k): layouts[(use.node, k)] for use in graph.uses for k in use.outputs}
-        kinds = {key: (v.axis, v.outer == 1, v.inner == 1) for key, v in by_index.items()}
+        by_index = {(use.index, k): candidates[(use.node, k)] for use in graph.uses for k in use.outputs}
         before = self.findings.get(graph.signature)
-        if before is not None and before.carries_data == carries_data:
-            same = {key: (v.axis, v.outer == 1, v.inner == 1) for key, v in before.layouts.items()} == kinds
-            if same:
+        if (
+            before is not None
+            and before.carries_data == carries_data
+            and before.layouts.keys() == by_index.keys()
+        ):
+            # What one batch could not tell apart another one may.
+            both = {key: _in_both(now, before.layouts[key]) for key, now in by_index.items()}
+            if all(both.values()):
+                before.layouts = both
                 before.agreed += 1
                 return
         self.findings[graph.signature] = Finding(carries_data, by_index)
+
+
+def _resolved(found: dict[Edge, list[Layout]], gradients: dict[Edge, Tensor] | None) -> Resolved:
+    """The first candidate is used at each edge; the others are doubts."""
+    return Resolved(
+        {edge: layouts[0] for edge, layouts in found.items()},
+        gradients,
+        {edge: layouts[1:] for edge, layouts in found.items() if len(layouts) > 1},
+    )
+
+
+def _in_both(now: list[Layout], before: list[Layout]) -> list[Layout]:
+    """Those layouts that are of a kind with one of an earlier batch, whose sizes may have been others."""
+
+    def kind(layout: Layout) -> tuple[int, bool, bool]:
+        return layout.axis, layout.outer == 1, layout.inner == 1
+
+    kinds = {kind(layout) for layout in before}
+    return [layout for layout in now if kind(layout) in kinds]
+
+
+def _differ(t: Tensor, one: Layout, other: Layout) -> Tensor:
+    """Where two layouts of a tensor name different owners, in a shape that broadcasts to the tensor's."""
+    shapes = [[-1 if d == layout.axis else 1 for d in range(t.dim())] for layout in (one, other)]
+    owners = [layout.owners(t.device).view(shape) for layout, shape in zip((one, other), shapes, strict=True)]
+    return owners[0] != owners[1]
 
 
 def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
@@ -345,25 +394,30 @@ class _Prober:
         self._complete()
         return self._numbers.read(self._probes(edge))
 
-    def settle(self, edge: Edge) -> tuple[Layout | None, bool]:
-        """The layout at an edge, and whether it is beyond doubt (more than this batch's rows say so).
+    def settle(self, edge: Edge) -> tuple[list[Layout], bool]:
+        """The layouts that may be right at an edge, and whether they may be so on another batch as well.
 
-        A layout that several probes cannot tell from another gives, on this batch, the same answer.
+        Layouts that several probes cannot tell from one another give, on this batch, the same answer.
         """
         plain, batch = self._plain[edge], len(self._graph.losses)
+        if self.is_dead(edge):
+            regular = list(hypotheses(plain.shape, batch))
+            if regular:
+                return regular, True
         if self.is_silent(edge):
-            regular = next(hypotheses(plain.shape, batch), None) if self.is_dead(edge) else None
-            return regular or Ragged.of_nobody(plain.shape, batch, plain.device), False
+            nobody = Ragged.of_nobody(plain.shape, batch, plain.device)
+            return [nobody] if nobody else [], False
         left = self.layouts(edge)
         if not left:
-            return self.ragged(edge), False
+            ragged = self.ragged(edge)
+            return [ragged] if ragged else [], False
         for _ in range(_EXTRA_PROBES):
             if len(left) == 1:
                 break
             weights_B = probe_weights(batch, self._graph.losses) * self._unit
             again = Probe(plain, self._backward([edge], weights_B)[edge], weights_B)
             left = [layout for layout in left if again.agrees(layout)]
-        return (left[0] if left else None), len(left) == 1
+        return left, True
 
     def _probes(self, edge: Edge) -> list[Probe]:
         pairs = zip(self._weighted[edge], self._weights, strict=True)
