@@ -124,6 +124,18 @@ class Folded(nn.Module):
         return h.view(x.shape[0], x.shape[1], *h.shape[1:])
 
 
+class FoldedChannels(nn.Module):
+    """The same with many channels and few positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(12, 20, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.flatten(0, 1)).tanh()
+        return h.view(x.shape[0], x.shape[1], *h.shape[1:])
+
+
 class BareParameters(nn.Module):
     """Class token, position table, layer scale, temperature, bias: no modules at all."""
 
@@ -538,6 +550,20 @@ _RECURRENT = [
     )
 ]
 
+_WINDOWS = [
+    Case(
+        f"{kind.__name__} of few positions {options}",
+        lambda kind=kind, options=options: nn.Sequential(kind(12, 20, **options), nn.Tanh()),  # type: ignore[misc]
+        vectors(12, *spatial),
+    )
+    for kind, spatial, options in (
+        (nn.Conv1d, (5,), {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2}),
+        (nn.Conv2d, (3, 2), {"kernel_size": 3, "padding": 1}),
+        (nn.Conv2d, (4, 3), {"kernel_size": (2, 3), "stride": (2, 1), "padding": (0, 1), "dilation": (1, 1)}),
+        (nn.Conv3d, (2, 2, 3), {"kernel_size": 2, "padding": (0, 1, 0), "bias": False}),
+    )
+]
+
 CASES = [
     Case("linear", lambda: nn.Linear(D, 3), vectors(D)),
     Case("linear no bias", lambda: nn.Linear(D, 3, bias=False), vectors(D)),
@@ -554,6 +580,8 @@ CASES = [
     Case("linear frozen bias", lambda: frozen(nn.Linear(D, 3), "bias"), vectors(4, D)),
     Case("left product", LeftProduct, vectors(D)),
     *_CONVOLUTIONS,
+    *_WINDOWS,
+    Case("conv folded of few positions", lambda: FoldedChannels(), vectors(3, 12, 2, 2)),
     Case(
         "conv frozen weight",
         lambda: nn.Sequential(frozen(nn.Conv2d(2, 3, 3), "weight"), nn.Tanh()),

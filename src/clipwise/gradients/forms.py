@@ -177,16 +177,21 @@ class Written(Form):
         return chunks(self.batch, _bytes(1, self.shape, self.dtype))
 
 
-class Outer(Form):
-    """gradient_i = sum_t left_it right_it^T, of shape [m, n]."""
+def gram_is_cheaper(T: int, m: int, n: int) -> bool:
+    """Whether inner products of T positions cost less than T outer products of m by n."""
+    return 2 * T * (m + n) < m * n
 
-    def __init__(self, left_BTm: Tensor, right_BTn: Tensor) -> None:
+
+class Outer(Form):
+    """gradient_i = sum_t left_it right_it^T, of shape [m, n] or of one with as many entries."""
+
+    def __init__(self, left_BTm: Tensor, right_BTn: Tensor, shape: torch.Size | None = None) -> None:
         dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
         # A product of bf16 or fp16 rows is summed in float32: its rounding must not eat the bound.
         self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
         self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
         self.batch = len(left_BTm)
-        self.shape = torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
+        self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
         self._written: Written | None = None
         self._exact: dict[int, Tensor | None] = {}  # examples summed by themselves; None is made again then
 
@@ -199,7 +204,7 @@ class Outer(Form):
         mass_B = (left_BT * right_BT).sum(1)
         if T == 1:
             return (mass_B * (1 + product_error)).square()
-        if 2 * T * (m + n) < m * n:
+        if gram_is_cheaper(T, m, n):
             square_B = self._gram_squares(mass_B)
         else:
             written = Written(B, self.shape, self.dtype, self._multiply)
@@ -247,13 +252,14 @@ class Outer(Form):
         total = left.flatten(0, 1).T @ right.flatten(0, 1)
         for i, kept in self._exact.items():
             total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
-        return total
+        return total.view(self.shape)
 
     def instantiate(self, examples: slice) -> Tensor:
         return self._multiply(examples)
 
     def _multiply(self, examples: slice) -> Tensor:
-        return self.left[examples].mT @ self.right[examples]
+        product = self.left[examples].mT @ self.right[examples]
+        return product.view(len(product), *self.shape)
 
     def mass(self, example: int) -> float:
         left, right = (torch.linalg.vector_norm(x[example].double(), dim=1) for x in (self.left, self.right))

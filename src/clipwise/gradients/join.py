@@ -69,15 +69,16 @@ def _side_by_side(forms: list[Form]) -> Form | None:
     rows = [f for f in forms if isinstance(f, Rows)]
     if len(outers) + len(rows) < len(forms) or len({f.V for f in rows}) > 1:
         return None  # (some by whole rows, others by single entries)
-    outer = (
-        Outer(torch.cat([f.left for f in outers], 1), torch.cat([f.right for f in outers], 1))
-        if outers
-        else None
-    )
+    outer = _one_product(outers) if outers else None
     table = _one_table(rows) if rows else None
     if outer is None or table is None:
         return outer or table
     return Tied(outer, table) if outer.shape == table.shape and outer.shape[0] == table.V else None
+
+
+def _one_product(outers: list[Outer]) -> Outer:
+    left, right = (torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True))
+    return Outer(left, right, outers[0].shape)
 
 
 def _one_table(rows: list[Rows]) -> Rows:

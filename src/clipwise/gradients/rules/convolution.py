@@ -1,16 +1,25 @@
-"""nn.Conv1d/2d/3d and their transposes, with any stride, padding, dilation and groups, without unfolding.
+"""nn.Conv1d/2d/3d and their transposes, with any stride, padding, dilation and groups.
 
-The per-example weight gradients are the weight gradient of *one* convolution whose groups are the
-examples: inputs [B, C, ...] become channels [1, B*C, ...], and B*groups groups keep the examples apart.
-Rows of one example (a fold of k) become the batch of that convolution, which sums over them.
+Where images are large and kernels few, the per-example weight gradients are written out, as the weight
+gradient of *one* convolution whose groups are the examples: inputs [B, C, ...] become channels [1, B*C, ...],
+and B*groups groups keep the examples apart. Nothing is unfolded. Rows of one example (a fold of k) become the
+batch of that convolution, which sums over them.
+
+Where few positions meet many channels (the late layers of a network), a gradient is far larger than what it is
+made of: there the convolution is a linear layer on windows of the input, and no gradient is written out.
+
+Legend: B examples, k rows each, T positions of the output in those rows, p and c channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from clipwise.gradients.forms import Form, Written, at_least_float32
+from clipwise.gradients.forms import Form, Outer, Written, at_least_float32, gram_is_cheaper
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.rules.sums import channel_sum
@@ -37,6 +46,11 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
             return forms
         x_Bk, g_Bk = (_fold(at_least_float32(t), layout) for t in (x, g))
         weight_shape = shapes[1]
+        T = g_Bk.shape[1] * g_Bk.shape[3:].numel()
+        if groups == 1 and not transposed and gram_is_cheaper(T, weight_shape[0], weight_shape[1:].numel()):
+            windows_BTn = _windows(x_Bk, weight_shape[2:], stride, padding, dilation)
+            forms[1] = Outer(_positions(g_Bk), windows_BTn, weight_shape)
+            return forms
 
         def make(examples: slice) -> Tensor:
             x_kBc, g_kBp = (_examples_to_channels(t[examples]) for t in (x_Bk, g_Bk))
@@ -57,6 +71,29 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
 def _fold(t: Tensor, layout: Layout) -> Tensor:
     """[N, C, ...] -> [B, k, C, ...]."""
     return layout.split(t).flatten(1, 2)
+
+
+def _positions(g_Bk: Tensor) -> Tensor:
+    """[B, k, p, ...] -> [B, T, p]."""
+    return g_Bk.movedim(2, -1).flatten(1, -2)
+
+
+def _windows(
+    x_Bk: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """[B, k, c, ...] -> [B, T, c * kernel]: what each position of the output saw."""
+    sides = [size for p in reversed(padding) for size in (p, p)]
+    windows = F.pad(x_Bk, sides) if any(sides) else x_Bk
+    for d, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        windows = windows.unfold(3 + d, gap * (size - 1) + 1, step)[..., ::gap]
+    # Now [B, k, c, *positions, *kernel].
+    n = len(kernel)
+    windows = windows.permute(0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+    return windows.reshape(len(x_Bk), windows.shape[1 : 2 + n].numel(), windows.shape[2 + n :].numel())
 
 
 def _examples_to_channels(t_bk: Tensor) -> Tensor:
