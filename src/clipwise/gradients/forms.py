@@ -123,7 +123,7 @@ class Form(ABC):
 
 
 class Written(Form):
-    """A gradient for each example, at hand (`ready`) or made chunk by chunk (`make`)."""
+    """A gradient for each example, made piece by piece, and kept from the norms to the sum if memory allows."""
 
     def __init__(
         self,
@@ -131,50 +131,77 @@ class Written(Form):
         shape: torch.Size,
         dtype: torch.dtype,
         make: Callable[[slice], Tensor],
-        ready: Tensor | None = None,
+        piece: int | None = None,
     ) -> None:
+        """`make` gives the gradients of some examples; `piece` is how many of them it makes fastest at once."""
         self.batch, self.shape, self.dtype = batch, shape, dtype
-        self._make = make
-        self.ready = ready
+        self._make, self._piece = make, piece or max(1, batch)
+        self._kept: list[Tensor] | None = None
         self._muted_B: Tensor | None = None
 
     @classmethod
     def of(cls, ready: Tensor) -> Written:
         """From gradients that are at hand, [B, *shape]."""
-        return cls(len(ready), ready.shape[1:], ready.dtype, lambda examples: ready[examples], ready)
+        written = cls(len(ready), ready.shape[1:], ready.dtype, lambda examples: ready[examples])
+        written._kept = [ready]
+        return written
 
     @classmethod
     def zeros(cls, batch: int, shape: torch.Size, device: torch.device) -> Written:
         """No example has any gradient."""
         return cls.of(torch.zeros((), device=device).expand(batch, *shape))
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether what was measured is what will be summed."""
+        return self._kept is not None
+
     def squared_norms(self, budget: Budget) -> Tensor:
-        if self.ready is None and budget.take(_bytes(self.batch, self.shape, self.dtype)):
-            self.ready = self._make(slice(0, self.batch))
-        if self.ready is not None:
-            return squared_norms(_flat(self.ready))
-        return torch.cat([squared_norms(_flat(self._make(c))) for c in self._chunks()])
+        if self._kept is not None:
+            return torch.cat([squared_norms(_flat(piece)) for piece in self._kept])
+        keep = budget.take(_bytes(self.batch, self.shape, self.dtype))
+        kept, found = [], []
+        for c in self._pieces() if keep else self._chunks():
+            made = self._make(c)
+            found.append(squared_norms(_flat(made)))
+            if keep:
+                kept.append(made)
+        self._kept = kept if keep else None
+        return torch.cat(found)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        if self.ready is not None:
-            return _combine(w_B, self.ready)
-        parts = [_combine(w_B[c], self.instantiate(c)) for c in self._chunks()]
-        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        if self._kept is not None:
+            parts = (_combine(w, piece) for w, piece in zip(self._split(w_B), self._kept, strict=True))
+        else:
+            parts = (_combine(w_B[c], self.instantiate(c)) for c in self._chunks())
+        total = next(parts)
+        for part in parts:
+            total += part
+        return total
 
     def instantiate(self, examples: slice) -> Tensor:
-        if self.ready is not None:
-            return self.ready[examples]
+        if self._kept is not None and len(self._kept) == 1:
+            return self._kept[0][examples]
         made = self._make(examples)
         return made if self._muted_B is None else _zero(made, self._muted_B[examples])
 
     def mute(self, muted_B: Tensor) -> None:
-        if self.ready is not None:
-            self.ready = _zero(self.ready, muted_B)
-        else:
-            self._muted_B = muted_B
+        self._muted_B = muted_B
+        if self._kept is not None:
+            pairs = zip(self._kept, self._split(muted_B), strict=True)
+            self._kept = [_zero(piece, muted) for piece, muted in pairs]
+
+    def _split(self, per_example_B: Tensor) -> list[Tensor]:
+        """As the kept pieces are."""
+        assert self._kept is not None
+        return list(torch.split(per_example_B, [len(piece) for piece in self._kept]))
+
+    def _pieces(self) -> list[slice]:
+        return [slice(i, min(i + self._piece, self.batch)) for i in range(0, self.batch, self._piece)]
 
     def _chunks(self) -> list[slice]:
-        return chunks(self.batch, _bytes(1, self.shape, self.dtype))
+        whole = chunks(self.batch, _bytes(1, self.shape, self.dtype))
+        return whole if whole[0].stop <= self._piece else self._pieces()
 
 
 def gram_is_cheaper(T: int, m: int, n: int) -> bool:
@@ -209,7 +236,7 @@ class Outer(Form):
         else:
             written = Written(B, self.shape, self.dtype, self._multiply)
             square_B = written.squared_norms(budget)
-            if written.ready is not None:
+            if written.is_kept:
                 self._written = written  # what gets summed is what was measured: no more to bound
                 return square_B
         norm_B, slack_B = square_B.sqrt(), product_error * mass_B

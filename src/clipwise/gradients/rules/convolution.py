@@ -25,6 +25,8 @@ from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, 
 from clipwise.gradients.rules.sums import channel_sum
 from clipwise.gradients.walk import Node
 
+_PIECE_BYTES = 4 * 2**20  # of gradients in one grouped convolution on a CPU: more fall out of its caches
+
 
 @register("ConvolutionBackward0")
 def convolution(node: Node, shapes: Shapes) -> Finish:
@@ -62,7 +64,9 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
             )[1]  # fmt: skip
             return gradient.view(b, *weight_shape)
 
-        forms[1] = Written(layout.batch, weight_shape, x_Bk.dtype, make)
+        bytes_each = weight_shape.numel() * x_Bk.element_size()
+        piece = max(1, _PIECE_BYTES // bytes_each) if x.device.type == "cpu" else None
+        forms[1] = Written(layout.batch, weight_shape, x_Bk.dtype, make, piece)
         return forms
 
     return finish
