@@ -242,7 +242,9 @@ def _philox(key: bytes, start: int, count: int) -> Tensor:
     """
     secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
     counter = np.array([start // 4, 0, *secret[2:]], dtype=np.uint64)  # one count gives four words
-    words = np.random.Philox(key=secret[:2], counter=counter).random_raw(count)
+    stream = np.random.Generator(np.random.Philox(key=secret[:2], counter=counter))
+    # All 64 bits of every word; unlike random_raw, this lets go of the interpreter lock.
+    words = stream.integers(0, 2**64 - 1, size=count, dtype=np.uint64, endpoint=True)
     return torch.from_numpy(words.view(np.int64))
 
 
