@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipwise.gradients import forms
+from clipwise.gradients import Memory, forms, per_example_gradients
 from clipwise.gradients.forms import Budget, Form, Outer, Rows, Written, squared_norms
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
@@ -140,3 +141,46 @@ def test_an_example_that_cancels_is_summed_by_itself(budget: int) -> None:
     torch.testing.assert_close(
         total.double(), torch.einsum("b,bmn->mn", weights, truth), rtol=1e-5, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("keep", [0, 2**20])
+def test_pieces_change_nothing(piece: int, keep: int) -> None:
+    torch.manual_seed(0)
+    gradients, w = torch.randn(5, 3, 2), torch.rand(5, dtype=torch.float64)
+    muted = torch.tensor([False, True, False, False, True])
+
+    def make(examples: slice) -> torch.Tensor:
+        return gradients[examples].clone()
+
+    whole, cut = (Written(5, gradients.shape[1:], torch.float32, make, p) for p in (None, piece))
+    for form in (whole, cut):
+        torch.testing.assert_close(
+            form.squared_norms(Budget(keep)).sqrt().float(), gradients.flatten(1).norm(dim=1)
+        )
+        assert form.is_kept == (keep > 0)
+        torch.testing.assert_close(form.weighted_sum(w), torch.einsum("b,bmn->mn", w.float(), gradients))
+        form.mute(muted)
+        left = torch.where(muted, 0, w).float()
+        torch.testing.assert_close(form.weighted_sum(w), torch.einsum("b,bmn->mn", left, gradients))
+        assert torch.equal(form.instantiate(slice(1, 4)), gradients[1:4] * ~muted[1:4, None, None])
+
+
+def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
+    """What an example's gradient is made of would stay in memory until then."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    memory = Memory()
+    for _ in range(3):
+        found = per_example_gradients(
+            model(torch.randn(4, 7, 5)).sum((1, 2)), dict(model.named_parameters()), memory
+        )
+        found.weighted_sums({n: torch.ones(4, dtype=torch.float64) for n in found.squared_norms()})
+        del found
+    gc.collect()
+    found = per_example_gradients(
+        model(torch.randn(4, 7, 5)).sum((1, 2)), dict(model.named_parameters()), memory
+    )
+    found.weighted_sums({n: torch.ones(4, dtype=torch.float64) for n in found.squared_norms()})
+    del found
+    assert gc.collect() == 0

@@ -54,6 +54,7 @@ class Memory:
 class Book:
     """One graph, walked and laid out: as many backward passes through it as are wanted."""
 
+    @torch.no_grad()
     def __init__(self, losses: Tensor, parameters: Parameters, memory: Memory) -> None:
         self._parameters, self._memory = parameters, memory
         self._graph = walk(losses, parameters)

@@ -234,7 +234,7 @@ class Outer(Form):
         if gram_is_cheaper(T, m, n):
             square_B = self._gram_squares(mass_B)
         else:
-            written = Written(B, self.shape, self.dtype, self._multiply)
+            written = Written(B, self.shape, self.dtype, _multiplier(self.left, self.right, self.shape))
             square_B = written.squared_norms(budget)
             if written.is_kept:
                 self._written = written  # what gets summed is what was measured: no more to bound
@@ -282,11 +282,7 @@ class Outer(Form):
         return total.view(self.shape)
 
     def instantiate(self, examples: slice) -> Tensor:
-        return self._multiply(examples)
-
-    def _multiply(self, examples: slice) -> Tensor:
-        product = self.left[examples].mT @ self.right[examples]
-        return product.view(len(product), *self.shape)
+        return _multiplier(self.left, self.right, self.shape)(examples)
 
     def mass(self, example: int) -> float:
         left, right = (torch.linalg.vector_norm(x[example].double(), dim=1) for x in (self.left, self.right))
@@ -304,6 +300,16 @@ class Outer(Form):
             self._exact.pop(i, None)
         if self._written is not None:
             self._written.mute(muted_B)
+
+
+def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[slice], Tensor]:
+    """Writes out the gradients of some examples. (No method of Outer: the two would keep each other alive.)"""
+
+    def multiply(examples: slice) -> Tensor:
+        product = left[examples].mT @ right[examples]
+        return product.view(len(product), *shape)
+
+    return multiply
 
 
 class Rows(Form):

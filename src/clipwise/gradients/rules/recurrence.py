@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -52,13 +53,17 @@ class Layer:
 
     def input_side(self) -> Tensor:
         """W_ih x_t + b_ih for all steps."""
-        a = self.x_TNd @ self.w_ih_Gd.T
-        return a if self.b_ih_G is None else a + self.b_ih_G
+        return F.linear(self.x_TNd, self.w_ih_Gd, self.b_ih_G)
 
     def hidden_side(self) -> Tensor:
         """W_hh h_{t-1} + b_hh for all steps."""
-        b = self.before @ self.w_hh_GP.T
-        return b if self.b_hh_G is None else b + self.b_hh_G
+        return F.linear(self.before, self.w_hh_GP, self.b_hh_G)
+
+    def both_sides(self) -> Tensor:
+        """Their sum, without a second tensor of that size."""
+        total = self.input_side()
+        total.flatten(0, 1).addmm_(self.before.flatten(0, 1), self.w_hh_GP.T)
+        return total if self.b_hh_G is None else total.add_(self.b_hh_G)
 
 
 @dataclass(frozen=True)
@@ -92,32 +97,33 @@ def rnn(slope: Callable[[Tensor], Tensor]) -> Backward:
 
 def lstm(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
     """Gates in torch's order i, f, g, o."""
-    i, f, g, o = (layer.input_side() + layer.hidden_side()).chunk(4, dim=-1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    z_TNG = layer.both_sides()
+    gates_TN4H = z_TNG.view(*z_TNG.shape[:2], 4, z_TNG.shape[2] // 4)
+    g = gates_TN4H[:, :, 2].tanh()
+    i, f, _, o = gates_TN4H.sigmoid_().unbind(2)
     assert layer.c0_NH is not None
     c_TNH = torch.stack(_cells(layer.c0_NH, f, i * g))
     tanh_c, before_c = c_TNH[1:].tanh(), c_TNH[:-1]
 
     # All that does not depend on the recurrence, for every step at once: dz = (dc, dc, dc, dh) * by_z.
-    by_c = (o * (1 - tanh_c.square())).unbind()
-    by_z = torch.cat(
-        [g * i * (1 - i), before_c * f * (1 - f), i * (1 - g.square()), tanh_c * o * (1 - o)], -1
-    )
-    by_z_T, f_T = layer.keep_valid(by_z).unbind(), f.unbind()
-    dz: list[Tensor] = []
+    by_c = (o - o * tanh_c.square()).unbind()
+    by_z = torch.stack([g * i * (1 - i), before_c * f * (1 - f), i - i * g.square(), tanh_c * o * (1 - o)], 2)
+    by_z_T, f_T = layer.keep_valid(by_z.flatten(2)).view_as(by_z).unbind(), f.unbind()
+    dz_TN4H = torch.empty_like(by_z)
     dh_full: list[Tensor] = []
     dh, dc = dh_last, torch.zeros_like(layer.c0_NH) if dc_last is None else dc_last
     for t in reversed(range(len(f_T))):
         dh_full.append(dh_TNP[t] + dh)
         dm = dh_full[-1] if layer.w_hr_PH is None else dh_full[-1] @ layer.w_hr_PH
         dc_here = torch.addcmul(dc, dm, by_c[t])
-        dz.append(torch.cat([dc_here, dc_here, dc_here, dm], -1) * by_z_T[t])
+        torch.mul(by_z_T[t][:, :3], dc_here[:, None], out=dz_TN4H[t, :, :3])
+        torch.mul(by_z_T[t][:, 3], dm, out=dz_TN4H[t, :, 3])
         dc = layer.carried(t, dc_here * f_T[t], dc)
-        dh = layer.carried(t, dz[-1] @ layer.w_hh_GP, dh)
-    stacked = torch.stack(dz[::-1])
+        dh = layer.carried(t, dz_TN4H[t].flatten(1) @ layer.w_hh_GP, dh)
+    dz_TNG = dz_TN4H.flatten(2)
     if layer.w_hr_PH is None:
-        return Gradients(stacked, stacked)
-    return Gradients(stacked, stacked, layer.keep_valid(torch.stack(dh_full[::-1])), o * tanh_c)
+        return Gradients(dz_TNG, dz_TNG)
+    return Gradients(dz_TNG, dz_TNG, layer.keep_valid(torch.stack(dh_full[::-1])), o * tanh_c)
 
 
 def _cells(c0_NH: Tensor, f_TNH: Tensor, ig_TNH: Tensor) -> list[Tensor]:

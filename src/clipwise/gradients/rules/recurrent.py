@@ -213,13 +213,16 @@ def _layout_of_packed(outputs: Outputs, layouts: Layouts, time: Padded) -> Layou
 
 def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
     """In torch's order: W_ih, W_hh, b_ih and b_hh if there are any, W_hr if there is one."""
-    inputs, hidden = layout.rows(found.input_TNG), layout.rows(found.hidden_TNG)
+    inputs = layout.rows(found.input_TNG).contiguous()
+    shared = found.hidden_TNG is found.input_TNG
+    hidden = inputs if shared else layout.rows(found.hidden_TNG).contiguous()
     forms: list[Form] = [
-        Outer(inputs, layout.rows(layer.x_TNd)),
-        Outer(hidden, layout.rows(layer.before)),
+        Outer(inputs, layout.rows(layer.x_TNd).contiguous()),
+        Outer(hidden, layout.rows(layer.before).contiguous()),
     ]
     if layer.b_ih_G is not None:
-        forms += [Written.of(inputs.sum(1)), Written.of(hidden.sum(1))]
+        of_bias = inputs.sum(1)
+        forms += [Written.of(of_bias), Written.of(of_bias if shared else hidden.sum(1))]
     if found.projected_TNP is not None and found.unprojected_TNH is not None:
         forms.append(Outer(layout.rows(found.projected_TNP), layout.rows(found.unprojected_TNH)))
     return forms
