@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20  # at most this much of per-example gradients is written out at a time
+_PIECE_BYTES = 8 * 2**20
 _BLOCK = 256  # squares are summed in blocks of this length in the tensor's own dtype, then in float64
 PRODUCT_ERROR = 4.0  # c in the bound n + c u M
 LOOSE = 1e-5  # a relative width of the bound that is too much
@@ -205,8 +206,12 @@ class Written(Form):
 
 
 def gram_is_cheaper(T: int, m: int, n: int) -> bool:
-    """Whether inner products of T positions cost less than T outer products of m by n."""
-    return 2 * T * (m + n) < m * n
+    """Whether inner products of T positions cost less than gradients of m by n that are written and read again.
+
+    The inner products are T^2 (m + n) in float64; a gradient is m n numbers, each about six of those by its
+    ways through memory, and its own T m n products take the place of the sum's. (6 is measured, on a CPU.)
+    """
+    return T * T * (m + n) < 6 * m * n and 2 * T * (m + n) < m * n
 
 
 class Outer(Form):
@@ -234,7 +239,8 @@ class Outer(Form):
         if gram_is_cheaper(T, m, n):
             square_B = self._gram_squares(mass_B)
         else:
-            written = Written(B, self.shape, self.dtype, _multiplier(self.left, self.right, self.shape))
+            multiply = _multiplier(self.left, self.right, self.shape)
+            written = Written(B, self.shape, self.dtype, multiply, _piece(self.shape, self.left))
             square_B = written.squared_norms(budget)
             if written.is_kept:
                 self._written = written  # what gets summed is what was measured: no more to bound
@@ -310,6 +316,11 @@ def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[sli
         return product.view(len(product), *shape)
 
     return multiply
+
+
+def _piece(shape: torch.Size, like: Tensor) -> int | None:
+    """How many gradients to write out at once on a CPU: larger blocks are mapped and unmapped every time."""
+    return max(1, _PIECE_BYTES // _bytes(1, shape, like.dtype)) if like.device.type == "cpu" else None
 
 
 class Rows(Form):
