@@ -6,7 +6,8 @@ and B*groups groups keep the examples apart. Nothing is unfolded. Rows of one ex
 batch of that convolution, which sums over them.
 
 Where few positions meet many channels (the late layers of a network), a gradient is far larger than what it is
-made of: there the convolution is a linear layer on windows of the input, and no gradient is written out.
+made of: there the convolution is a linear layer on windows of the input, and no gradient is written out. With
+kernels of size 1 it is a linear layer anyway.
 
 Legend: B examples, k rows each, T positions of the output in those rows, p and c channels.
 """
@@ -48,8 +49,7 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
             return forms
         x_Bk, g_Bk = (_fold(at_least_float32(t), layout) for t in (x, g))
         weight_shape = shapes[1]
-        T = g_Bk.shape[1] * g_Bk.shape[3:].numel()
-        if groups == 1 and not transposed and gram_is_cheaper(T, weight_shape[0], weight_shape[1:].numel()):
+        if groups == 1 and not transposed and _is_a_product(g_Bk, weight_shape):
             windows_BTn = _windows(x_Bk, weight_shape[2:], stride, padding, dilation)
             forms[1] = Outer(_positions(g_Bk), windows_BTn, weight_shape)
             return forms
@@ -75,6 +75,12 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
 def _fold(t: Tensor, layout: Layout) -> Tensor:
     """[N, C, ...] -> [B, k, C, ...]."""
     return layout.split(t).flatten(1, 2)
+
+
+def _is_a_product(g_Bk: Tensor, weight_shape: torch.Size) -> bool:
+    """Whether windows are no more than the input itself, or far less than the gradients made of them."""
+    T, n = g_Bk.shape[1] * g_Bk.shape[3:].numel(), weight_shape[1:].numel()
+    return weight_shape[2:].numel() == 1 or gram_is_cheaper(T, weight_shape[0], n)
 
 
 def _positions(g_Bk: Tensor) -> Tensor:
