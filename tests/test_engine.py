@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import clipwise
 from clipwise import PerExample, Private, accounting, engine, faults, ledger
 from clipwise.errors import LedgerError, StepError
+from clipwise.gradients import METHODS
 from clipwise.ledger import MemoryLedger
 from clipwise.privacy import Adjacency, Entry, Part, Sampling, effective_multiplier
 from clipwise.sampling.schemes import Poisson
@@ -65,7 +66,7 @@ def first_step(model: nn.Module, private: Private, backward_only: bool = False) 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("method", ["bookkeeping", "loop"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_step_without_noise_is_the_clipped_sum_over_a_constant(scheme: str, method: str) -> None:
     model = network(torch.float64)
     dataset = data(dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import Clipper, PerExample
 from clipwise.errors import ConfigurationError
+from clipwise.gradients import METHODS
 from clipwise.privacy import Adjacency, Sampling, Unit
 from tests.gradients.cases import losses, oracle, trainable
 
@@ -103,7 +104,7 @@ def by_definition(strategy: PerExample, on: nn.Module, x: Tensor) -> dict[str, T
 @given(
     st.sampled_from(["clip", "normalize"]),
     st.sampled_from(["all", "layer", "tensor", [["0.weight", "2.bias"], ["0.bias", "2.weight"]]]),
-    st.sampled_from(["bookkeeping", "loop", "auto"]),
+    st.sampled_from(METHODS),
     st.floats(1e-3, 1e3),
     st.integers(1, 6),
 )

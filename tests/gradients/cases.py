@@ -270,6 +270,20 @@ class SquaredDistance(torch.autograd.Function):
         return d.sum(-2), -d.sum(tuple(range(d.dim() - 2)))
 
 
+class Scale(torch.autograd.Function):
+    """Another one: x * w for w of shape [n]."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).flatten(0, -2).sum(0)
+
+
 class Centers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

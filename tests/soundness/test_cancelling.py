@@ -17,7 +17,7 @@ from clipwise.clipping import PerExample
 from clipwise.gradients import Memory, examples, forms, per_example_gradients
 from clipwise.gradients.forms import Budget, Form, Outer, Rows
 from clipwise.privacy import Adjacency
-from tests.gradients.cases import trainable
+from tests.gradients.cases import Scale, trainable
 from tests.soundness.neighbours import attach, excess
 
 PLENTY = 2**40
@@ -167,35 +167,23 @@ class Joined(nn.Module):
         return torch.stack([self.a(x), -self.a(x * (1 + 1e-6))], 1)
 
 
-class Times(torch.autograd.Function):
+class Unknown(nn.Module):
     """An operation that clipwise does not know."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g * w, (g * x).sum(tuple(range(g.dim() - w.dim())))
-
-
-class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Times.apply(x, self.w)
+        return Scale.apply(x, self.w)
 
 
 class Channels(nn.Module):
     """A convolution whose output positions are put where `_cancelling_weights` looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int, kernels: int, size: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(3, 5, 1)
+        self.conv = nn.Conv1d(channels, kernels, size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x).transpose(1, 2)
@@ -268,7 +256,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear written": (lambda: nn.Linear(6, 5), _repeated((16, 6))),
     "linear Gram": (lambda: nn.Linear(64, 48), _repeated((8, 64))),
     "layer norm": (lambda: nn.LayerNorm(6), _repeated((16, 6))),
-    "convolution": (Channels, lambda: torch.randn(3, 3, 1).expand(3, 3, 16)),
+    "convolution grouped": (lambda: Channels(3, 5, 3), lambda: torch.randn(3, 3, 1).expand(3, 3, 18)),
+    "convolution of windows": (lambda: Channels(24, 40, 3), lambda: torch.randn(3, 24, 1).expand(3, 24, 8)),
+    "convolution of size 1": (lambda: Channels(3, 5, 1), lambda: torch.randn(3, 3, 1).expand(3, 3, 16)),
     "embedding": (Words, _repeated((16, 6))),
     "joined": (Joined, lambda: torch.randn(3, 40)),
     "tied": (TiedWords, _repeated((16, 12))),

@@ -16,13 +16,21 @@ import clipwise
 from clipwise.checks import BufferGuard, require_no_batch_statistics
 from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients import FallbackWarning, Memory, by_loop, per_example_gradients, register, registered
+from clipwise.gradients import (
+    METHODS,
+    FallbackWarning,
+    Memory,
+    by_loop,
+    per_example_gradients,
+    register,
+    registered,
+)
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.owners import Ragged
 from clipwise.gradients.rules import registry
 from clipwise.gradients.walk import Node, node_name, walk
-from tests.gradients.cases import CASES, Case, losses, oracle, trainable
+from tests.gradients.cases import CASES, Case, Scale, losses, oracle, trainable
 from tests.soundness.neighbours import attach
 
 # Rules for nodes that this machine's torch never makes, and why. Each is tested below with a stand-in node.
@@ -46,7 +54,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-@pytest.mark.parametrize("method", ["bookkeeping", "loop"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_parameter_that_takes_no_part_is_an_error_by_name(method: str, batch: int) -> None:
     model = TwoHeads()
     with pytest.raises(UnsupportedModelError, match=r"forgotten\.weight.*forgotten\.bias"):
@@ -210,7 +218,10 @@ def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytes
         torch.testing.assert_close(found[name], expected)
 
 
-def test_a_rule_that_is_wrong_is_found_before_anything_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rule_that_is_wrong_is_found_before_anything_is_released(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = registered()["AddmmBackward0"]
 
     def wrong(node: Node, shapes: registry.Shapes) -> registry.Finish:
@@ -218,7 +229,7 @@ def test_a_rule_that_is_wrong_is_found_before_anything_is_released(monkeypatch: 
         return lambda g, layout: finish(g * 1.1, layout)
 
     monkeypatch.setattr(registry, "_RULES", {**registry._RULES, "AddmmBackward0": wrong})
-    model, x = nn.Linear(5, 3), torch.randn(4, 5)
+    model, x = nn.Linear(5, 3).to(dtype), torch.randn(4, 5).to(dtype)
     with pytest.raises(UnsupportedModelError, match="does not agree with plain autograd"):
         per_example_gradients(losses(model, (x,)), trainable(model), Memory())
 
@@ -248,20 +259,6 @@ def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called
     for name, expected in oracle(model, inputs).items():
         torch.testing.assert_close(found[name], expected)
-
-
-class Scale(torch.autograd.Function):
-    """The operation in the example of `register`'s documentation."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g * w, (g * x).flatten(0, -2).sum(0)
 
 
 class Scaled(nn.Module):
@@ -371,6 +368,23 @@ def cudnn_node(net: nn.RNNBase, x: Tensor, out: Tensor, h0: Tensor, c0: Tensor |
     )  # fmt: skip
 
 
+def require_gradients(
+    net: nn.RNNBase, node: StandIn, outputs: Any, g: dict[int, Tensor], layouts: dict[int, Layout]
+) -> None:
+    """The rule's forms are the gradients of each example's share of the outputs."""
+    weights = [getattr(net, n) for layer in net._all_weights for n in layer]
+    with torch.no_grad():
+        rule: Any = registered()["CudnnRnnBackward0"]
+        forms = rule(node, {1 + j: w.shape for j, w in enumerate(weights)})(g, layouts)
+    for i in range(next(iter(layouts.values())).batch):
+        loss = sum((layouts[k].only(g[k], i) * outputs[k]).sum() for k in g)
+        truth = torch.autograd.grad(
+            loss, weights, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for j, expected in enumerate(truth):
+            torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
+
+
 @pytest.mark.parametrize("used", [{0, 1, 2}, {0}, {1}])
 @pytest.mark.parametrize(("kind", "options"), RECURRENT)
 def test_the_rule_for_cudnn_recurrent_networks(
@@ -387,16 +401,8 @@ def test_the_rule_for_cudnn_recurrent_networks(
     outputs = {0: out, **dict(enumerate(last if isinstance(last, tuple) else (last,), 1))}
     g = {k: torch.randn_like(outputs[k]) for k in used & set(outputs)}
     layouts = {k: Layout(0 if k == 0 and net.batch_first else 1, 1, B, 1) for k in g}
-    names = [n for layer in net._all_weights for n in layer]
-    shapes = {1 + j: getattr(net, name).shape for j, name in enumerate(names)}
     node = cudnn_node(net, x, out, h0, c0 if kind is nn.LSTM else None)
-    with torch.no_grad():
-        forms = registered()["CudnnRnnBackward0"](node, shapes)(g, layouts)  # type: ignore[arg-type]
-    for i in range(B):
-        loss = sum((layouts[k].only(g[k], i) * outputs[k]).sum() for k in g)
-        truth = torch.autograd.grad(loss, [getattr(net, n) for n in names], retain_graph=True)
-        for j, expected in enumerate(truth):
-            torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
+    require_gradients(net, node, outputs, g, layouts)
 
 
 @pytest.mark.parametrize("used", [{0, 1, 2}, {0}, {1}, {2}])
@@ -420,23 +426,9 @@ def test_the_rule_for_cudnn_recurrent_networks_of_packed_sequences(
     owners = {0: order[sequence], 1: order, 2: order}
     g = {k: torch.randn_like(outputs[k]) for k in used & set(outputs)}
     layouts = {k: Ragged.of(0 if k == 0 else 1, owners[k], B) for k in g}
-    names = [n for layer in net._all_weights for n in layer]
     node = cudnn_node(net, packed.data, out.data, h0, c0 if kind is nn.LSTM else None)
     node._saved_batch_sizes = tuple(packed.batch_sizes.tolist())
-    with torch.no_grad():
-        shapes = {1 + j: getattr(net, name).shape for j, name in enumerate(names)}
-        forms = registered()["CudnnRnnBackward0"](node, shapes)(g, layouts)  # type: ignore[arg-type]
-    for i in range(B):
-        loss = sum((layouts[k].only(g[k], i) * outputs[k]).sum() for k in g)
-        truth = torch.autograd.grad(
-            loss,
-            [getattr(net, n) for n in names],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for j, expected in enumerate(truth):
-            torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
+    require_gradients(net, node, outputs, g, layouts)
 
 
 def test_the_rule_for_cudnn_recurrent_networks_leaves_the_rest_to_the_fallback() -> None:
@@ -451,6 +443,22 @@ def test_the_rule_for_cudnn_recurrent_networks_leaves_the_rest_to_the_fallback()
     rule(node, shapes)
     with pytest.raises(registry.RuleDoesNotApply, match="made of parameters"):
         rule(node, {0: x.shape})
+
+
+# Randomness inside the model: a pass per example would draw other masks, so the graph itself is the oracle.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase], method: str) -> None:
+    torch.manual_seed(0)
+    model = kind(5, 4, num_layers=2, dropout=0.5, batch_first=True)
+    found = model(torch.randn(4, 6, 5))[0].square().sum((1, 2))
+    expected = by_loop(found, trainable(model)).instantiate(slice(0, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        ours = per_example_gradients(found, trainable(model), Memory(), method).instantiate(slice(0, 4))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 # Who may be slow

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
 from clipwise.errors import UnsupportedModelError
-from clipwise.gradients import examples
+from clipwise.gradients import METHODS, examples
 from tests.gradients.cases import CASES, Case, trainable
 from tests.soundness.neighbours import Batch, attach, clipped_sum, distance
 
@@ -91,7 +91,7 @@ def test_nothing_is_kept_from_norms_to_sums(case: Case, monkeypatch: pytest.Monk
     require_untouched(case, drawn(case, torch.float32).distorted(3, "none", torch.nan), 3, torch.float32)
 
 
-@pytest.mark.parametrize("method", ["bookkeeping", "loop"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("time", [4, 8])
 def test_a_bad_example_hides_no_layout(time: int, method: str) -> None:
     """[T, B, d] with T a multiple of B: one NaN example crosses every row of the wrong axis."""

@@ -43,7 +43,8 @@ def peak_memory(setting: Setting, method: str, device: torch.device, seed: int, 
 
 def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int, seconds: float) -> int:
     torch.cuda.empty_cache()
-    torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)  # cuBLAS takes its workspace once for all
+    ones = torch.ones(2, 2, device=device)
+    torch.mm(ones, ones)  # cuBLAS takes its workspace once for all
     before = torch.cuda.memory_allocated(device)
     with steps_by(method, make_workload(setting, device, seed)) as step:
         for counts in _plan(settling_steps(method), seconds):

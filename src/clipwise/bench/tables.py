@@ -15,7 +15,7 @@ _FAST, _NAIVE = ("reweight", "bookkeeping"), ONE_BY_ONE
 
 
 def markdown(results: Results) -> str:
-    """The whole report: what it was measured on, then a section for each figure that has a result."""
+    """The whole report: what it was measured on, then a section for each figure."""
     notes = _Notes()
     sections = [_figure(figure, results, notes) for figure in figures()]
     lines = ["# Measurements", "", *_conditions(results), *(line for part in sections for line in part)]
@@ -64,9 +64,9 @@ def _conditions(results: Results) -> list[str]:
 
 def _figure(figure: Figure, results: Results, notes: _Notes) -> list[str]:
     settings, methods = shown(figure, results)
-    if not settings:
-        return []
     lines = [f"## {figure.title}", ""]
+    if not settings:
+        return [*lines, "Not measured.", ""]
     if len(settings) < len(figure.settings):
         lines += [f"Shortened: {len(settings)} of {len(figure.settings)} settings.", ""]
 

@@ -21,9 +21,9 @@ from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.join import Contribution, join
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.resolve import Edge, Resolved, Resolver
+from clipwise.gradients.resolve import Resolved, Resolver
 from clipwise.gradients.rules import RuleDoesNotApply, begin
-from clipwise.gradients.walk import Graph, Use, gradients_at, node_name, output_shape, walk
+from clipwise.gradients.walk import Edge, Graph, Use, gradients_at, node_name, output_shape, walk
 
 _MOST_SIGNATURES = 512
 _CHECKED_BATCHES = 2  # of each kind of graph, against plain autograd

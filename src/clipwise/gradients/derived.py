@@ -70,6 +70,8 @@ class Path:
         gradients_b = gradients_b.to(meta.dtype)
         try:
             found = self._backward(gradients_b, batched=True)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # an operation on the way that torch cannot batch
             each = [self._backward(g, batched=False) for g in gradients_b]
             found = tuple(torch.stack(grads) for grads in zip(*each, strict=True))

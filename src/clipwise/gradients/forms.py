@@ -115,13 +115,6 @@ class Form(ABC):
         """How large the terms are whose sum is this example's gradient: rounding errors scale with it."""
         return 0.0
 
-    def cancelling(self) -> tuple[int, ...]:
-        """Examples whose terms cancel so far that the sum adds them by themselves, once norms were taken."""
-        return ()
-
-    def add_apart(self, examples: tuple[int, ...]) -> None:  # noqa: B027 (nothing cancels unseen in other forms)
-        """The same, for a form whose norms were taken of an earlier pass."""
-
 
 class Written(Form):
     """A gradient for each example, made piece by piece, and kept from the norms to the sum if memory allows."""
@@ -209,7 +202,8 @@ def gram_is_cheaper(T: int, m: int, n: int) -> bool:
     """Whether inner products of T positions cost less than gradients of m by n that are written and read again.
 
     The inner products are T^2 (m + n) in float64; a gradient is m n numbers, each about six of those by its
-    ways through memory, and its own T m n products take the place of the sum's. (6 is measured, on a CPU.)
+    ways through memory, and its own T m n products take the place of the sum's. (A rough constant: it decides how
+    long a step takes, and no result.)
     """
     return T * T * (m + n) < 6 * m * n and 2 * T * (m + n) < m * n
 
@@ -293,12 +287,6 @@ class Outer(Form):
     def mass(self, example: int) -> float:
         left, right = (torch.linalg.vector_norm(x[example].double(), dim=1) for x in (self.left, self.right))
         return float(left @ right)
-
-    def cancelling(self) -> tuple[int, ...]:
-        return tuple(self._exact)
-
-    def add_apart(self, examples: tuple[int, ...]) -> None:
-        self._exact = dict.fromkeys(examples)
 
     def mute(self, muted_B: Tensor) -> None:
         self.left, self.right = _zero(self.left, muted_B), _zero(self.right, muted_B)

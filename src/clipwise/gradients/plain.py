@@ -53,6 +53,8 @@ def by_vmap(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
                 "ignore", message=".*performance drop.*"
             )  # an operation without a batched form
             chunks = [_batched(losses, parameters, e_bB) for e_bB in torch.split(ones_BB, step)]
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # an operation that cannot be batched at all, such as a custom function
         return by_loop(losses, parameters)
     return PerExampleGradients.written(

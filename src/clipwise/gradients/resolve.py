@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients.layout import LARGEST_WEIGHT, Layout, Probe, hypotheses, probe_weights
-from clipwise.gradients.owners import Numbers, Ragged
+from clipwise.gradients.layout import Layout
+from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
 from clipwise.gradients.walk import (
     ROW_MOVERS,
+    Edge,
     Graph,
     Node,
-    gradients_at,
     node_name,
     output_shape,
     parameters_behind,
@@ -30,11 +30,8 @@ from clipwise.gradients.walk import (
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
-_EXTRA_PROBES = 4
 _MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
-
-Edge = tuple[Node, int]
 
 
 @dataclass
@@ -42,9 +39,8 @@ class Finding:
     """What probes have shown of graphs with one signature."""
 
     carries_data: dict[int, bool]
-    layouts: dict[
-        tuple[int, int], list[Layout]
-    ]  # the first is used; the probes cannot tell the others from it
+    # The first layout is used; the probes could not tell the others from it.
+    layouts: dict[tuple[int, int], list[Layout]]
     agreed: int = 1
     used: int = 0
 
@@ -141,7 +137,7 @@ class Resolver:
 
     def probe(self, graph: Graph) -> Resolved:
         """Find out by extra backward passes, and remember."""
-        prober = _Prober(graph)
+        prober = Prober(graph)
         carries_data: dict[int, bool] = {}
         dead: set[int] = set()  # any answer is right on this batch, and none is remembered
         certain = True
@@ -246,7 +242,7 @@ def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
     return (node_name(node), *parameters_behind([node], graph.names))
 
 
-def _carries_examples(node: Node, outputs: set[int], prober: _Prober, known: bool | None) -> bool | None:
+def _carries_examples(node: Node, outputs: set[int], prober: Prober, known: bool | None) -> bool | None:
     """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
 
     Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the
@@ -274,7 +270,7 @@ def _carries_examples(node: Node, outputs: set[int], prober: _Prober, known: boo
 
 
 def _carries_moved_rows(
-    node: Node, finish: FinishAll, regular: dict[int, list[Layout]], prober: _Prober, known: bool | None
+    node: Node, finish: FinishAll, regular: dict[int, list[Layout]], prober: Prober, known: bool | None
 ) -> bool:
     """Whether an open node's rows are those of examples, in an order or a number of their own.
 
@@ -314,121 +310,9 @@ def _behind(nodes: set[Node]) -> set[Node]:
     return found
 
 
-def _is_huge(g: Tensor) -> bool:
-    """Whether some finite entry is so large that a probe's weight could make it infinite."""
-    largest = g.nan_to_num(0, 0, 0).abs().max() if g.numel() else g.new_zeros(())
-    return bool(largest > torch.finfo(g.dtype).max / (2 * LARGEST_WEIGHT))
-
-
 def _applies(finish: FinishAll, gradients: dict[int, Tensor], layouts: dict[int, Layout]) -> bool:
     try:
         finish(gradients, layouts)
     except RuleDoesNotApply:
         return False
     return True
-
-
-class _Prober:
-    """The probes of one graph, made as they are asked for."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._plain: dict[Edge, Tensor] = {}
-        self._weigh(1.0)
-
-    def _weigh(self, unit: float) -> None:
-        """Begin with new weights, which are powers of two times `unit`."""
-        losses, self._unit = self._graph.losses, unit
-        self._numbers = Numbers(len(losses), losses, unit)
-        self._random = probe_weights(len(losses), losses) * unit
-        # Where data can move rows, two examples must not share a weight: a swap of the two would not be seen.
-        self._weights = list(self._numbers.weights) if self._graph.moves_rows else [self._random]
-        self._weighted: dict[Edge, list[Tensor]] = {e: [] for e in self._plain}
-
-    def at(self, edges: list[Edge]) -> None:
-        """Make sure of the probes at these edges."""
-        new = [e for e in edges if e not in self._plain]
-        if new:
-            self._plain.update(self._backward(new, torch.ones_like(self._graph.losses)))
-            self._weighted.update({e: [] for e in new})
-            if self._unit == 1 and any(_is_huge(self._plain[e]) for e in new):
-                self._weigh(
-                    1 / LARGEST_WEIGHT
-                )  # or the rows of one huge example would overflow, and say nothing
-        self._complete()
-
-    def plain(self, edge: Edge) -> Tensor:
-        """The gradient of the plain sum of losses."""
-        return self._plain[edge]
-
-    def is_dead(self, edge: Edge) -> bool:
-        """No gradient at all arrives here, so this batch decides nothing."""
-        return all(probe.is_dead() for probe in self._probes(edge))
-
-    def is_silent(self, edge: Edge) -> bool:
-        """Nothing arrives here but what is not finite, or 0."""
-        return all(probe.is_silent() for probe in self._probes(edge))
-
-    def spares_some(self, edge: Edge, layout: Layout) -> bool:
-        """Whether some example's rows would all be finite."""
-        return bool(torch.isfinite(layout.split(self._plain[edge])).flatten(1).all(1).any())
-
-    def any_loss_is_finite(self) -> bool:
-        """Whether some example is healthy at the very end."""
-        return bool(torch.isfinite(self._graph.losses).any())
-
-    def is_finite(self) -> bool:
-        """Whether all examples are, as far as the probes saw."""
-        return all(bool(torch.isfinite(g).all()) for g in self._plain.values())
-
-    def layouts(self, edge: Edge) -> list[Layout]:
-        """The regular layouts that survive all probes."""
-        first, *others = self._probes(edge)
-        return [layout for layout in first.layouts() if all(p.agrees(layout) for p in others)]
-
-    def ragged(self, edge: Edge) -> Ragged | None:
-        """The layout with rows in an order or a number of their own, if every row has one owner."""
-        for weights_B in (*self._numbers.weights, self._random):
-            if not any(weights_B is w for w in self._weights):
-                self._weights.append(weights_B)
-        self._complete()
-        return self._numbers.read(self._probes(edge))
-
-    def settle(self, edge: Edge) -> tuple[list[Layout], bool]:
-        """The layouts that may be right at an edge, and whether they may be so on another batch as well.
-
-        Layouts that several probes cannot tell from one another give, on this batch, the same answer.
-        """
-        plain, batch = self._plain[edge], len(self._graph.losses)
-        if self.is_dead(edge):
-            regular = list(hypotheses(plain.shape, batch))
-            if regular:
-                return regular, True
-        if self.is_silent(edge):
-            nobody = Ragged.of_nobody(plain.shape, batch, plain.device)
-            return [nobody] if nobody else [], False
-        left = self.layouts(edge)
-        if not left:
-            ragged = self.ragged(edge)
-            return [ragged] if ragged else [], False
-        for _ in range(_EXTRA_PROBES):
-            if len(left) == 1:
-                break
-            weights_B = probe_weights(batch, self._graph.losses) * self._unit
-            again = Probe(plain, self._backward([edge], weights_B)[edge], weights_B)
-            left = [layout for layout in left if again.agrees(layout)]
-        return left, True
-
-    def _probes(self, edge: Edge) -> list[Probe]:
-        pairs = zip(self._weighted[edge], self._weights, strict=True)
-        return [Probe(self._plain[edge], weighted, weights_B) for weighted, weights_B in pairs]
-
-    def _complete(self) -> None:
-        """One backward pass for each weighting that some edges still lack."""
-        for k, weights_B in enumerate(self._weights):
-            lacking = [e for e, made in self._weighted.items() if len(made) == k]
-            for edge, g in self._backward(lacking, weights_B).items():
-                self._weighted[edge].append(g)
-
-    def _backward(self, edges: list[Edge], weights_B: Tensor) -> dict[Edge, Tensor]:
-        return gradients_at(self._graph, edges, weights_B, retain=True)

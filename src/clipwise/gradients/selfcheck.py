@@ -17,7 +17,9 @@ from clipwise.gradients.forms import roundoff
 from clipwise.gradients.layout import private_generator
 from clipwise.gradients.plain import single
 
-_ROUNDING = 1e3  # a norm of a single number, say, is all rounding, divided by a small epsilon
+# A norm of a single number, say, is all rounding, divided by a small epsilon. But no precision excuses more than a
+# thousandth of what arrives.
+_ROUNDING, _MOST_ROUNDING = 1e3, 1e-3
 _UNDERFLOW = 1e-30  # gradients so short may have lost their digits on the way
 
 
@@ -31,7 +33,7 @@ def check(
     disagreed = ""
     for i in torch.randperm(len(losses), generator=private_generator())[:3].tolist():
         truth = single(losses, i, parameters)
-        rounding = _ROUNDING * roundoff(losses.dtype) * arriving(i)
+        rounding = min(_ROUNDING * roundoff(losses.dtype), _MOST_ROUNDING) * arriving(i)
         name = _disagreement(result, losses, i, truth, parameters, rounding)
         if name is None and max(map(_norm, truth.values())) > _UNDERFLOW:
             return

@@ -95,12 +95,6 @@ class Tied(Form):
     def mass(self, example: int) -> float:
         return self.outer.mass(example) + self.rows.mass(example)
 
-    def cancelling(self) -> tuple[int, ...]:
-        return self._apart
-
-    def add_apart(self, examples: tuple[int, ...]) -> None:
-        self._apart = examples
-
     def mute(self, muted_B: Tensor) -> None:
         self.outer.mute(muted_B)
         self.rows.mute(muted_B)

@@ -22,6 +22,7 @@ from torch import Tensor
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 
 Node = Any  # torch exposes autograd nodes by duck type only
+Edge = tuple[Node, int]  # one output of a node
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
