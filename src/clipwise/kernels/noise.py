@@ -1,0 +1,144 @@
+"""Normals from a counter: Philox4x32-10 and Box-Muller in float64, one launch for a whole draw.
+
+Pair j of normals is a pure function of j and of the key, so a longer draw begins with a shorter one, and
+the key is read on the device: a captured CUDA graph draws new noise when it finds a new key there.
+
+The key is 32 bytes as four int64. The first is Philox's 64-bit key, the second the upper half of its
+counter, whose lower half is j: 128 bits of secret; the other two are not read. The four 32-bit words of a
+count are two 64-bit words (k, a), low halves first, and these make a pair: k unsigned, a signed,
+
+    u = (k + 1/2) 2^-64,   r = std sqrt(-2 ln u),   t = pi a 2^-63,   the pair r cos t, r sin t.
+
+u is rounded once, in its own binade: the smallest is 2^-65 exactly (r = 9.49 std), and the tail has the full
+relative precision of float64; the largest rounds to 1, where r = 0. u is never 0 and never above 1, so no word
+gives NaN or infinity. Only the finished value is rounded to the asked dtype.
+
+Legend: P pairs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from clipwise.kernels import usable
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, tl
+
+# Philox4x32-10, "Parallel random numbers: as easy as 1, 2, 3" (2011): multipliers, and what the key grows by.
+ROUNDS = 10
+_MULTIPLY_0, _MULTIPLY_2 = 0xD2511F53, 0xCD9E8D57
+_GROW_0, _GROW_1 = 0x9E3779B9, 0xBB67AE85
+
+_LOW = 0xFFFFFFFF
+_ANGLE = math.pi * 2.0**-63
+_BLOCK = 512  # pairs in a program
+_TWIN_PAIRS = 1 << 21  # pairs that the twin makes at a time: bounds its workspace
+
+
+def normals(
+    key_4: Tensor, size: int, std: float, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """`size` independent values of N(0, std^2), flat.
+
+    Args:
+        key_4: the step's key, int64[4], on the device. Two draws from one key are the same noise.
+        size: how many values.
+        std: the standard deviation. It is a number, so a captured graph keeps it.
+        dtype: torch.float32 or torch.float64.
+        device: where to draw: the key's device, and no other.
+    """
+    assert key_4.dtype == torch.int64 and key_4.shape == (4,) and key_4.is_contiguous()
+    assert dtype in (torch.float32, torch.float64)
+    # "cuda" without a number is the current device: a name alone says no less than where the key is.
+    assert device is None or torch.device(device).type == key_4.device.type
+    if not usable(key_4):
+        return normals_in_torch(key_4, size, std, dtype)
+    pairs = blocks(size, 2)
+    out = torch.empty(2 * pairs, dtype=dtype, device=key_4.device)
+    if pairs:
+        # In memory, because Triton would pass a float as float32.
+        std_1 = torch.full((1,), std, dtype=torch.float64, device=key_4.device)
+        with device_of(key_4):
+            _write_normals[(blocks(pairs, _BLOCK),)](
+                key_4, std_1, out, pairs, ROUNDS, _MULTIPLY_0, _MULTIPLY_2, _GROW_0, _GROW_1, _ANGLE, _BLOCK
+            )
+    return out[:size]
+
+
+def normals_in_torch(key_4: Tensor, size: int, std: float, dtype: torch.dtype) -> Tensor:
+    """The twin of `normals`: the same words, so the same values up to the last bits of log, cos and sin."""
+    pairs = blocks(size, 2)
+    out_P2 = torch.empty(pairs, 2, dtype=dtype, device=key_4.device)
+    key, upper = _halves(key_4[0]), _halves(key_4[1])
+    for start in range(0, pairs, _TWIN_PAIRS):
+        j_P = torch.arange(start, min(start + _TWIN_PAIRS, pairs), device=key_4.device)
+        words = philox((*_halves(j_P), *(half.expand_as(j_P) for half in upper)), key)
+        k_P, a_P = words[0] | (words[1] << 32), words[2] | (words[3] << 32)
+        out_P2[start : start + len(j_P)] = pairs_from_words(k_P, a_P, std)
+    return out_P2.view(-1)[:size]
+
+
+def pairs_from_words(k_P: Tensor, a_P: Tensor, std: float) -> Tensor:
+    """Box-Muller as above, from words as int64, whose bits count for k and whose value for a: [P, 2] in float64."""
+    u_P = (k_P.view(torch.uint64).double() + 0.5) * 2.0**-64
+    r_P, t_P = torch.sqrt(-2 * torch.log(u_P)) * std, a_P.double() * _ANGLE
+    return torch.stack([torch.cos(t_P) * r_P, torch.sin(t_P) * r_P], 1)
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four words from a counter of four and a key of two. A word is an int64 below 2^32."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # The products need 64 bits: int64 wraps, and keeps all of them.
+        p0, p2 = _halves(c0 * _MULTIPLY_0), _halves(c2 * _MULTIPLY_2)
+        c0, c1, c2, c3 = p2[1] ^ c1 ^ k0, p2[0], p0[1] ^ c3 ^ k1, p0[0]
+        k0, k1 = (k0 + _GROW_0) & _LOW, (k1 + _GROW_1) & _LOW
+    return c0, c1, c2, c3
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and the high 32 bits of an int64. (Its right shift copies the sign: the mask removes that.)"""
+    return x & _LOW, (x >> 32) & _LOW
+
+
+@jit
+def _write_normals(
+    key: Pointer,
+    std: Pointer,
+    out: Pointer,
+    pairs: int,
+    ROUNDS: constexpr,
+    MULTIPLY_0: constexpr,
+    MULTIPLY_2: constexpr,
+    GROW_0: constexpr,
+    GROW_1: constexpr,
+    ANGLE: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    """Pairs BLOCK * program ... of the draw, stored side by side."""
+    j_P = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    secret = tl.load(key).to(tl.uint64, bitcast=True)
+    upper = tl.load(key + 1).to(tl.uint64, bitcast=True)
+    k0, k1 = secret.to(tl.uint32), (secret >> 32).to(tl.uint32)
+    c0, c1 = j_P.to(tl.uint32), (j_P >> 32).to(tl.uint32)
+    c2 = tl.zeros([BLOCK], tl.uint32) + upper.to(tl.uint32)
+    c3 = tl.zeros([BLOCK], tl.uint32) + (upper >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        p0 = c0.to(tl.uint64) * MULTIPLY_0
+        p2 = c2.to(tl.uint64) * MULTIPLY_2
+        c0 = (p2 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p2.to(tl.uint32), p0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + GROW_0).to(tl.uint32)  # modulo 2^32
+        k1 = (k1.to(tl.uint64) + GROW_1).to(tl.uint32)
+    k_P = c0.to(tl.uint64) | (c1.to(tl.uint64) << 32)
+    a_P = (c2.to(tl.uint64) | (c3.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
+    u_P = (k_P.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2^-64
+    r_P = tl.sqrt(-2.0 * tl.log(u_P)) * tl.load(std)
+    t_P = a_P.to(tl.float64) * ANGLE
+    pair_P2 = tl.join(tl.cos(t_P) * r_P, tl.sin(t_P) * r_P)
+    at_P2 = 2 * j_P[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(out + at_P2, pair_P2.to(out.dtype.element_ty), mask=(j_P < pairs)[:, None])

@@ -1,0 +1,104 @@
+"""What each position of a convolution's output sees of an image whose channels lie side by side in memory.
+
+A view can say the same, and a copy of that view takes several times as long: it works out the place of every single
+number. Here a program works out the place of a position, and copies its channels in one go; what lies outside of
+the image is 0.
+
+Legend: N images of H by W, c channels; T = P_h P_w positions of the output; o offsets of the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipwise.kernels import usable
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+
+_TILE = 2048  # numbers that a program copies at a time
+_LINE = 256  # channels of a tile, at most
+
+Pair = tuple[int, int]
+
+
+def fits(x_NcHW: Tensor) -> bool:
+    """Whether the kernel can copy windows of these images."""
+    return usable(x_NcHW) and x_NcHW.dim() == 4 and x_NcHW.stride(1) == 1
+
+
+def patches(
+    x_NcHW: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, positions: Pair
+) -> Tensor:
+    """[N, T, o * c]: the window of each position, offset by offset."""
+    N, c, H, W = x_NcHW.shape
+    rows, columns = positions
+    out = torch.empty(N, rows * columns, kernel[0] * kernel[1] * c, dtype=x_NcHW.dtype, device=x_NcHW.device)
+    if out.numel() == 0:
+        return out
+    line = min(_LINE, power_of_two(c))
+    places = max(1, _TILE // line)
+    total = N * rows * columns
+    with device_of(x_NcHW):
+        _copy[(blocks(total, places), blocks(c, line))](
+            x_NcHW,
+            out,
+            total,
+            rows,
+            columns,
+            H,
+            W,
+            c,
+            x_NcHW.stride(0),
+            x_NcHW.stride(2),
+            x_NcHW.stride(3),
+            *stride,
+            *padding,
+            *dilation,
+            KERNEL_H=kernel[0],
+            KERNEL_W=kernel[1],
+            PLACES=places,
+            LINE=line,
+        )
+    return out
+
+
+@jit
+def _copy(
+    x: Pointer,
+    out: Pointer,
+    total: int,
+    rows: int,
+    columns: int,
+    H: int,
+    W: int,
+    channels: int,
+    x_N: int,
+    x_H: int,
+    x_W: int,
+    stride_h: int,
+    stride_w: int,
+    padding_h: int,
+    padding_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    KERNEL_H: constexpr,
+    KERNEL_W: constexpr,
+    PLACES: constexpr,
+    LINE: constexpr,
+) -> None:
+    """Some positions, and some channels of all their offsets."""
+    place_P = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    channel_L = tl.program_id(1) * LINE + tl.arange(0, LINE)
+    is_there = (place_P < total)[:, None] & (channel_L < channels)[None, :]
+    column_P = place_P % columns
+    row_P = place_P // columns % rows
+    image_P = x + (place_P // columns // rows).to(tl.int64) * x_N
+    out_PL = out + place_P.to(tl.int64)[:, None] * (KERNEL_H * KERNEL_W * channels) + channel_L[None, :]
+    for o in tl.static_range(KERNEL_H * KERNEL_W):
+        h_P = row_P * stride_h - padding_h + o // KERNEL_W * dilation_h
+        w_P = column_P * stride_w - padding_w + o % KERNEL_W * dilation_w
+        inside_P = (h_P >= 0) & (h_P < H) & (w_P >= 0) & (w_P < W)
+        at_PL = (image_P + h_P.to(tl.int64) * x_H + w_P.to(tl.int64) * x_W)[:, None] + channel_L[None, :]
+        tl.store(
+            out_PL + o * channels, tl.load(at_PL, mask=is_there & inside_P[:, None], other=0.0), mask=is_there
+        )
