@@ -1,15 +1,23 @@
-"""The noise: its law to the end of the tail, what it may depend on, and the secret behind it."""
+"""The noise: its law to the end of the tail, what it may depend on, and the secret behind it.
+
+That of CUDA is tested in tests/kernels/test_noise.py, from its words on.
+"""
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import io
+import itertools
 import math
+import multiprocessing
+import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import mpmath
 import numpy as np
 import pytest
 import torch
@@ -19,14 +27,10 @@ from scipy import stats
 
 from clipwise import noise
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.noise import NoiseKey, gaussian, normals_from_words
+from clipwise.noise import NoiseKey, gaussian, key_words
 
 SECRET = bytes(range(1, 33))
 TOP = 2**64 - 1
-EXTREME = [0, 1, 2, 2**11, 2**32, 2**52 - 1, 2**52, 2**53 + 1, 2**62, 2**63 - 1, 2**63, TOP - 1, TOP]
-word = st.sampled_from(EXTREME) | st.integers(0, TOP) | st.integers(0, 64).map(lambda bits: (1 << bits) - 1)
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -41,123 +45,96 @@ def derived(label: str = "noise/0") -> bytes:
     return NoiseKey(SECRET).derive(label)
 
 
-def pair(k: int, a: int) -> tuple[float, float]:
-    x, y = normals_from_words(np.array([k, a], dtype=np.uint64)).tolist()
-    return x, y
-
-
-def radii(words: np.ndarray) -> np.ndarray:
-    """The radii that radius words give: with angle word 0 the first normal of a pair is the radius."""
-    pairs = np.stack([words, np.zeros_like(words)], axis=1).reshape(-1)
-    return normals_from_words(pairs)[::2].numpy()
-
-
 def uniform_words(count: int, below: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, below, size=count, dtype=np.uint64, endpoint=False)
 
 
-# ---- words -> normals -------------------------------------------------------------------------------
+# ---- the tail of numpy's ziggurat ---------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=400)
-@given(k=word, a=word)
-def test_a_pair_is_box_muller_to_the_last_digits(k: int, a: int) -> None:
-    x, y = pair(k, a)
-    with mpmath.workdps(60):
-        signed = a - 2**64 if a >= 2**63 else a
-        square = -2 * mpmath.log((mpmath.mpf(k) + 0.5) / mpmath.mpf(2) ** 64)
-        angle = mpmath.pi * signed / mpmath.mpf(2) ** 63
-        radius = mpmath.sqrt(square)
-        assert math.isfinite(x) and math.isfinite(y)
-        # u has 53 bits: near u = 1 that is an absolute error of 2^-54 in ln u, elsewhere a relative one.
-        assert abs(mpmath.mpf(x) ** 2 + mpmath.mpf(y) ** 2 - square) <= 2**-52 + 2**-49 * square
-        slack = mpmath.sqrt(mpmath.mpf(2) ** -52 + 2**-49 * square) if square < 2**-40 else 2**-49 * radius
-        assert abs(x - radius * mpmath.cos(angle)) <= slack
-        assert abs(y - radius * mpmath.sin(angle)) <= slack
+class Fed:
+    """A bit generator of numpy's interface that plays back what it is told: words and 53-bit uniforms."""
+
+    class _Struct(ctypes.Structure):
+        _fields_ = [("state", ctypes.c_void_p)] + [(f"f{k}", ctypes.c_void_p) for k in range(4)]
+
+    def __init__(self, words: Iterator[int], uniforms: Iterator[float]) -> None:
+        integer, real = (ctypes.CFUNCTYPE(t, ctypes.c_void_p) for t in (ctypes.c_uint64, ctypes.c_double))
+        self.lock = threading.Lock()
+        word, uniform = integer(lambda _: next(words)), real(lambda _: next(uniforms))
+        self._alive = word, uniform
+        word_at, uniform_at = (ctypes.cast(f, ctypes.c_void_p).value for f in (word, uniform))
+        self._struct = self._Struct(None, word_at, None, uniform_at, word_at)
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self.capsule = new(ctypes.addressof(self._struct), b"BitGenerator", None)
 
 
-def test_the_smallest_words_keep_full_relative_precision() -> None:
-    # A sampler that added anything to small uniforms, or cut them at 53 bits, would round these.
-    small = np.arange(64, dtype=np.uint64)
-    with mpmath.workdps(60):
-        exact = [float(mpmath.sqrt(2 * (65 * mpmath.log(2) - mpmath.log(2 * int(k) + 1)))) for k in small]
-    np.testing.assert_allclose(radii(small), exact, rtol=4e-16, atol=0)
-    assert radii(small)[0] == pytest.approx(math.sqrt(2 * 65 * math.log(2)), rel=4e-16)
-    assert radii(small)[0] > 9.49
+def fed(uniforms: Iterator[float], seed: int = 0) -> np.random.Generator:
+    """A generator all of whose normals come from the tail, on either side.
+
+    Of a word the low byte chooses the strip, 0 the lowest; the highest bits say how far out: all of them, beyond
+    the strip, where the tail begins.
+    """
+    words = (int(w) << 8 | 0xFF << 56 for w in uniform_words(1 << 20, 2**48, seed))
+    return np.random.Generator(Fed(words, uniforms))  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
-@given(words=st.lists(word, min_size=2, max_size=50))
-def test_the_radius_falls_as_the_word_grows(words: list[int]) -> None:
-    found = radii(np.array(sorted(words), dtype=np.uint64))
-    assert (np.diff(found) <= 0).all()
-    assert (found >= 0).all()
+def edge() -> float:
+    """Where the tail begins: what an excess of 0 gives."""
+    return float(abs(fed(itertools.cycle([0.0, 0.5])).standard_normal()))
 
 
-def test_every_extreme_pair_is_finite_and_the_largest_word_is_the_centre() -> None:
-    words = np.array([(k, a) for k in EXTREME for a in EXTREME], dtype=np.uint64).reshape(-1)
-    assert torch.isfinite(normals_from_words(words)).all()
-    assert pair(TOP, 12345) == (0.0, 0.0)
+def tail_uniforms(excess: float, grid: int = 2**53) -> Iterator[float]:
+    """Pairs of uniforms on [0, 1) as numpy asks for them, of those that can give more than edge + excess.
+
+    The tail is x = edge + e, e = -ln(1 - U) / edge, taken if -2 ln(1 - V) > e^2. A larger excess needs a U above
+    1 - exp(-edge excess) and a V above 1 - exp(-excess^2 / 2); all others change nothing beyond it.
+    """
+    rng = np.random.default_rng(0)
+    limits = [math.ceil(grid * math.exp(-rate)) for rate in (edge() * excess, excess**2 / 2)]
+    while True:
+        for from_the_end in rng.integers(1, limits, size=(1000, 2), endpoint=True).reshape(-1):
+            yield 1 - int(from_the_end) / grid
 
 
-def test_words_may_be_signed_unsigned_or_numpy() -> None:
-    words = uniform_words(1000, TOP)
-    signed = torch.from_numpy(words.view(np.int64))
-    expected = normals_from_words(words)
-    assert torch.equal(normals_from_words(signed), expected)
-    assert torch.equal(normals_from_words(signed.view(torch.uint64)), expected)
-    assert expected.dtype == torch.float64
+def ziggurat_tail_p_value(normals: np.ndarray, sigma: float) -> float:
+    """KS test that normals beyond sigma, on either side, have the law of a normal there."""
+    beyond = np.abs(normals)[np.abs(normals) > sigma]
+    assert len(beyond) > 0.5 * len(normals)
+    return float(stats.kstest(np.exp(stats.norm.logsf(beyond) - stats.norm.logsf(sigma)), "uniform").pvalue)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [(3, torch.int64), (4, torch.int32), ((2, 2), torch.int64)])
-def test_other_words_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigurationError, match="words"):
-        normals_from_words(torch.zeros(shape, dtype=dtype))
+@pytest.mark.parametrize("sigma", [3.7, 5.8, 7.0, 8.0, 9.0, 10.0])
+def test_the_ziggurat_has_the_law_of_a_normal_in_the_tail(sigma: float) -> None:
+    normals = fed(tail_uniforms(sigma - edge())).standard_normal(20_000)
+    assert ziggurat_tail_p_value(normals, sigma) > 1e-3
+    assert abs(int((normals > 0).sum()) - 10_000) < 5 * math.sqrt(5_000)
 
 
-# ---- the tail ---------------------------------------------------------------------------------------
+def test_the_tail_test_rejects_a_ziggurat_of_24_bit_uniforms() -> None:
+    # The planted fault: what the same sampler would give with the uniforms of its float32 sibling.
+    sigma = 8.0
+    normals = fed(tail_uniforms(sigma - edge(), grid=2**24)).standard_normal(20_000)
+    assert ziggurat_tail_p_value(normals, sigma) < 1e-12
 
 
-def tail_p_value(radius: np.ndarray, bits: int) -> float:
-    """KS test that radii from words below 2^(64 - bits) have the law of a normal pair's tail:
-    P(r > x | r > r0) = exp(-(x^2 - r0^2) / 2) with exp(-r0^2 / 2) = 2^-bits."""
-    excess = radius**2 / 2 - bits * math.log(2)
-    return float(stats.kstest(excess, "expon").pvalue)
+def test_the_largest_normal_is_the_stated_one() -> None:
+    # V = 1 - 2^-53, the last one, takes excesses up to sqrt(2 * 53 ln 2).
+    last = math.sqrt(2 * 53 * math.log(2))
+    step = math.exp(-edge() * last) * 2**53  # the distance of U from 1 there, in units of its grid
+    outside, inside = (1 - k * 2.0**-53 for k in (math.floor(step), math.ceil(step)))
+    # The first pair is refused, the second one taken.
+    largest = abs(fed(iter([outside, 1 - 2.0**-53, inside, 1 - 2.0**-53])).standard_normal())
+    assert largest == pytest.approx(edge() + last, abs=1 / (edge() * step))
+    assert 12.2 < largest < 12.3
 
 
-@pytest.mark.parametrize("bits", [0, 1, 20, 40])
-def test_the_radius_has_the_exact_conditional_law_in_the_tail(bits: int) -> None:
-    assert tail_p_value(radii(uniform_words(200_000, 2 ** (64 - bits))), bits) > 1e-3
-
-
-def test_the_tail_test_rejects_24_bit_uniforms() -> None:
-    # The planted fault: torch.randn's float32 uniforms are multiples of 2^-24, the first above 0.
-    coarse = (uniform_words(200_000, 2**44) >> np.uint64(40) << np.uint64(40)) + np.uint64(2**40)
-    assert radii(coarse).max() < 5.78
-    assert tail_p_value(radii(coarse), 20) < 1e-12
-
-
-def test_words_that_24_bits_cannot_express_reach_beyond_5_8_sigma() -> None:
-    assert radii(np.array([2**40], dtype=np.uint64))[0] < 5.77
-    assert radii(uniform_words(10_000, 2**39)).min() > 5.88
-
-
-@pytest.mark.parametrize(("sigma", "bits"), [(3, 5), (6, 20), (7, 30), (8, 40), (9, 52)])
-def test_one_coordinate_passes_sigma_as_often_as_a_normal_does(sigma: float, bits: int) -> None:
-    # |x| > sigma needs r > sigma, so all of that event lies in the smallest 2^-bits of radius words.
-    assert math.sqrt(2 * bits * math.log(2)) < sigma
-    count = 400_000
-    words = np.empty(2 * count, dtype=np.uint64)
-    words[::2], words[1::2] = uniform_words(count, 2 ** (64 - bits)), uniform_words(count, TOP, seed=1)
-    probability = 2 * stats.norm.sf(sigma) * 2.0**bits
-    allowed = 5 * math.sqrt(count * probability)
-    for coordinate in normals_from_words(words).view(-1, 2).unbind(1):
-        assert abs(int((coordinate.abs() > sigma).sum()) - count * probability) < allowed
-
-
-def test_float32_noise_keeps_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_cpu_words", lambda key, count: [torch.zeros(count, dtype=torch.int64)])
-    assert gaussian(derived(), 2, 2.0)[0].item() == pytest.approx(2 * 9.4925, rel=1e-4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draw_keeps_the_tail(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_stream", lambda key, chunk: fed(tail_uniforms(9.0 - edge())))
+    x = gaussian(derived(), 1000, 2.0, dtype=dtype).double().numpy() / 2.0
+    assert ziggurat_tail_p_value(x, 9.0) > 1e-3
 
 
 # ---- the law of whole draws ---------------------------------------------------------------------------
@@ -199,35 +176,87 @@ def test_no_noise_is_zero() -> None:
 # ---- what a draw may depend on ------------------------------------------------------------------------
 
 
+SEVERAL_CHUNKS = 4 * noise._CPU_CHUNK + 1001
+
+
+def several_chunks() -> torch.Tensor:
+    return gaussian(derived(), SEVERAL_CHUNKS, 1.0, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("threads", [2, 3, 4])
 def test_the_number_of_threads_changes_nothing(threads: int) -> None:
-    size = 4 * noise._CPU_CHUNK + 1001
-    alone = gaussian(derived(), size, 1.0, dtype=torch.float64)
+    alone = several_chunks()
     torch.set_num_threads(threads)
-    assert torch.equal(gaussian(derived(), size, 1.0, dtype=torch.float64), alone)
+    for _ in range(5):
+        assert torch.equal(several_chunks(), alone)
 
 
-@pytest.mark.parametrize("chunk", [4, 64, 1000, 4096])
-def test_the_size_of_a_chunk_changes_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = gaussian(derived(), 10_001, 1.0, dtype=torch.float64)
-    monkeypatch.setattr(noise, "_CPU_CHUNK", chunk)
-    assert torch.equal(gaussian(derived(), 10_001, 1.0, dtype=torch.float64), whole)
+def test_callers_may_draw_at_the_same_time() -> None:
+    alone = several_chunks()
+    torch.set_num_threads(2)
+    with ThreadPoolExecutor(4) as callers:
+        for found in callers.map(lambda _: several_chunks(), range(8)):
+            assert torch.equal(found, alone)
+
+
+def test_a_draw_of_one_chunk_asks_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    pool = noise._pool
+    monkeypatch.setattr(
+        noise, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads)
+    )
+    torch.set_num_threads(4)
+    gaussian(derived(), noise._CPU_CHUNK, 1.0)
+    assert asked == []
+    gaussian(derived(), noise._CPU_CHUNK + 1, 1.0)
+    assert asked == [4]
+
+
+def test_a_fork_draws_with_threads_of_its_own() -> None:
+    torch.set_num_threads(2)
+    expected = several_chunks().numpy().tobytes()  # the parent's threads are there now
+
+    def child() -> None:
+        os._exit(0 if several_chunks().numpy().tobytes() == expected else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
 
 
 @settings(deadline=None)
-@given(size=st.integers(0, 3000))
+@given(size=st.integers(0, 3000) | st.integers(0, SEVERAL_CHUNKS))
 def test_a_short_draw_is_the_beginning_of_a_long_one(size: int) -> None:
-    assert torch.equal(gaussian(derived(), size, 1.0), gaussian(derived(), 3000, 1.0)[:size])
+    short, long = gaussian(derived(), size, 1.0, dtype=torch.float64), several_chunks()
+    assert torch.equal(short, long[:size])
 
 
-def test_chunks_are_one_philox_stream_and_use_every_byte_of_the_key() -> None:
+def test_chunks_are_independent() -> None:
+    chunks = 32
+    z = gaussian(derived("chunks"), chunks * noise._CPU_CHUNK, 1.0, dtype=torch.float64).numpy()
+    assert len(np.unique(z)) == len(z)
+    rows = z.reshape(chunks, noise._CPU_CHUNK)
+    for transform in (lambda v: v, np.abs):
+        correlation = np.corrcoef(transform(rows)) - np.eye(chunks)
+        assert np.abs(correlation).max() < 5 / math.sqrt(noise._CPU_CHUNK)
+
+
+def words_of(key: bytes, chunk: int) -> np.ndarray:
+    return noise._stream(key, chunk).integers(0, TOP, size=400, dtype=np.uint64, endpoint=True)
+
+
+def test_no_two_chunks_share_a_word_and_every_byte_of_the_key_counts() -> None:
     key = derived()
-    whole = noise._philox(key, 0, 400)
-    assert torch.equal(torch.cat([noise._philox(key, start, 80) for start in range(0, 400, 80)]), whole)
+    first = words_of(key, 0)
+    for chunk in (1, 2, 255, 256, 2**32, 2**63):
+        assert not np.isin(words_of(key, chunk), first).any()
     for position in range(32):
         other = bytearray(key)
         other[position] ^= 1
-        assert not torch.isin(noise._philox(bytes(other), 0, 400), whole).any()
+        assert not np.isin(words_of(bytes(other), 0), first).any()
 
 
 def test_neither_torch_nor_numpy_seeds_matter() -> None:
@@ -267,6 +296,12 @@ def test_a_wrong_key_or_size_is_refused() -> None:
         gaussian(b"short", 4, 1.0)
     with pytest.raises(ConfigurationError, match="size"):
         gaussian(derived(), -1, 1.0)
+
+
+def test_a_device_reads_all_of_a_key_in_order() -> None:
+    key = derived()
+    assert key_words(key).dtype == torch.int64
+    assert key_words(key).numpy().tobytes() == key
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"])
@@ -388,41 +423,3 @@ def test_a_wiped_key_holds_nothing_and_refuses_to_work() -> None:
     for use in (key.advance, key.copy, key.secret_bytes, lambda: key.derive("noise/0")):
         with pytest.raises(StepError, match="wiped"):
             use()
-
-
-# ---- CUDA -----------------------------------------------------------------------------------------------
-
-
-@needs_cuda
-def test_cuda_words_use_all_64_bits_and_most_of_the_key() -> None:
-    key, device = derived(), torch.device("cuda")
-    (words,) = noise._cuda_words(key, 1 << 20, device)
-    for bit in range(64):
-        ones = int(((words >> bit) & 1).sum())
-        assert abs(ones - (1 << 19)) < 5 * math.sqrt(1 << 18)
-    for position in range(16):
-        other = bytearray(key)
-        other[position] ^= 128
-        (changed,) = noise._cuda_words(bytes(other), 1 << 16, device)
-        assert not torch.isin(changed, words).any()
-
-
-@needs_cuda
-def test_cuda_draws_are_normal_and_repeatable() -> None:
-    size = noise._CUDA_CHUNK + 12_345
-    x = gaussian(derived(), size, 2.0, device="cuda", dtype=torch.float64)
-    assert torch.equal(gaussian(derived(), size, 2.0, device="cuda", dtype=torch.float64), x)
-    assert x.shape == (size,) and len(torch.unique(x)) == size
-    z = x.cpu().numpy() / 2.0
-    for power, expected, error in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs((z**power).mean() - expected) < 4 * math.sqrt(error / size)
-    assert stats.kstest(z[: 1 << 20], "norm").pvalue > 1e-3
-
-
-@needs_cuda
-def test_cuda_and_cpu_make_the_same_normals_of_the_same_words() -> None:
-    bits = np.concatenate([np.array(EXTREME, dtype=np.uint64), uniform_words(100_000, TOP)])
-    words = torch.from_numpy(bits.view(np.int64))
-    torch.testing.assert_close(
-        normals_from_words(words.cuda()).cpu(), normals_from_words(words), rtol=1e-14, atol=1e-14
-    )

@@ -2,9 +2,23 @@
 
 A Gaussian mechanism promises a density on the whole real line. A sampler that stops early breaks the
 promise: `torch.randn` in float32 is built from 24-bit uniforms and never passes 5.8 standard deviations,
-so a neighbour's release can fall where the other data set cannot put it. Here every pair of normals is
-made from two full 64-bit words by Box-Muller in float64 and reaches 9.49 standard deviations; what is
-cut off beyond has probability below 3e-21. Only the finished value is rounded to the asked dtype.
+so a neighbour's release can fall where the other data set cannot put it. Here every value is drawn in
+float64 from full 64-bit words, and only the finished value is rounded to the asked dtype.
+
+On the CPU numpy's ziggurat draws. It lays 256 strips of one area over half of the bell, takes one of them and
+a place in it (52 bits), and keeps what lies under the curve: at once where the whole strip does, else by
+comparison with exp(-x^2 / 2) itself. The lowest strip ends at r = 3.654; the tail behind it is
+
+    x = r + e,   e = -ln(1 - U) / r,   kept if -2 ln(1 - V) > e^2, else drawn again,
+
+with uniforms U, V of 53 bits. That is the normal law beyond r and no approximation of it: an e comes up with
+density r exp(-r e) and stays with probability exp(-e^2 / 2), whose product is a constant times
+exp(-(r + e)^2 / 2). Values there lie closer than those of float32 up to 10 standard deviations. The last V,
+1 - 2^-53, ends the tail at r + sqrt(2 * 53 ln 2) = 12.2; what is cut off has probability below 1e-33.
+
+On CUDA the words are those of Philox4x32-10, and two of 64 bits make a pair of normals by Box-Muller
+(kernels/noise.py), which reach 9.49 standard deviations; what is cut off there has probability below 3e-21.
+The two draw alike in law and not in values: one key gives other noise on CUDA than on the CPU.
 
 What is *not* claimed: values are floating-point numbers, so the low bits of a noised sum are those of
 rounded real arithmetic, and Philox is a statistical generator, not a proven cipher.
@@ -13,29 +27,26 @@ rounded real arithmetic, and Philox is a statistical generator, not a proven cip
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError, StepError
+from clipwise.kernels.noise import normals
 
 KEY_BYTES = 32
 
-# Words in one piece of work: large enough to hide the cost of a call, small enough for the cache (CPU)
-# or for the memory beside a model (CUDA: 32 MiB of words and 48 MiB of workspace).
-_CPU_CHUNK = 1 << 18
-_CUDA_CHUNK = 1 << 22
-
-# Threads that draw words on the CPU: this many keep up with the arithmetic on any number of cores.
-_DRAWERS = 4
+# Normals in one piece of work on the CPU: large enough to hide the cost of a call, small enough for the cache
+# and for small models to be worth a second thread. It is part of what a key means: another size is other noise.
+_CPU_CHUNK = 1 << 15
 
 
 class NoiseKey:
@@ -137,10 +148,10 @@ def gaussian(
 ) -> Tensor:
     """`size` independent values of N(0, std^2), a pure function of `key`.
 
-    On the CPU the result depends on nothing else: not on the number of threads, and a shorter draw is
-    the beginning of a longer one, so how a flat buffer is cut afterwards does not matter. On CUDA the
-    words come from torch's own generator (`_cuda_words`), and the result also depends on `size` and on
-    the device. Other devices get the CPU's values.
+    On the CPU the result depends on nothing else (but for a numpy that draws otherwise), not even on the number of
+    threads. On CUDA the noise of a key is another one, and its last bits are those of the device's own functions.
+    On both a shorter draw is the beginning of a longer one, so how a flat buffer is cut afterwards does not matter.
+    Other devices get the CPU's values.
 
     Args:
         key: 32 bytes from `NoiseKey.derive`. Two draws from one key are the same noise.
@@ -162,101 +173,70 @@ def gaussian(
             "and round the noised sum."
         )
     target = torch.device(device)
-    on_cuda = target.type == "cuda"
-    maker, chunk = (target, _CUDA_CHUNK) if on_cuda else (torch.device("cpu"), _CPU_CHUNK)
-    even = size + size % 2  # normals come in pairs
-    noise = torch.empty(even, dtype=dtype, device=maker)
-    workspace = torch.empty(3, min(even, chunk) // 2, dtype=torch.float64, device=maker)
-    pieces = _cuda_words(key, even, maker) if on_cuda else _cpu_words(key, even)
-    for start, words in zip(range(0, even, chunk), pieces, strict=True):
-        _write_normals(noise[start : start + chunk], words, std, workspace[:, : words.numel() // 2])
-    return noise[:size].to(target)
+    if target.type == "cuda":
+        return _on_cuda(key, size, std, target, dtype)
+    return _on_cpu(key, size, std, dtype).to(target)
 
 
-def normals_from_words(words: Tensor | npt.NDArray[np.uint64]) -> Tensor:
-    """Standard normals in float64, two from every two 64-bit words: a pure function.
+def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
+    """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
+    noise = torch.empty(size, dtype=dtype)
+    starts = deque(range(0, size, _CPU_CHUNK))
+    threads = torch.get_num_threads()
+    if threads == 1 or len(starts) <= 1:
+        _draw_chunks(key, noise, std, starts)
+        return noise
+    pool = _pool(os.getpid(), threads)
+    drawers = range(min(threads, len(starts)))
+    for drawer in [pool.submit(_draw_chunks, key, noise, std, starts) for _ in drawers]:
+        drawer.result()
+    return noise
 
-    Args:
-        words: an even number of uniform words, int64 or uint64 (the bits count, not the sign). Word 2j
-            gives the radius of pair j and word 2j + 1 its angle; see `_write_normals`.
+
+@lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """The threads that draw. Threads do not survive a fork, so another process gets its own."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
+
+
+def _draw_chunks(key: bytes, noise: Tensor, std: float, starts: deque[int]) -> None:
+    """Draw chunks until no start is left, by way of one buffer in float64.
+
+    Numpy lets go of the interpreter lock while it draws and while it scales, so threads do this side by side.
     """
-    if isinstance(words, np.ndarray):
-        words = torch.from_numpy(words.view(np.int64))
-    if words.dtype not in (torch.int64, torch.uint64) or words.dim() != 1 or words.numel() % 2:
-        raise ConfigurationError("words must be a flat, even number of 64-bit integers.")
-    normals = torch.empty(words.numel(), dtype=torch.float64, device=words.device)
-    workspace = torch.empty(3, words.numel() // 2, dtype=torch.float64, device=words.device)
-    _write_normals(normals, words.view(torch.int64), 1.0, workspace)
-    return normals
+    out = noise.numpy()
+    buffer = np.empty(min(_CPU_CHUNK, len(out)))
+    while starts:
+        try:
+            start = starts.popleft()
+        except IndexError:  # another thread was quicker
+            return
+        chunk = out[start : start + _CPU_CHUNK]
+        drawn = buffer[: len(chunk)]
+        _stream(key, start // _CPU_CHUNK).standard_normal(out=drawn)
+        np.multiply(drawn, std, out=chunk, casting="same_kind")
 
 
-def _write_normals(out: Tensor, words: Tensor, std: float, workspace: Tensor) -> None:
-    """Box-Muller: from words (k, a) the pair r cos(t), r sin(t), with
+def _stream(key: bytes, chunk: int) -> np.random.Generator:
+    """The words that a chunk is drawn from, of one Philox stream.
 
-        u = (k + 1/2) 2^-64,   r = std sqrt(-2 ln u),   t = pi a 2^-63,
-
-    k read as unsigned and a as signed. u is rounded once, in its own binade: the smallest is 2^-65
-    exactly (r = 9.49 std) and the tail has the full relative precision of float64; the largest rounds
-    to 1, where r = 0. u is never 0 and never above 1, so no word gives NaN or infinity.
-    """
-    k, a = words.view(-1, 2).unbind(1)
-    first, second = out.view(-1, 2).unbind(1)
-    radius, angle, cosine = workspace.unbind()
-    radius.copy_(k.view(torch.uint64)).add_(0.5).mul_(2.0**-64)
-    radius.log_().mul_(-2.0).sqrt_().mul_(std)
-    angle.copy_(a).mul_(math.pi * 2.0**-63)
-    torch.cos(angle, out=cosine)
-    first.copy_(cosine.mul_(radius))
-    second.copy_(angle.sin_().mul_(radius))
-
-
-def _cpu_words(key: bytes, count: int) -> Iterator[Tensor]:
-    """The first `count` words of the key's Philox stream, in chunks.
+    All 32 bytes of the key count: the first half is Philox's key, the second the high half of its counter.
+    Word 1 of the counter is the chunk's number and word 0 counts from 0 within it, so no two chunks share
+    a word, and any thread can draw any chunk at any time.
 
     torch.Generator is not used on the CPU: its Mersenne twister keeps 32 bits of the seed (seeds s and
     s + 2^32 give one stream), few enough to try them all against a released value.
     """
-    chunks = [(start, min(_CPU_CHUNK, count - start)) for start in range(0, count, _CPU_CHUNK)]
-    drawers = min(torch.get_num_threads(), _DRAWERS)
-    if drawers == 1 or len(chunks) <= 1:
-        for start, size in chunks:
-            yield _philox(key, start, size)
-        return
-    # Numpy lets go of the interpreter lock while it draws, so words are drawn ahead of their use.
-    with ThreadPoolExecutor(drawers) as pool:
-        drawn: deque[Future[Tensor]] = deque()
-        for start, size in chunks:
-            drawn.append(pool.submit(_philox, key, start, size))
-            if len(drawn) > drawers:
-                yield drawn.popleft().result()
-        while drawn:
-            yield drawn.popleft().result()
-
-
-def _philox(key: bytes, start: int, count: int) -> Tensor:
-    """Words start ... start + count - 1 of the stream (start divisible by 4), as int64.
-
-    All 32 bytes count: the first half is Philox's key, the second the high half of its counter, whose
-    low half is the position. A place in the stream is reached directly, so chunks can be drawn in any
-    order and by any thread.
-    """
     secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
-    counter = np.array([start // 4, 0, *secret[2:]], dtype=np.uint64)  # one count gives four words
-    stream = np.random.Generator(np.random.Philox(key=secret[:2], counter=counter))
-    # All 64 bits of every word; unlike random_raw, this lets go of the interpreter lock.
-    words = stream.integers(0, 2**64 - 1, size=count, dtype=np.uint64, endpoint=True)
-    return torch.from_numpy(words.view(np.int64))
+    counter = np.array([0, chunk, *secret[2:]], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=secret[:2], counter=counter))
 
 
-def _cuda_words(key: bytes, count: int, device: torch.device) -> Iterator[Tensor]:
-    """`count` words from torch's CUDA generator, a Philox with 64 bits of key, in chunks.
+def _on_cuda(key: bytes, size: int, std: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Words from a counter made into normals by Box-Muller, on the device: 128 bits of the key count there."""
+    return normals(key_words(key).to(device, non_blocking=True), size, std, dtype)
 
-    A further 60 bits of secret choose where in that stream the draw begins. Torch offers no more than
-    that, 124 bits where the CPU uses 256, and its words depend on its kernels and on a chunk's size.
-    """
-    seed, offset = np.frombuffer(key[:16], dtype="<u8").tolist()
-    generator = torch.Generator(device).manual_seed(seed)
-    generator.set_offset((offset >> 4) << 2)  # torch wants a multiple of 4; below 2^62 nothing overflows
-    for start in range(0, count, _CUDA_CHUNK):
-        words = torch.empty(min(_CUDA_CHUNK, count - start), dtype=torch.int64, device=device)
-        yield words.random_(-(2**63), None, generator=generator)  # this range is all 64 bits
+
+def key_words(key: bytes) -> Tensor:
+    """A key as the device reads it: int64[4]."""
+    return torch.frombuffer(bytearray(key), dtype=torch.int64)

@@ -1,0 +1,44 @@
+"""From sums and a key to the gradient that is released, in as few passes over memory as there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
+
+Draw = Callable[[int, int, torch.dtype], Tensor]  # the bucket, how many numbers, in which type
+
+
+def buckets(sizes: Sequence[int]) -> list[int]:
+    """How many sums, one after another, share a draw of noise: small ones many, a large one has its own."""
+    found: list[int] = []
+    room = 0
+    for size in sizes:
+        if not found or size > room:
+            found.append(0)
+            room = max(size, _BUCKET)
+        found[-1] += 1
+        room -= size
+    return found
+
+
+@torch.no_grad()
+def noised(sums: list[Tensor], draw: Draw, divisor: float) -> list[Tensor]:
+    """(sum + noise) / divisor of each. Takes the sums out of the list, so that memory is given back on the way.
+
+    The results of a bucket lie side by side in one piece of memory, that of their noise.
+    """
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in sums) else torch.float32
+    found: list[Tensor] = []
+    for number, count in enumerate(buckets([t.numel() for t in sums])):
+        bucket = [sums.pop(0) for _ in range(count)]
+        noise = draw(number, sum(t.numel() for t in bucket), dtype)
+        pieces = torch.split(noise, [t.numel() for t in bucket])
+        views = [piece.view_as(t) for piece, t in zip(pieces, bucket, strict=True)]
+        torch._foreach_add_(views, bucket)
+        noise.div_(divisor)
+        found.extend(views)
+    return found

@@ -1,0 +1,124 @@
+"""(sum + noise) / divisor, bucket by bucket: nothing is left out, nothing gets noise twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipwise import release
+from clipwise.release import buckets, noised
+
+ROOM = 100
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_buckets() -> object:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(release, "_BUCKET", ROOM)
+        yield
+
+
+def grouped(sizes: list[int]) -> list[list[int]]:
+    rest = iter(sizes)
+    return [[next(rest) for _ in range(count)] for count in buckets(sizes)]
+
+
+# An empty sum may stand anywhere but first: see below.
+@given(sizes=st.lists(st.integers(0, 3 * ROOM), max_size=30).filter(lambda sizes: not sizes or sizes[0] > 0))
+def test_buckets_cover_all_in_order_and_only_a_large_one_passes_the_room(sizes: list[int]) -> None:
+    groups = grouped(sizes)
+    assert [size for group in groups for size in group] == sizes
+    for group in groups:
+        assert group  # no draw without a sum
+        assert sum(group) <= max(ROOM, group[0])
+    for group, following in itertools.pairwise(groups):
+        assert sum(group) + following[0] > ROOM  # one more would not have had room
+
+
+def test_an_empty_sum_may_be_the_first() -> None:
+    assert grouped([0, 5]) == [[0, 5]]
+
+
+def test_a_large_sum_has_a_bucket_of_its_own() -> None:
+    assert grouped([1, 2, 2 * ROOM, 3, ROOM - 3, 1]) == [[1, 2], [2 * ROOM], [3, ROOM - 3], [1]]
+
+
+def drawn_numbers(calls: list[tuple[int, int, torch.dtype]]) -> release.Draw:
+    """Bucket k's noise is 1000 (k + 1), 1000 (k + 1) + 1, ..."""
+
+    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+        calls.append((bucket, size, dtype))
+        return 1000 * (bucket + 1) + torch.arange(size, dtype=dtype)
+
+    return draw
+
+
+SHAPES = [(3, 4), (), (7,), (150,), (2, 5, 5), (60,), (0, 3)]
+
+
+@pytest.mark.parametrize("divisor", [1.0, 8.0, 7.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_number_gets_its_own_noise_once(dtype: torch.dtype, divisor: float) -> None:
+    torch.manual_seed(0)
+    sums = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
+    calls: list[tuple[int, int, torch.dtype]] = []
+    found = noised([t.clone() for t in sums], drawn_numbers(calls), divisor)
+    groups = grouped([t.numel() for t in sums])
+    assert calls == [(k, sum(group), dtype) for k, group in enumerate(groups)]
+    noise = torch.cat([1000 * (k + 1) + torch.arange(size, dtype=dtype) for k, size, _ in calls])
+    expected = (torch.cat([t.flatten() for t in sums]) + noise) / divisor
+    assert [t.shape for t in found] == [t.shape for t in sums]
+    torch.testing.assert_close(torch.cat([t.flatten() for t in found]), expected, rtol=1e-6, atol=0)
+    assert all(t.dtype == dtype for t in found)
+
+
+def test_results_of_a_bucket_lie_in_the_memory_of_its_noise() -> None:
+    drawn: list[Tensor] = []
+
+    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+        drawn.append(torch.zeros(size, dtype=dtype))
+        return drawn[-1]
+
+    first, second, third = noised([torch.ones(10), torch.ones(5), torch.ones(90)], draw, 2.0)
+    assert len(drawn) == 2
+    assert first.data_ptr() == drawn[0].data_ptr() and third.data_ptr() == drawn[1].data_ptr()
+    assert second.data_ptr() == drawn[0].data_ptr() + 10 * 4
+    assert torch.equal(torch.cat([first, second, third]), torch.full((105,), 0.5))
+
+
+def test_one_sum_in_float64_is_noised_in_float64_and_none_below_float32() -> None:
+    dtypes: list[torch.dtype] = []
+
+    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+        dtypes.append(dtype)
+        return torch.full((size,), 1e-9, dtype=dtype)
+
+    wide = noised([torch.ones(2), torch.ones(3, dtype=torch.float64)], draw, 1.0)
+    narrow = noised([torch.ones(2, dtype=torch.bfloat16)], draw, 1.0)
+    assert dtypes == [torch.float64, torch.float32]
+    assert all(torch.equal(t, torch.full_like(t, 1 + 1e-9)) for t in wide)
+    assert narrow[0].dtype == torch.float32
+
+
+def test_sums_are_taken_out_of_the_list_on_the_way() -> None:
+    """So that a large model's sums do not stay beside their noised copies."""
+    sums = [torch.ones(ROOM) for _ in range(4)]
+    left: list[int] = []
+
+    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+        left.append(len(sums))
+        return torch.zeros(size, dtype=dtype)
+
+    assert len(noised(sums, draw, 1.0)) == 4
+    assert left == [3, 2, 1, 0] and sums == []
+
+
+def test_what_is_released_has_no_history() -> None:
+    sums = [torch.ones(3, requires_grad=True) * 2]
+    (found,) = noised(sums, lambda bucket, size, dtype: torch.zeros(size, dtype=dtype), 1.0)
+    assert not found.requires_grad and found.grad_fn is None
