@@ -2,13 +2,21 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.bench.networks import build, names
+from clipwise.bench.networks import build, names, train_only
 from clipwise.bench.networks.convolutional import Residual
 from clipwise.bench.shapes import Tokens, shape_of
 from clipwise.bench.workload import Setting, losses_of, make_workload
 from clipwise.errors import ConfigurationError
 
-DATA = {"transformer": "imdb", "gpt2-small": "text", "vit-b16": "images-224"}
+DATA = {
+    "transformer": "imdb",
+    "gpt2-small": "text",
+    "gpt2-mini": "text-128",
+    "vit-b16": "images-224",
+    "vit-tiny": "images-32",
+    "resnet18-groupnorm-32": "cifar10",
+    "vgg11-groupnorm-32": "cifar10",
+}
 
 
 def data_of(name):
@@ -37,6 +45,70 @@ def test_a_vgg_has_the_layers_of_its_name(layers):
     with torch.device("meta"):
         model = build(f"vgg{layers}", shape_of("images-64"))
     assert len([m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]) == layers
+
+
+@pytest.mark.parametrize(("name", "layers"), [("resnet18-groupnorm-32", 18), ("vgg11-groupnorm-32", 9)])
+def test_the_form_for_small_images_has_as_many_convolutions_and_one_layer_for_a_head(name, layers):
+    with torch.device("meta"):
+        model = build(name, shape_of("cifar10"))
+        first = model[0](torch.empty(2, 3, 32, 32))
+    weighted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    shortcuts = [b for b in model if isinstance(b, Residual) and not isinstance(b.shortcut, nn.Identity)]
+    assert len(weighted) - len(shortcuts) == layers
+    assert first.shape[-2:] == (32, 32)
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_an_even_mlp_has_four_hidden_layers_of_its_width(width):
+    with torch.device("meta"):
+        model = build(f"mlp-4x{width}", shape_of("mnist"))
+    assert [m.out_features for m in model if isinstance(m, nn.Linear)] == [width] * 4 + [10]
+
+
+# ------------------------------------------------------------- few parameters
+
+
+def trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_only_what_is_named_is_trained():
+    with torch.device("meta"):
+        models = {
+            what: train_only(build("vit-tiny", shape_of("images-32")), what)
+            for what in ("all", "biases", "lora", "head")
+        }
+    every = {name for name, _ in models["all"].named_parameters()}
+    assert trained(models["all"]) == every
+    assert trained(models["biases"]) == {name for name in every if name.endswith("bias")}
+    assert trained(models["head"]) == {"head.weight", "head.bias"}
+    # Two layers in each of twelve blocks, with two matrices each.
+    assert len(trained(models["lora"])) == 12 * 2 * 2
+    assert all(name.endswith(("down", "up")) for name in trained(models["lora"]))
+
+
+def test_a_low_rank_addition_changes_nothing_at_first_and_then_what_its_formula_says():
+    torch.manual_seed(0)
+    shape = shape_of("images-32")
+    x, _ = shape.draw(2)
+    model = build("vit-tiny", shape)
+    before = model(x)
+    train_only(model, "lora")
+    assert torch.equal(model(x), before)
+    layer = model.blocks[0].attention.query
+    nn.init.normal_(layer.up)
+    weight = layer.frozen.weight + layer.up @ layer.down * layer.scale
+    inputs = torch.randn(3, weight.shape[1])
+    expected = nn.functional.linear(inputs, weight, layer.frozen.bias)
+    torch.testing.assert_close(layer(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "what"), [("mlp-2", "wheels"), ("mlp-2", "lora"), ("gpt2-mini", "head")])
+def test_nothing_to_train_is_refused(name, what):
+    with torch.device("meta"):
+        model = build(name, shape_of(data_of(name)))
+    with pytest.raises(ConfigurationError, match=f"trained='{what}'"):
+        train_only(model, what)
 
 
 def test_frozen_batch_norm_trains_nothing_and_group_norm_does():
@@ -73,6 +145,14 @@ def test_one_seed_is_one_workload():
     assert torch.equal(next(first.model.parameters()), next(same.model.parameters()))
 
 
+def test_channels_last_holds_for_images_and_weights():
+    setting = Setting("cnn", "cifar10", 2, channels_last=True)
+    workload = make_workload(setting, torch.device("cpu"), 0)
+    batch, _ = next(workload.batches())
+    for tensor in (batch, workload.model[0].weight):
+        assert tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
 def test_batches_are_epochs():
     workload = make_workload(Setting("mlp-2", "mnist", 4), torch.device("cpu"), 0)
     batches = workload.batches()
@@ -81,7 +161,10 @@ def test_batches_are_epochs():
         assert torch.equal(epoch.flatten(1).sum(1).sort()[0], workload.inputs.flatten(1).sum(1).sort()[0])
 
 
-@pytest.mark.parametrize(("model", "data"), [("mlp-3", "mnist"), ("cnn", "svhn"), ("cnn", "images-big")])
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [("mlp-3", "mnist"), ("cnn", "svhn"), ("cnn", "images-big"), ("gpt2-mini", "text-long")],
+)
 def test_unknown_names_are_refused(model, data):
     with pytest.raises(ConfigurationError, match="is not known"):
         make_workload(Setting(model, data, 2), torch.device("cpu"), 0)

@@ -12,8 +12,8 @@ from clipwise.bench.__main__ import main
 from clipwise.bench.grid import GRID, Figure, figures
 from clipwise.bench.methods import all_methods
 from clipwise.bench.networks import names
+from clipwise.bench.options import Options
 from clipwise.bench.results import Results
-from clipwise.bench.runner import Options
 from clipwise.bench.shapes import shape_of
 from clipwise.bench.workload import Setting
 from clipwise.commands.bench import bench as command
@@ -179,6 +179,20 @@ def test_times_must_be_positive(tmp_path):
             Options(out=tmp_path, **{name: 0.0})
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"suite": "all"},
+        {"rows": ["mlp"]},
+        {"suite": "peers", "figures": ["5"]},
+        {"suite": "scaling", "figures": ["5"]},
+    ],
+)
+def test_what_belongs_to_no_suite_or_another_is_refused(tmp_path, asked):
+    with pytest.raises(ConfigurationError, match="suite="):
+        Options(out=tmp_path, **asked)
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="device='tpu'"):
         run(tmp_path, device="tpu")
@@ -247,6 +261,8 @@ ARGUMENTS = [
     [],
     ["--quick", "--figure", "5", "--figure", "6", "--method", "loop", "--out", "x", "--seed", "3"],
     ["--device", "cuda", "--budget-seconds", "9", "--cell-seconds", "5", "--retry"],
+    ["--suite", "peers", "--row", "mlp", "--row", "cnn", "--method", "auto"],
+    ["--suite", "scaling", "--row", "T", "--device", "cuda"],
     ["--render", "x"],
 ]
 
@@ -271,6 +287,8 @@ def test_it_runs_where_only_torch_numpy_and_scipy_are():
         f"import sys\nfor name in {missing}: sys.modules[name] = None\n"
         "from clipwise.bench.__main__ import main\n"
         "from clipwise.bench.grid import figures\nassert figures()\n"
+        "from clipwise.bench.peers.rows import rows_for\nassert rows_for('cuda')\n"
+        "from clipwise.bench.scaling.axes import axes_for\nassert axes_for('cuda')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -1,4 +1,4 @@
-"""The measurements of the fast per-example clipping paper, as a command: `clipwise bench`.
+"""What private training costs, as a command: `clipwise bench`.
 
 Also runs as `python -m clipwise.bench`, which needs torch, numpy and scipy and nothing else.
 """

@@ -7,7 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from clipwise.bench.runner import Options, bench, render
+from clipwise.bench.options import SUITES, Options
+from clipwise.bench.runner import bench, render
 from clipwise.errors import ClipwiseError
 
 
@@ -16,8 +17,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m clipwise.bench", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--suite",
+        default=SUITES[0],
+        help="paper: its figures; peers: the table of bars; scaling: by T, B, width",
+    )
+    parser.add_argument(
+        "--row", dest="rows", action="append", default=[], help="of the table, or an axis; may be repeated"
+    )
     parser.add_argument("--figure", dest="figures", action="append", default=[], help="5 to 9, largest, more")
-    parser.add_argument("--method", dest="methods", action="append", default=[], help="all if left out")
+    parser.add_argument(
+        "--method", dest="methods", action="append", default=[], help="a column; all if left out"
+    )
     parser.add_argument("--quick", action="store_true", help="few small settings, few rounds")
     parser.add_argument("--budget-seconds", type=float, help="stop after this time; keep what is measured")
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="about the most for one measurement")

@@ -14,7 +14,7 @@ from clipwise.bench.largest import PAPER_GIB, largest_batch
 from clipwise.bench.limits import reason_of, time_limit
 from clipwise.bench.memory import NoMemoryFigure, peak_memory
 from clipwise.bench.methods import REFERENCE, settling_steps, steps_by, synchronize
-from clipwise.bench.timing import Effort, Timing, interleave
+from clipwise.bench.timing import Effort, Timing, interleave, settled
 from clipwise.bench.workload import Setting, make_workload
 from clipwise.gradients import FallbackWarning
 
@@ -31,7 +31,7 @@ def measure(
         try:
             with time_limit(most_seconds):
                 cell["peak_bytes"] = peak_memory(setting, method, device, seed, effort.cell_seconds)
-                cell |= _figures(_time(setting, method, device, seed, effort))
+                cell |= figures_of(_time(setting, method, device, seed, effort))
         except NoMemoryFigure as failure:
             cell["failed"] = str(failure)
         except Exception as error:
@@ -39,7 +39,7 @@ def measure(
     notes = {str(w.message) for w in caught if issubclass(w.category, FallbackWarning)}
     if notes:
         cell["notes"] = sorted(notes)
-    _tidy(device)
+    tidy(device)
     return cell
 
 
@@ -55,20 +55,22 @@ def measure_largest(
                 cell["largest_batch"] = largest_batch(setting, method, device, seed)
         except Exception as error:
             cell["failed"] = reason_of(error)
-    _tidy(device)
+    tidy(device)
     return cell
 
 
 def _time(setting: Setting, method: str, device: torch.device, seed: int, effort: Effort) -> Timing:
+    wait = partial(synchronize, device)
     with ExitStack() as stack:
-        step, reference = (
-            stack.enter_context(steps_by(name, make_workload(setting, device, seed)))
-            for name in (method, REFERENCE)
-        )
-        return interleave(step, reference, effort, partial(synchronize, device), settling_steps(method))
+        contenders = {}
+        for role, name in (("method", method), ("reference", REFERENCE)):
+            step = stack.enter_context(steps_by(name, make_workload(setting, device, seed)))
+            contenders[role] = settled(step, settling_steps(name), effort.cell_seconds / 4, wait)
+        return interleave(contenders, effort, wait).timing("method", "reference")
 
 
-def _figures(timing: Timing) -> Cell:
+def figures_of(timing: Timing) -> Cell:
+    """Times in plain types."""
     return {
         "seconds": timing.seconds,
         "lower_quartile": timing.lower,
@@ -79,7 +81,7 @@ def _figures(timing: Timing) -> Cell:
     }
 
 
-def _tidy(device: torch.device) -> None:
+def tidy(device: torch.device) -> None:
     """An error's frames hold tensors: let them go before the next cell is measured."""
     gc.collect()
     if device.type == "cuda":

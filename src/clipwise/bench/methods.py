@@ -17,17 +17,22 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from clipwise.bench.graphs import compiled_steps, graphed_steps
 from clipwise.bench.peer import opacus_steps
 from clipwise.bench.workload import Workload, losses_of
 from clipwise.clipping import PerExample
-from clipwise.engine import make_private
+from clipwise.engine import Private, make_private
 from clipwise.errors import ConfigurationError
 from clipwise.noise import NoiseKey, gaussian
 
 MAX_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 REFERENCE = "non-private"
+FLOOR = "non-private + noise"
+GRAPHED = "non-private graphed"
+AUTO, COMPILED, REWEIGHT = "auto", "compiled", "reweight"
 ONE_BY_ONE = "one by one"
+OPACUS = ("opacus hooks", "opacus ghost")
 
 Step = Callable[[], None]
 Method = Callable[[Workload], AbstractContextManager[Step]]
@@ -49,7 +54,7 @@ def _non_private(workload: Workload) -> Iterator[Step]:
 
 @contextmanager
 def _floor(workload: Workload) -> Iterator[Step]:
-    """An ordinary step plus clipwise's own noise: less than this no private step can cost.
+    """An ordinary step plus clipwise's own noise, added in one pass: less than this no private step costs.
 
     It clips nothing, so it is not private.
     """
@@ -58,8 +63,11 @@ def _floor(workload: Workload) -> Iterator[Step]:
 
     def step() -> None:
         x, y = next(batches)
-        total = torch.autograd.grad(losses_of(workload.model(x), y).sum(), trained)
-        _write_noised(trained, total, key, workload.batch)
+        gradients = torch.autograd.grad(losses_of(workload.model(x), y).mean(), trained)
+        noised = _noise_like(trained, key, workload.batch)
+        torch._foreach_add_(noised, gradients)
+        for p, gradient in zip(trained, noised, strict=True):
+            p.grad = gradient
         optimizer.step()
 
     yield step
@@ -91,8 +99,8 @@ def _one_by_one(workload: Workload) -> Iterator[Step]:
 
 
 @contextmanager
-def _private(workload: Workload, how: str) -> Iterator[Step]:
-    """A private step by one of `PerExample`'s methods."""
+def _private_run(workload: Workload, how: str) -> Iterator[Private]:
+    """`make_private` with all that a run has, and a ledger on disk."""
     with (
         TemporaryDirectory() as folder,
         make_private(
@@ -106,6 +114,13 @@ def _private(workload: Workload, how: str) -> Iterator[Step]:
             ledger=Path(folder) / "ledger",
         ) as private,
     ):
+        yield private
+
+
+@contextmanager
+def _private(workload: Workload, how: str) -> Iterator[Step]:
+    """A private step by one of `PerExample`'s methods."""
+    with _private_run(workload, how) as private:
         batches = chain.from_iterable(repeat(private.loader))
 
         def step() -> None:
@@ -115,52 +130,83 @@ def _private(workload: Workload, how: str) -> Iterator[Step]:
         yield step
 
 
+@contextmanager
+def _compiled(workload: Workload) -> Iterator[Step]:
+    """The same as one captured graph."""
+    with _private_run(workload, AUTO) as private:
+        yield compiled_steps(workload, private, settling_steps(COMPILED))
+
+
+def _noise_like(trained: Sequence[nn.Parameter], key: NoiseKey, batch: int) -> list[Tensor]:
+    """Noise for the mean over a batch: one draw for all parameters, cut into pieces that lie as they do."""
+    sizes = [p.numel() for p in trained]
+    std = NOISE_MULTIPLIER * MAX_NORM / batch
+    noise = gaussian(key.derive("noise"), sum(sizes), std, device=trained[0].device)
+    key.advance()
+    parts = torch.split(noise, sizes)
+    return [part.as_strided(p.shape, p.stride()) for p, part in zip(trained, parts, strict=True)]
+
+
 def _write_noised(
     trained: Sequence[nn.Parameter], total: Sequence[Tensor], key: NoiseKey, batch: int
 ) -> None:
-    """(sum + noise) / batch becomes `.grad`, as in the engine."""
-    sizes = [p.numel() for p in trained]
-    std = NOISE_MULTIPLIER * MAX_NORM
-    noise = gaussian(key.derive("noise"), sum(sizes), std, device=total[0].device)
-    key.advance()
-    for p, own, part in zip(trained, total, torch.split(noise, sizes), strict=True):
-        p.grad = (part.view_as(p) + own).div_(batch)
+    """(sum + noise) / batch becomes `.grad`."""
+    for p, own, noise in zip(trained, total, _noise_like(trained, key, batch), strict=True):
+        p.grad = noise + own / batch
 
 
 _METHODS: dict[str, Method] = {
     REFERENCE: _non_private,
-    "non-private + noise": _floor,
-    **{how: partial(_private, how=how) for how in ("bookkeeping", "reweight", "instantiate", "vmap", "loop")},
+    FLOOR: _floor,
+    GRAPHED: graphed_steps,
+    COMPILED: _compiled,
+    **{
+        how: partial(_private, how=how)
+        for how in (AUTO, "bookkeeping", REWEIGHT, "instantiate", "vmap", "loop")
+    },
     ONE_BY_ONE: _one_by_one,
     **{
-        f"opacus {mode}": partial(
-            opacus_steps, mode=mode, max_norm=MAX_NORM, noise_multiplier=NOISE_MULTIPLIER
+        name: partial(
+            opacus_steps, mode=name.split()[1], max_norm=MAX_NORM, noise_multiplier=NOISE_MULTIPLIER
         )
-        for mode in ("hooks", "ghost")
+        for name in OPACUS
     },
 }
+# What the paper's figures show; the others belong to the comparison with peers.
+_IN_FIGURES = [name for name in _METHODS if name not in (GRAPHED, COMPILED, AUTO)]
 # The first steps look at the graphs and check the rules and the losses: they are not what a run costs.
-_SETTLING = {"bookkeeping": 6, "reweight": 6, "instantiate": 6}
-PAPER_NAMES = {"reweight": "ReweightGP", "vmap": "multiLoss", ONE_BY_ONE: "nxBP"}
+_SETTLING = {AUTO: 6, COMPILED: 12, "bookkeeping": 6, REWEIGHT: 6, "instantiate": 6}
+PAPER_NAMES = {REWEIGHT: "ReweightGP", "vmap": "multiLoss", ONE_BY_ONE: "nxBP"}
 
 
 def all_methods() -> list[str]:
-    """Every method, in the order of tables."""
-    return list(_METHODS)
+    """Every method of the paper's figures, in the order of tables."""
+    return list(_IN_FIGURES)
 
 
-def available_methods(wanted: list[str] | None = None) -> list[str]:
-    """The wanted methods, or all of them; Opacus only where it is installed."""
+def available_methods(wanted: list[str] | None = None, known: Sequence[str] = _IN_FIGURES) -> list[str]:
+    """The wanted ones of those that are known, or all of them; Opacus only where it is installed."""
     for name in wanted or []:
-        if name not in _METHODS:
-            choices = ", ".join(map(repr, _METHODS))
+        if name not in known:
+            choices = ", ".join(map(repr, known))
             raise ConfigurationError(f"method={name!r} is not known: use one of {choices}.")
-    has_opacus = importlib.util.find_spec("opacus") is not None
-    return [
-        name
-        for name in _METHODS
-        if (not wanted or name in wanted) and (has_opacus or not name.startswith("opacus"))
-    ]
+    return [name for name in known if (not wanted or name in wanted) and _is_installed(name)]
+
+
+def unavailable(method: str, device: torch.device) -> str | None:
+    """Why a method cannot run here, or None."""
+    if is_graphed(method) and device.type != "cuda":
+        return "needs CUDA graphs"
+    return None if _is_installed(method) else "Opacus is not installed"
+
+
+def is_graphed(method: str) -> bool:
+    """Whether a method replays a CUDA graph."""
+    return method in (GRAPHED, COMPILED)
+
+
+def _is_installed(method: str) -> bool:
+    return method not in OPACUS or importlib.util.find_spec("opacus") is not None
 
 
 def steps_by(method: str, workload: Workload) -> AbstractContextManager[Step]:

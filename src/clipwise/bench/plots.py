@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import textwrap
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from clipwise.bench.drawing import drawing
 from clipwise.bench.grid import Figure, figures
 from clipwise.bench.methods import all_methods
 from clipwise.bench.results import Results
 from clipwise.bench.tables import cell_of, label, shown
 from clipwise.bench.workload import Setting
-from clipwise.errors import ConfigurationError
 
 
 def plot_all(results: Results, folder: Path) -> list[Path]:
@@ -30,13 +29,8 @@ def plot_all(results: Results, folder: Path) -> list[Path]:
 
 
 def _plot(figure: Figure, settings: list[Setting], methods: list[str], results: Results, file: Path) -> None:
-    matplotlib = _matplotlib()
     panels = list(dict.fromkeys(getattr(s, figure.panel) for s in settings))
-    # The same picture from the same results: names inside the file are not random, and it has no date.
-    with matplotlib.rc_context({"svg.hashsalt": figure.name, "font.size": 8}):
-        canvas = importlib.import_module("matplotlib.figure").Figure(
-            figsize=(2 + 3.6 * len(panels), 4.2), layout="constrained"
-        )
+    with drawing(file, width=2 + 3.6 * len(panels), height=4.2) as canvas:
         for place, panel in enumerate(panels, 1):
             axes = canvas.add_subplot(1, len(panels), place)
             inside = [s for s in settings if getattr(s, figure.panel) == panel]
@@ -45,7 +39,6 @@ def _plot(figure: Figure, settings: list[Setting], methods: list[str], results: 
         lines, texts = canvas.axes[0].get_legend_handles_labels()
         canvas.legend(lines, texts, loc="outside right upper")
         canvas.suptitle(textwrap.fill(figure.title, 36 * len(panels) + 12))
-        canvas.savefig(file, metadata={"Date": None})
 
 
 def _panel(axes: Any, figure: Figure, settings: list[Setting], methods: list[str], results: Results) -> None:
@@ -86,13 +79,3 @@ def _height(figure: Figure, setting: Setting, method: str, results: Results) -> 
     cells = (cell_of(figure, setting, m, results) for m in all_methods())
     reference = median(c["reference_seconds"] for c in cells if c and "failed" not in c)
     return float(1000 * cell["ratio"] * reference / setting.batch)
-
-
-def _matplotlib() -> Any:
-    try:
-        return importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ConfigurationError(
-            "Plots need matplotlib, which is not installed: pip install 'clipwise[plots]'. The tables need "
-            "nothing and are written."
-        ) from error

@@ -11,7 +11,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.files import replace_file
 
 FORMAT = 1
-FILE = "results.json"
+FILE, TABLES = "results.json", "results.md"
 
 
 class Results:

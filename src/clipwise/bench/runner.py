@@ -1,75 +1,33 @@
-"""`clipwise bench`: measure what is missing of the grid, then write tables and plots."""
+"""`clipwise bench`: measure what is missing of a suite, then write tables and plots."""
 
 from __future__ import annotations
 
-import importlib.util
-import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from clipwise.bench.cell import Cell, measure, measure_largest
+from clipwise.bench.drawing import LEFT_OUT, can_draw
 from clipwise.bench.environment import device_of, environment
 from clipwise.bench.grid import Figure, figures
 from clipwise.bench.limits import Deadline
 from clipwise.bench.methods import ONE_BY_ONE, available_methods
+from clipwise.bench.options import Options
+from clipwise.bench.peers.run import SUITE as PEERS
+from clipwise.bench.peers.run import bench_peers, write_table
 from clipwise.bench.plots import plot_all
-from clipwise.bench.results import Results, key_of
+from clipwise.bench.results import TABLES, Results, key_of
+from clipwise.bench.scaling.run import SUITE as SCALING
+from clipwise.bench.scaling.run import bench_scaling, write_report
+from clipwise.bench.suite import Say
 from clipwise.bench.tables import markdown
 from clipwise.bench.timing import Effort
 from clipwise.bench.workload import Setting
-from clipwise.errors import ConfigurationError
 
-Say = Callable[[str], None]
-TABLES = "results.md"
 _QUICK_CELL_SECONDS = 4.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """What was asked for; the same on both command lines.
-
-    Args:
-        out: the folder of the results. What is there is not measured again.
-        device: "cpu" or "cuda".
-        figures: by name; none is all.
-        methods: by name; none is all that are installed.
-        quick: a few small settings and few rounds: shows that it works, not how fast.
-        budget_seconds: begin nothing after this time, and keep what is measured.
-        cell_seconds: about the most for one measurement.
-        seed: of weights, data and the order of batches.
-        retry: measure again what failed.
-    """
-
-    out: Path
-    device: str = "cpu"
-    figures: list[str] = field(default_factory=list)
-    methods: list[str] = field(default_factory=list)
-    quick: bool = False
-    budget_seconds: float | None = None
-    cell_seconds: float = 60.0
-    seed: int = 0
-    retry: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("budget_seconds", "cell_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}.")
-
-    @property
-    def command(self) -> str:
-        """The command that asks for this, without the folder."""
-        words = ["clipwise", "bench", "--device", self.device]
-        for figure in self.figures:
-            words += ["--figure", figure]
-        for method in self.methods:
-            words += ["--method", method]
-        words += ["--quick"] if self.quick else []
-        words += ["--cell-seconds", f"{self.cell_seconds:g}", "--seed", str(self.seed)]
-        return shlex.join(words)
+_SUITES_OF_ROWS = {PEERS: bench_peers, SCALING: bench_scaling}
 
 
 @dataclass(frozen=True)
@@ -85,6 +43,9 @@ class _Job:
 
 def bench(options: Options, say: Say) -> None:
     """Measure what is missing, in the declared order, and write JSON, Markdown and plots."""
+    if options.suite in _SUITES_OF_ROWS:
+        _SUITES_OF_ROWS[options.suite](options, say)
+        return
     device = device_of(options.device)
     jobs = list(_jobs(options, device))
     conditions = environment(device) | {"quick": options.quick}
@@ -105,7 +66,15 @@ def bench(options: Options, say: Say) -> None:
 
 def render(folder: Path, say: Say) -> None:
     """Write tables and plots from the results in a folder, without measuring."""
-    _write(Results.read(folder), folder, say, must_plot=True)
+    results = Results.read(folder)
+    suite = results.environment.get("suite")
+    if suite == PEERS:
+        write_table(results, folder)
+        say(f"wrote {folder / TABLES}")
+    elif suite == SCALING:
+        write_report(results, folder, say, must_plot=True)
+    else:
+        _write(results, folder, say, must_plot=True)
 
 
 def _jobs(options: Options, device: torch.device) -> Iterator[_Job]:
@@ -136,11 +105,11 @@ def _write(results: Results, folder: Path, say: Say, *, must_plot: bool) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TABLES).write_text(markdown(results))
     say(f"wrote {folder / TABLES}")
-    if must_plot or importlib.util.find_spec("matplotlib") is not None:
+    if must_plot or can_draw():
         for file in plot_all(results, folder):
             say(f"wrote {file}")
     else:
-        say("plots are left out: install clipwise[plots], then `clipwise bench --render` with this folder")
+        say(LEFT_OUT)
 
 
 def _in_short(cell: Cell) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,22 +47,32 @@ class Tokens:
 
 Shape = Images | Tokens
 
+# Named by their length as well: `text-1024`, `imdb-64`.
+_TEXTS = {
+    "text": Tokens(length=256, vocabulary=50_257, continued=True),
+    "imdb": Tokens(length=256, vocabulary=20_000),
+}
 _NAMED: dict[str, Shape] = {
     "mnist": Images(1, 28),  # Fashion-MNIST has the same shape, and so the same times
     "cifar10": Images(3, 32),
-    "imdb": Tokens(length=256, vocabulary=20_000),
-    "text": Tokens(length=256, vocabulary=50_257, continued=True),
+    **_TEXTS,
 }
 
 
 def shape_of(data: str) -> Shape:
-    """The shape behind a name; `images-64` are colour images of 64 x 64, as LSUN's when scaled."""
+    """The shape behind a name.
+
+    `images-64` are colour images of 64 x 64, as LSUN's when scaled; `text-1024` are texts of 1024 ids, to be
+    continued, and `imdb-64` texts of 64 with a class each.
+    """
     kind, _, size = data.partition("-")
     if kind == "images" and size.isdigit():
         return Images(3, int(size))
+    if kind in _TEXTS and size.isdigit():
+        return replace(_TEXTS[kind], length=int(size))
     if data not in _NAMED:
         known = ", ".join(_NAMED)
         raise ConfigurationError(
-            f"data={data!r} is not known: use one of {known}, or images-64 and the like."
+            f"data={data!r} is not known: use one of {known}, or images-64, text-128 and the like."
         )
     return _NAMED[data]

@@ -16,24 +16,28 @@ _FAST, _NAIVE = ("reweight", "bookkeeping"), ONE_BY_ONE
 
 def markdown(results: Results) -> str:
     """The whole report: what it was measured on, then a section for each figure."""
-    notes = _Notes()
+    notes = Notes()
     sections = [_figure(figure, results, notes) for figure in figures()]
-    lines = ["# Measurements", "", *_conditions(results), *(line for part in sections for line in part)]
-    if notes.texts:
-        lines += ["## Notes", ""] + [f"{number}. {text}" for number, text in enumerate(notes.texts, 1)] + [""]
-    return "\n".join(lines)
+    lines = ["# Measurements", "", *conditions(results), *(line for part in sections for line in part)]
+    return "\n".join([*lines, *notes.section()])
 
 
-class _Notes:
+class Notes:
     """Remarks that cells refer to by number; the same remark has one number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def mark(self, text: str) -> str:
+        """The number of a remark, in brackets."""
         if text not in self.texts:
             self.texts.append(text)
         return f"[{self.texts.index(text) + 1}]"
+
+    def section(self) -> list[str]:
+        """All remarks, with their numbers."""
+        numbered = [f"{number}. {text}" for number, text in enumerate(self.texts, 1)]
+        return ["## Notes", "", *numbered, ""] if numbered else []
 
 
 def shown(figure: Figure, results: Results) -> tuple[list[Setting], list[str]]:
@@ -54,7 +58,8 @@ def label(method: str) -> str:
     return f"{method} ({PAPER_NAMES[method]})" if method in PAPER_NAMES else method
 
 
-def _conditions(results: Results) -> list[str]:
+def conditions(results: Results) -> list[str]:
+    """What was measured on, and by which commands."""
     versions = results.environment.get("versions", {})
     facts = [f"- {name}: {value}" for name, value in results.environment.items() if name != "versions"]
     facts += [f"- {package} {version}" for package, version in versions.items()]
@@ -62,7 +67,7 @@ def _conditions(results: Results) -> list[str]:
     return [*facts, "", "Made by:", "", *commands, ""]
 
 
-def _figure(figure: Figure, results: Results, notes: _Notes) -> list[str]:
+def _figure(figure: Figure, results: Results, notes: Notes) -> list[str]:
     settings, methods = shown(figure, results)
     lines = [f"## {figure.title}", ""]
     if not settings:
@@ -76,7 +81,7 @@ def _figure(figure: Figure, results: Results, notes: _Notes) -> list[str]:
             return "" if cell is None else _marked(cell, entry, notes)
 
         rows = [[_name(figure, s), *(text(s, m) for m in methods)] for s in settings]
-        return [title, "", *_table(["", *map(label, methods)], rows), ""]
+        return [title, "", *grid(["", *map(label, methods)], rows), ""]
 
     if figure.largest_batch:
         return lines + table("Largest batch; one more does not fit.", lambda c: str(c["largest_batch"]))
@@ -85,7 +90,7 @@ def _figure(figure: Figure, results: Results, notes: _Notes) -> list[str]:
     return lines + _speed_up(figure, settings, results)
 
 
-def _marked(cell: Cell, entry: Callable[[Cell], str], notes: _Notes) -> str:
+def _marked(cell: Cell, entry: Callable[[Cell], str], notes: Notes) -> str:
     if "failed" in cell:
         return f"none {notes.mark(cell['failed'])}"
     marks = [notes.mark(note) for note in cell.get("notes", [])]
@@ -116,7 +121,7 @@ def _speed_up(figure: Figure, settings: Sequence[Setting], results: Results) -> 
             rows.append([_name(figure, setting), *quotients])
     if not rows:
         return []
-    return [f"Speed-up over {label(_NAIVE)}:", "", *_table(["", *map(label, _FAST)], rows), ""]
+    return [f"Speed-up over {label(_NAIVE)}:", "", *grid(["", *map(label, _FAST)], rows), ""]
 
 
 def _name(figure: Figure, setting: Setting) -> str:
@@ -124,6 +129,7 @@ def _name(figure: Figure, setting: Setting) -> str:
     return f"{setting.model}, {setting.data}{batch}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def grid(header: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table; all columns but the first are numbers."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]

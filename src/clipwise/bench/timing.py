@@ -1,9 +1,9 @@
-"""How long a step takes, next to a non-private one in the same minute."""
+"""How long steps take, next to each other in the same minute."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -44,42 +44,63 @@ class Timing:
     rounds: int
 
 
-def interleave(step: Act, reference: Act, effort: Effort, wait: Act, settling: int = 2) -> Timing:
-    """Time both in turns, so that whatever else the machine does meets both alike.
+@dataclass(frozen=True)
+class Contender:
+    """A step that has warmed up, and how many of them make a block that is long enough to time."""
 
-    Args:
-        step: one step of the method.
-        reference: one non-private step.
-        effort: how long to go on.
-        wait: returns when the device has finished what it was asked.
-        settling: how many steps of the method are made first and not counted.
-    """
-    start = time.perf_counter()
-    patience = effort.cell_seconds / 4
-    counts = [_warm_up(step, settling, patience, wait), _warm_up(reference, 2, patience, wait)]
-    taken: list[tuple[float, float]] = []
-    while len(taken) < effort.rounds:
-        begin = time.perf_counter()
-        taken.append((_seconds(step, counts[0], wait), _seconds(reference, counts[1], wait)))
-        now = time.perf_counter()
-        if len(taken) >= effort.least_rounds and now - start > effort.enough_seconds:
-            break
-        if 2 * now - begin - start > effort.cell_seconds:  # one more would pass it
-            break
-    mine, theirs = zip(*taken, strict=True)
-    lower, _, upper = quantiles(mine, n=4, method="inclusive") if len(mine) > 1 else mine * 3
-    ratio = median(own / other for own, other in taken)
-    return Timing(median(mine), lower, upper, median(theirs), ratio, len(taken))
+    act: Act
+    block: int
 
 
-def _warm_up(act: Act, steps: int, most_seconds: float, wait: Act) -> int:
-    """Steps that are not counted; returns how many make a block that is long enough to time."""
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of a step by contender, one value a round."""
+
+    seconds: dict[str, list[float]]
+
+    def ratio(self, name: str, reference: str) -> float:
+        """The median of the rounds' own ratios."""
+        pairs = zip(self.seconds[name], self.seconds[reference], strict=True)
+        return median(own / other for own, other in pairs)
+
+    def timing(self, name: str, reference: str) -> Timing:
+        """One contender next to another."""
+        mine, theirs = self.seconds[name], self.seconds[reference]
+        lower, _, upper = quantiles(mine, n=4, method="inclusive") if len(mine) > 1 else mine * 3
+        ratio = self.ratio(name, reference)
+        return Timing(median(mine), lower, upper, median(theirs), ratio, len(mine))
+
+
+def settled(act: Act, steps: int, most_seconds: float, wait: Act) -> Contender:
+    """Make the first steps, which are not counted: `steps` of them, or fewer where that takes too long."""
     start = time.perf_counter()
     for _ in range(steps):
         last = _seconds(act, 1, wait)
         if time.perf_counter() - start > most_seconds:
             break
-    return max(1, round(_BLOCK / last))
+    return Contender(act, max(1, round(_BLOCK / last)))
+
+
+def interleave(contenders: Mapping[str, Contender], effort: Effort, wait: Act) -> Rounds:
+    """Time all in turns, so that whatever else the machine does meets all alike.
+
+    Args:
+        contenders: by name. Each is timed once a round, in this order.
+        effort: how long to go on.
+        wait: returns when the device has finished what it was asked.
+    """
+    start = time.perf_counter()
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1, effort.rounds + 1):
+        begin = time.perf_counter()
+        for name, contender in contenders.items():
+            taken[name].append(_seconds(contender.act, contender.block, wait))
+        now = time.perf_counter()
+        if number >= effort.least_rounds and now - start > effort.enough_seconds:
+            break
+        if 2 * now - begin - start > effort.cell_seconds:  # one more would pass it
+            break
+    return Rounds(taken)
 
 
 def _seconds(act: Act, count: int, wait: Act) -> float:

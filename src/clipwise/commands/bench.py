@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from clipwise.bench import runner
+from clipwise.bench.options import SUITES, Options
 from clipwise.commands.output import say
 
 
@@ -16,6 +17,13 @@ def bench(
         Path, typer.Option(help="The folder of the results. What is measured there is not measured again.")
     ] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    suite: Annotated[
+        str, typer.Option(help="paper: the figures of the paper. peers: the table of bars.")
+    ] = SUITES[0],
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help="A row of the table, by name; may be given several times. All if left out."),
+    ] = None,
     figure: Annotated[
         list[str] | None,
         typer.Option(help="5, 6, 7, 8, 9, largest or more; may be given several times. All if left out."),
@@ -37,23 +45,29 @@ def bench(
         Path | None, typer.Option(help="Write tables and plots of this folder, and measure nothing.")
     ] = None,
 ) -> None:
-    """Measure time and memory of private training: the figures of the fast per-example clipping paper.
+    """Measure time and memory of private training next to non-private training.
 
-    For example, what the paper's figure 5 shows, on this machine:
+    For example, what figure 5 of the fast per-example clipping paper shows, on this machine:
 
         clipwise bench --figure 5 --out runs/figure-5
 
+    Or the table of what a private step costs, and what it may cost at most:
+
+        clipwise bench --suite peers --out runs/peers
+
     Each way to clip is timed in turns with non-private training. What cannot run is shown with its reason.
-    The folder gets results.json, results.md and a plot for each figure; a run that was stopped goes on there.
+    The folder gets results.json, results.md and, for figures, plots; a run that was stopped goes on there.
     """
     if render is not None:
         runner.render(render, say)
         return
     runner.bench(
-        runner.Options(
+        Options(
             out=out,
             device=device,
+            suite=suite,
             figures=figure or [],
+            rows=row or [],
             methods=method or [],
             quick=quick,
             budget_seconds=budget_seconds,

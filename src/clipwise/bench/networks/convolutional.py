@@ -48,8 +48,11 @@ class Residual(nn.Module):
         return (self.shortcut(x) + _BRANCH * self.branch(x)).relu()  # type: ignore[no-any-return]
 
 
-def resnet(images: Images, layers: int, norm: Norm) -> nn.Module:
-    """ResNet-18, 34, 50 or 101: a 7 x 7 stem, four stages, the mean over positions, a linear layer."""
+def resnet(images: Images, layers: int, norm: Norm, *, small_images: bool = False) -> nn.Module:
+    """ResNet-18, 34, 50 or 101: a 7 x 7 stem, four stages, the mean over positions, a linear layer.
+
+    For small images the stem is 3 x 3, and keeps their size.
+    """
     blocks, bottleneck = RESNETS[layers]
     stages: list[nn.Module] = []
     channels = 64
@@ -59,13 +62,19 @@ def resnet(images: Images, layers: int, norm: Norm) -> nn.Module:
             stride = 2 if stage > 0 and number == 0 else 1
             stages.append(Residual(channels, width, stride, bottleneck, norm))
             channels = 4 * width if bottleneck else width
-    stem = [_convolution(images.channels, 64, 7, 2), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    if small_images:
+        stem = [_convolution(images.channels, 64, 3, 1), norm(64), nn.ReLU()]
+    else:
+        stem = [_convolution(images.channels, 64, 7, 2), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, images.classes)]
     return nn.Sequential(*stem, *stages, *head)
 
 
-def vgg(images: Images, layers: int, norm: Norm) -> nn.Module:
-    """VGG-11 or 16 with a norm behind each convolution; no dropout, whose draws cost the same everywhere."""
+def vgg(images: Images, layers: int, norm: Norm, *, small_images: bool = False) -> nn.Module:
+    """VGG-11 or 16 with a norm behind each convolution; no dropout, whose draws cost the same everywhere.
+
+    For images of 32 x 32, of which the pools leave one position, the head is a single layer.
+    """
     features: list[nn.Module] = []
     channels = images.channels
     for widths in VGGS[layers]:
@@ -73,6 +82,8 @@ def vgg(images: Images, layers: int, norm: Norm) -> nn.Module:
             features += [_convolution(channels, width, 3, 1), norm(width), nn.ReLU()]
             channels = width
         features.append(nn.MaxPool2d(2))
+    if small_images:
+        return nn.Sequential(*features, nn.Flatten(), nn.Linear(channels, images.classes))
     return nn.Sequential(
         *features,
         nn.AdaptiveAvgPool2d(7),

@@ -11,15 +11,17 @@ from torch import nn
 from clipwise.bench.networks.attention import GPT2, VisionTransformer
 from clipwise.bench.networks.convolutional import RESNETS, VGGS, resnet, vgg
 from clipwise.bench.networks.norms import FrozenBatchNorm2d, Norm, group_norm
-from clipwise.bench.networks.small import Reader, RowReader, cnn, mlp
+from clipwise.bench.networks.small import Reader, RowReader, cnn, even_mlp, mlp
 from clipwise.bench.shapes import Shape
 from clipwise.errors import ConfigurationError
 
 DEPTHS = (2, 4, 6, 8)
+WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _NORMS: dict[str, Norm] = {"": FrozenBatchNorm2d, "-groupnorm": group_norm}
 
-# From the data's shape to a network. "mlp-4" has four hidden layers; "resnet18" and "vgg11" have frozen
-# batch norm, "resnet18-groupnorm" the other one.
+# From the data's shape to a network. "mlp-4" has four hidden layers, "mlp-4x1024" four of that width; "resnet18"
+# and "vgg11" have frozen batch norm, "resnet18-groupnorm" the other one; "-32" is the usual form for images of
+# 32 x 32.
 _NETWORKS: dict[str, Callable[[Any], nn.Module]] = {
     **{f"mlp-{depth}": partial(mlp, depth=depth) for depth in DEPTHS},
     "cnn": cnn,
@@ -36,8 +38,13 @@ _NETWORKS: dict[str, Callable[[Any], nn.Module]] = {
         for layers in VGGS
         for suffix, norm in _NORMS.items()
     },
+    "resnet18-groupnorm-32": partial(resnet, layers=18, norm=group_norm, small_images=True),
+    "vgg11-groupnorm-32": partial(vgg, layers=11, norm=group_norm, small_images=True),
+    **{f"mlp-4x{width}": partial(even_mlp, depth=4, width=width) for width in WIDTHS},
     "vit-b16": VisionTransformer,
+    "vit-tiny": partial(VisionTransformer, patch=4, width=192, heads=3),
     "gpt2-small": GPT2,
+    "gpt2-mini": partial(GPT2, width=256, depth=4, heads=4),
 }
 
 

@@ -27,6 +27,15 @@ def mlp(images: Images, depth: int = 2) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(widths[-1], images.classes))
 
 
+def even_mlp(images: Images, depth: int, width: int) -> nn.Module:
+    """`depth` hidden layers of one width, with ReLU."""
+    widths = [images.pixels] + [width] * depth
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, images.classes))
+
+
 def cnn(images: Images) -> nn.Module:
     """Two 5 x 5 convolutions (20 and 50 kernels), each followed by a pool, and 128 hidden units."""
     side = ((images.size - 4) // 2 - 4) // 2

@@ -1,0 +1,1 @@
+"""How the cost of a private step grows with positions, examples and width."""
