@@ -20,8 +20,12 @@ demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budg
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest
 
-test-gpu:  ## the exactness table on a GPU; needs torch, numpy and scipy, and no pytest
+test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy and scipy, and no pytest
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.exactness
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.kernels --check
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.convolution --check
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.streaming
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.compiled
 
 fuzz: $(STAMP)  ## 2,000 random models against a forward pass per example
 	$(BIN)/python -m tests.fuzz --models 2000 --seed 0

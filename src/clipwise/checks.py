@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Probe, probe_weights
+from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
+from clipwise.inventory import Inventory
+from clipwise.structure import map_tensors, tensors_in
 
 _PROBED_BATCHES = 2
 
@@ -60,24 +62,29 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def require_no_batch_statistics(model: nn.Module) -> None:
     """Refuse layers that mix the examples of a batch, or keep statistics of private data."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            if module.training:
-                raise UnsupportedModelError(
-                    f"Layer {name!r} ({type(module).__name__}) is in training mode: it mixes the examples of a "
-                    "batch, so one record moves every clipped gradient, and its running statistics leak. Replace "
-                    "it by GroupNorm, LayerNorm or InstanceNorm, or freeze its statistics with .eval()."
-                )
-            if module.running_mean is None:
-                raise UnsupportedModelError(
-                    f"Layer {name!r} ({type(module).__name__}) keeps no running statistics, so it mixes the examples "
-                    "of a batch even in .eval(). Replace it by GroupNorm, LayerNorm or InstanceNorm."
-                )
-        keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-        if keeps and module.training:
+        require_no_statistics_in(name, module)
+
+
+def require_no_statistics_in(name: str, module: nn.Module) -> None:
+    """The same of a single layer."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if module.training:
             raise UnsupportedModelError(
-                f"Layer {name!r} ({type(module).__name__}) keeps running statistics of private data. "
-                "Build it with track_running_stats=False, or freeze it with .eval()."
+                f"Layer {name!r} ({type(module).__name__}) is in training mode: it mixes the examples of a "
+                "batch, so one record moves every clipped gradient, and its running statistics leak. Replace "
+                "it by GroupNorm, LayerNorm or InstanceNorm, or freeze its statistics with .eval()."
             )
+        if module.running_mean is None:
+            raise UnsupportedModelError(
+                f"Layer {name!r} ({type(module).__name__}) keeps no running statistics, so it mixes the examples "
+                "of a batch even in .eval(). Replace it by GroupNorm, LayerNorm or InstanceNorm."
+            )
+    keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+    if keeps and module.training:
+        raise UnsupportedModelError(
+            f"Layer {name!r} ({type(module).__name__}) keeps running statistics of private data. "
+            "Build it with track_running_stats=False, or freeze it with .eval()."
+        )
 
 
 def require_losses(losses: object, size: int) -> Tensor:
@@ -109,41 +116,62 @@ def require_losses(losses: object, size: int) -> Tensor:
     return losses
 
 
+def require_rows(batch: object, size: int) -> None:
+    """The batch given to a compiled step must be the one that was handed out. Its size is secret."""
+    rows = {len(t) for t in tensors_in(batch) if t.dim()}
+    if rows != {size}:
+        raise StepError(
+            "step(*batch) takes the batch that private.loader handed out last: tensors whose first dimension "
+            "counts its examples. Do not drop, repeat or pool examples, and put nothing else into it."
+        )
+
+
 class BufferGuard:
     """Nothing that a buffer or a parameter learned in a forward pass may leave with the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.inventory = Inventory(model)
         self._versions: dict[str, tuple[object, ...]] = {}
+        self._held: list[Tensor] = []  # while they are, no other tensor gets their identity
         self._left = _PROBED_BATCHES  # batches on which contents are looked at: `.data` changes no version
 
     def remember(self) -> None:
         """Called when a batch is handed out."""
-        self._versions = dict(self._now())
+        self.inventory.up_to_date()
+        self._versions, self._held = self._now()
 
     def compare(self) -> None:
         """Called when its losses come back."""
-        for name, version in self._now():
-            if self._versions.get(name) != version:
-                raise UnsupportedModelError(
-                    f"{name} was set or changed between the draw of a batch and private.step, as in a forward pass "
-                    "that learns. What it learned from private data would leave with the model without any noise. "
-                    "Set it before the first batch, from public data; update parameters before the next batch is drawn."
-                )
-        self._left = max(0, self._left - 1)
-        self._versions = dict(self._now())
+        self.inventory.up_to_date()
+        self.compare_listed()
 
-    def _now(self) -> Iterator[tuple[str, tuple[object, ...]]]:
-        for prefix, module in self._model.named_modules():
-            # Spectral norm's power iteration looks at weights alone, which are released anyway.
-            if type(module).__name__ == "_SpectralNorm":
-                continue
-            for kind, tensors in (("Buffer", module._buffers), ("Parameter", module._parameters)):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        full_name = f"{prefix}.{name}" if prefix else name
-                        contents = _digest(tensor) if self._left else ()
-                        yield f"{kind} {full_name!r}", (id(tensor), tensor._version, *contents)
+    def compare_listed(self) -> None:
+        """The same, for who has brought the inventory up to date."""
+        now, held = self._now()
+        if now != self._versions:
+            for name, version in now.items():
+                if self._versions.get(name) != version:
+                    raise UnsupportedModelError(
+                        f"{name} was set or changed between the draw of a batch and private.step, as in a forward "
+                        "pass that learns. What it learned from private data would leave with the model without any "
+                        "noise. Set it before the first batch, from public data; update parameters before the next "
+                        "batch is drawn."
+                    )
+        if self._left:
+            self._left -= 1
+            now, held = self._now()  # contents may be looked at no longer
+        self._versions, self._held = now, held
+
+    def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
+        found = [
+            (name, t) for name, tensors, key in self.inventory.tensors if (t := tensors[key]) is not None
+        ]
+        versions: dict[str, tuple[object, ...]]
+        if self._left:
+            versions = {name: (id(t), t._version, *_digest(t)) for name, t in found}
+        else:
+            versions = {name: (id(t), t._version) for name, t in found}
+        return versions, [t for _, t in found]
 
 
 def _digest(tensor: Tensor) -> tuple[float, ...]:
@@ -169,7 +197,7 @@ class IndependenceProbe:
     def mark(self, batch: Any) -> Any:
         """Let a batch's inputs carry gradients, while the probe still looks."""
         self._leaves, self._ids = [], []
-        return self._marked(batch) if self._left else batch
+        return map_tensors(self._marked, batch) if self._left else batch
 
     def examine(self, losses: Tensor) -> None:
         """Refuse losses that depend on other examples' inputs."""
@@ -177,10 +205,11 @@ class IndependenceProbe:
             return
         inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
         weights_B = probe_weights(len(losses), losses)
-        found: list[tuple[Tensor | None, ...]] = [
-            torch.autograd.grad(losses, inputs, w, retain_graph=True, allow_unused=True) if inputs else ()
-            for w in (torch.ones_like(losses), weights_B)
-        ]
+        with ieee_arithmetic():
+            found: list[tuple[Tensor | None, ...]] = [
+                torch.autograd.grad(losses, inputs, w, retain_graph=True, allow_unused=True) if inputs else ()
+                for w in (torch.ones_like(losses), weights_B)
+            ]
         finite = True
         for number, (p, w) in enumerate(zip(*found, strict=True)):
             if p is None or w is None:
@@ -202,21 +231,15 @@ class IndependenceProbe:
         # what all others share.
         self._left, self._leaves, self._ids = self._left - finite, [], []
 
-    def _marked(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if not value.is_floating_point() or value.requires_grad:
-                self._ids.append(value)
-                return value
-            leaf = value.detach().requires_grad_()
-            self._leaves.append(leaf)
-            return leaf.clone()  # not a leaf itself, so that the model may work on it in place
-        if isinstance(value, Mapping):
-            return type(value)({k: self._marked(v) for k, v in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._marked(v) for v in value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._marked(v) for v in value)
-        return value
+    def _marked(self, value: Tensor) -> Tensor:
+        if value.dim() == 0:
+            return value  # a number of the whole batch, and no example's
+        if not value.is_floating_point() or value.requires_grad:
+            self._ids.append(value)
+            return value
+        leaf = value.detach().requires_grad_()
+        self._leaves.append(leaf)
+        return leaf.clone()  # not a leaf itself, so that the model may work on it in place
 
 
 def _lookups(losses: Tensor, ids: list[Tensor]) -> list[GradientEdge]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from clipwise import accounting, checkpoint, checks, faults, fingerprint
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps
 from clipwise.budget import Budget
 from clipwise.clipping import Clipper, PerExample, Strategy, noised_parts
+from clipwise.compiled import CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
     CheckpointError,
@@ -39,6 +41,7 @@ from clipwise.privacy import (
     Spent,
     effective_multiplier,
 )
+from clipwise.release import noised
 from clipwise.sampling import Fetcher, PrivateLoader, Scheme, make_scheme
 from clipwise.statement import Statement
 
@@ -134,6 +137,8 @@ class Private:
         self._require_budget()
         if self._independence is not None:
             self._independence.examine(losses)
+        for p in self._parameters.values():
+            p.grad = None  # what is there was released and used before: its memory is needed
         clipped = self._clipper.clipped_sum(losses)
         if piece.index_in_batch == 0 or self._partial is None:
             self._partial = clipped
@@ -151,23 +156,47 @@ class Private:
             raise
         return True
 
+    def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
+        """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
+
+        On CUDA forward, backward, clipping, noise and update run as CUDA graphs after the first few steps: a
+        small model's step is then no longer a matter of how fast Python is. Elsewhere, and where something
+        cannot be captured (a warning says what), it makes ordinary steps. The result is the same.
+
+        Args:
+            loss: from the batch that `loader` hands out, `loss(*batch)`, to one loss an example. It must
+                do the same at every step: a captured step does not run its Python code again.
+            size: how many examples the captured step takes; a larger batch comes in pieces, a smaller one is
+                filled up with rows that weigh nothing. By default all of a batch of constant size, and 3
+                standard deviations more than the mean of a random one.
+        """
+        return CompiledStep(self, loss, size)
+
     def _release(self, total: dict[str, Tensor]) -> None:
         """record, then noise, then make visible; the secret of this step is gone afterwards."""
+        self._charge()
+        noised_sums = self._noised(total)
+        self._advance()
+        faults.reached("step.before-grad")
+        for name, p in self._parameters.items():
+            p.grad = noised_sums[name].to(p.dtype)
+        self._remember_written()
+        beside = [part.name for part in self._parts if not part.parameters]
+        if self._clipper.learn({name: noised_sums[name] for name in beside}):
+            self._parts = self._next_parts()
+
+    def _charge(self) -> None:
+        """Count a release, before any of it is visible."""
         self._ledger.charge(self._event)
         if self._budget is not None:
             self._budget.left -= 1
-        noised = self._add_noise(total)
+
+    def _advance(self) -> None:
+        """Forget the secret of this step."""
         if self._slot == 0:
             self._epoch_secret = self._key.derive("epoch")
         self._key.advance()
         self._slot = (self._slot + 1) % self._scheme.steps_per_epoch
-        faults.reached("step.before-grad")
-        for name, p in self._parameters.items():
-            p.grad = noised[name].div_(self._scheme.expected_size).to(p.dtype)
-        self._remember_written()
-        beside = [part.name for part in self._parts if not part.parameters]
-        if self._clipper.learn({name: noised[name] / self._scheme.expected_size for name in beside}):
-            self._parts = self._next_parts()
 
     def _next_parts(self) -> tuple[Part, ...]:
         """The noise follows the bounds; the event, and so the multiplier, stays."""
@@ -179,29 +208,31 @@ class Private:
             self._scheme.expected_size,
         )
 
-    def _add_noise(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One stream a part (and device), in the order of its parameters; a part without any is a number."""
+    def _noised(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        """(sum + noise) / L, with L the expected size: for what is drawn is secret.
+
+        A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part
+        without any is a number.
+        """
+        L = self._scheme.expected_size
         for number, part in enumerate(self._parts):
-            if part.noise_std == 0:
-                continue
             entries = part.parameters or (part.name,)
-            devices = dict.fromkeys(total[name].device for name in entries)
-            for place, device in enumerate(devices):
-                names = [n for n in entries if total[n].device == device]
-                exact = any(total[n].dtype == torch.float64 for n in names)
-                noise = gaussian(
-                    self._key.derive(f"noise/{number}/{place}"),
-                    sum(total[n].numel() for n in names),
-                    part.noise_std,
-                    device=device,
-                    dtype=torch.float64 if exact else torch.float32,
-                )
-                begin = 0
-                for n in names:
-                    end = begin + total[n].numel()
-                    total[n] = noise[begin:end].view_as(total[n]) + total[n]
-                    begin = end
+            if part.noise_std == 0:
+                total.update({name: total[name].div_(L) for name in entries})
+                continue
+            by_device: dict[torch.device, list[str]] = {}
+            for name in entries:
+                by_device.setdefault(total[name].device, []).append(name)
+            for place, (device, names) in enumerate(by_device.items()):
+                sums = [total.pop(n) for n in names]
+                draw = partial(self._draw, part.noise_std, f"noise/{number}/{place}", device)
+                total.update(zip(names, noised(sums, draw, L), strict=True))
         return total
+
+    def _draw(
+        self, std: float, label: str, device: torch.device, bucket: int, size: int, dtype: torch.dtype
+    ) -> Tensor:
+        return gaussian(self._key.derive(f"{label}/{bucket}"), size, std, device=device, dtype=dtype)
 
     # ------------------------------------------------------------- what it cost
 
@@ -404,9 +435,11 @@ class Private:
 
     def _require_untouched(self) -> None:
         """Between two releases nobody else may have changed what is released."""
-        checks.require_no_batch_statistics(self._model)
-        self._buffers.compare()
-        for name, p in self._model.named_parameters():
+        inventory = self._buffers.inventory.up_to_date()
+        for name, module in inventory.statistics:
+            checks.require_no_statistics_in(name, module)
+        self._buffers.compare_listed()
+        for name, p in inventory.parameters:
             if p.requires_grad != (name in self._parameters):
                 raise StepError(
                     f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
@@ -416,10 +449,10 @@ class Private:
                     f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
                     "with an optimizer that holds the new one."
                 )
-            if name in self._parameters and p.grad is not None:
+            if name in self._parameters and (grad := p.grad) is not None:
                 written = self._written.get(name)
-                foreign = written is None or p.grad is not written[0] or p.grad._version != written[1]
-                if foreign and bool(p.grad.any()):  # zero_grad(set_to_none=False) leaves zeros
+                foreign = written is None or grad is not written[0] or grad._version != written[1]
+                if foreign and bool(grad.any()):  # zero_grad(set_to_none=False) leaves zeros
                     raise StepError(
                         f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
                         "backward() on the losses, leave that out: it is not private. If you changed .grad "
@@ -428,7 +461,9 @@ class Private:
 
     def _remember_written(self) -> None:
         self._written = {
-            name: (p.grad, p.grad._version) for name, p in self._parameters.items() if p.grad is not None
+            name: (grad, grad._version)
+            for name, p in self._parameters.items()
+            if (grad := p.grad) is not None
         }
 
     def _require_budget(self) -> None:
@@ -462,6 +497,7 @@ class Private:
             "dataset_size": self._scheme.dataset_size,
             "expected_batch_size": self._scheme.expected_size,
             "strategy": self._described_strategy(),
+            "arithmetic": self._clipper.arithmetic.name,
             "parameters": _signature(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,

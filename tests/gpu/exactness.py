@@ -7,6 +7,7 @@ float64 on the same device. Prints what fails and what takes the slow way; exit 
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections import Counter
 
@@ -42,7 +43,7 @@ def error_of(case: Case, method: str, dtype: torch.dtype) -> float:
 def main() -> int:
     """Run the table."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    failed, slow = [], Counter[str]()
+    begin, failed, slow = time.monotonic(), [], Counter[str]()
     cases = [c for c in CASES if not sys.argv[1:] or any(part in c.name for part in sys.argv[1:])]
     for case in cases:
         for dtype in TOLERANCE:
@@ -64,7 +65,11 @@ def main() -> int:
         print(f"slow ({times}): {line}")
     for line in failed:
         print("FAILED", line[:300])
-    return 1 if failed or slow else 0
+    bad = len(failed) + len(slow)
+    print(
+        f"{len(cases) * len(METHODS) * len(TOLERANCE)} checks, {bad} failed, {time.monotonic() - begin:.0f} s"
+    )
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipwise.gradients import Memory, forms, per_example_gradients
-from clipwise.gradients.forms import Budget, Form, Outer, Rows, Written, squared_norms
+from clipwise.gradients.forms import Budget, Form, Outer, Rows, Written, measured, squared_norms
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -84,7 +84,7 @@ def test_norms_and_sums_are_those_of_the_instantiated_gradients(
     each: Tensor = form.instantiate(slice(0, 4)).double()
     norms, weights = each.flatten(1).norm(dim=1), torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
-    found = form.squared_norms(Budget(keep)).sqrt()
+    found = measured(form, Budget(keep)).sqrt()
     assert (found >= norms * (1 - 1e-6)).all()
     torch.testing.assert_close(found, norms, rtol=tolerance, atol=1e-12)
     expected = torch.einsum("b,bmn->mn", weights, each)
@@ -120,7 +120,7 @@ def test_gradients_of_nothing_are_not_worth_writing_out() -> None:
     right = torch.randn(3, 4, 512)
     right[1:] = 0
     form = Outer(left, right)
-    form.squared_norms(Budget(0))
+    measured(form, Budget(0))
     assert not form._exact
 
 
@@ -133,7 +133,7 @@ def test_an_example_that_cancels_is_summed_by_itself(budget: int) -> None:
     left[1] *= 1e6
     right[1, 2:] *= 1 + 2**-12  # all but cancels
     form = Outer(left, right)
-    norms = form.squared_norms(Budget(budget)).sqrt()
+    norms = measured(form, Budget(budget)).sqrt()
     truth = left.double().mT @ right.double()
     torch.testing.assert_close(norms, truth.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
     weights = torch.tensor([0.5, 2.0, 0.25], dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_pieces_change_nothing(piece: int, keep: int) -> None:
     whole, cut = (Written(5, gradients.shape[1:], torch.float32, make, p) for p in (None, piece))
     for form in (whole, cut):
         torch.testing.assert_close(
-            form.squared_norms(Budget(keep)).sqrt().float(), gradients.flatten(1).norm(dim=1)
+            measured(form, Budget(keep)).sqrt().float(), gradients.flatten(1).norm(dim=1)
         )
         assert form.is_kept == (keep > 0)
         torch.testing.assert_close(form.weighted_sum(w), torch.einsum("b,bmn->mn", w.float(), gradients))
@@ -184,3 +184,27 @@ def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
     found.weighted_sums({n: torch.ones(4, dtype=torch.float64) for n in found.squared_norms()})
     del found
     assert gc.collect() == 0
+
+
+@pytest.mark.parametrize("T", [95, 96, 130])
+def test_inner_products_of_many_positions_come_in_blocks(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the blocks, and few features at a time, give the norm of the whole."""
+    monkeypatch.setattr(forms, "_FEATURES", 150)
+    torch.manual_seed(0)
+    left, right = torch.randn(3, T, 400), torch.randn(3, T, 310)
+    square_B, mass_B = Outer(left, right).gram_squares(Budget(0))
+    true_B = torch.einsum("btm,btn->bmn", left.double(), right.double()).flatten(1).norm(dim=1)
+    assert (square_B.sqrt() >= true_B * (1 - 1e-15)).all()
+    torch.testing.assert_close(square_B.sqrt(), true_B, rtol=1e-9, atol=0)
+    assert (mass_B >= true_B).all()
+
+
+def test_written_gradients_keep_their_memory_while_they_are_used() -> None:
+    """The next form's gradients do not overwrite those that an earlier one has kept."""
+    torch.manual_seed(0)
+    first, second = (Outer(torch.randn(4, 9, 6), torch.randn(4, 9, 5)) for _ in range(2))
+    expected = first.instantiate(slice(0, 4)).clone()
+    first.squared_norms(Budget(2**20))
+    second.squared_norms(Budget(2**20))
+    second.instantiate(slice(0, 4))
+    assert torch.equal(first.instantiate(slice(0, 4)), expected)

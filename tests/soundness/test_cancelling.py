@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
 from clipwise.gradients import Memory, examples, forms, per_example_gradients
-from clipwise.gradients.forms import Budget, Form, Outer, Rows
+from clipwise.gradients.forms import Budget, Form, Outer, Rows, measured
 from clipwise.privacy import Adjacency
 from tests.gradients.cases import Scale, trainable
 from tests.soundness.neighbours import attach, excess
@@ -53,7 +53,7 @@ def batch_of(T: int, m: int, n: int, scale: float) -> tuple[Tensor, Tensor]:
 
 def require_bounded(form: Form, budget: int) -> Tensor:
     """What is released of each example is no longer than its computed norm. Returns those norms."""
-    norms = form.squared_norms(Budget(budget)).sqrt()
+    norms = measured(form, Budget(budget)).sqrt()
     for i in range(form.batch):
         alone = torch.zeros(form.batch, dtype=torch.float64)
         alone[i] = 1
@@ -98,7 +98,7 @@ def test_the_ways_are_really_taken() -> None:
     """Each entry of WAYS ends where its name says."""
     for way, (T, m, n, keep, _) in WAYS.items():
         outer = Outer(*batch_of(T, m, n, 1.0))
-        outer.squared_norms(Budget(keep))
+        measured(outer, Budget(keep))
         assert (outer._written is not None) == (way == "written and kept")
         # Without a written gradient, cancelling examples are formed one by one in float64.
         assert bool(outer._exact) == (way in ("Gram", "written, not kept", "written in chunks"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,12 @@ from clipwise.clipping.quantile import FixedNorms, Quantile, QuantileNorms
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
+from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
+from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Sampling, Unit
 
 MODES = ("clip", "normalize")
+PRODUCTS = ("auto", "ieee", "tf32")
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): keeps tiny gradients from being blown up
 _SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # a smaller one would be rounded by more than 2^-24
 
@@ -36,6 +40,8 @@ class PerExample(Strategy):
         method: how per-example gradients are found. "bookkeeping": one backward pass; "reweight": two, which
             keep nothing in between; "instantiate": one, every gradient written out; "vmap": one batched
             pass; "loop": one pass an example, the reference; "auto" chooses. All give the same sum.
+        products: the arithmetic of norms and sums. "ieee"; "tf32": TensorFloat-32 on CUDA; "auto": TF32 if
+            `torch.set_float32_matmul_precision` allows it when `make_private` is called.
 
     Guarantee:
         Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
@@ -46,6 +52,9 @@ class PerExample(Strategy):
         whose rounding moves the sum of B examples by less than (1e-5 + B u) C, u = 2^-24 in float32. "vmap"
         and "loop" take each gradient as torch's kernels sum it, whose rounding may depend on the other examples;
         where terms cancel to nothing but rounding, prefer the other methods.
+        With TF32 an example's part of the sum is moved by e = 2^-9 M at most, M the mass of its terms
+        (gradients/forms.py): it is clipped so that n + e <= (1 + 2^-6) C, and that is the sensitivity that is
+        stated and noised. For e <= 2^-6 n this clips as IEEE arithmetic does.
     """
 
     max_norm: float | Mapping[str, float] | Quantile = 1.0
@@ -53,6 +62,7 @@ class PerExample(Strategy):
     split: str = "optimal"
     mode: str = "clip"
     method: str = "auto"
+    products: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.max_norm, Quantile):
@@ -67,6 +77,7 @@ class PerExample(Strategy):
             ("mode", self.mode, MODES),
             ("method", self.method, METHODS),
             ("split", self.split, ("optimal", "equal")),
+            ("products", self.products, PRODUCTS),
         ):
             if value not in allowed:
                 choices = ", ".join(map(repr, allowed))
@@ -81,10 +92,16 @@ class PerExample(Strategy):
             norms: FixedNorms = QuantileNorms(self.max_norm, list(groups), parameters, adjacency)
         else:
             norms = FixedNorms(norms_of_parts(self.max_norm, list(groups)))
-        return PerExampleClipper(self, parameters, groups, norms, adjacency)
+        return PerExampleClipper(self, parameters, groups, norms, adjacency, self._arithmetic(parameters))
+
+    def _arithmetic(self, parameters: Parameters) -> Arithmetic:
+        if self.products == "auto":
+            return chosen_arithmetic(next(iter(parameters.values())).device)
+        return TF32 if self.products == "tf32" else IEEE
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types. `method` is a performance knob and left out."""
+        """The configuration in plain types. `method` is a performance knob and left out; `products` is stated
+        by what it comes to, the clipper's arithmetic."""
         norm: Any = dict(self.max_norm) if isinstance(self.max_norm, Mapping) else self.max_norm
         if isinstance(norm, Quantile):
             norm = norm.describe()
@@ -108,35 +125,67 @@ class PerExampleClipper(Clipper):
         groups: dict[str, list[str]],
         norms: FixedNorms,
         adjacency: Adjacency,
+        arithmetic: Arithmetic,
     ) -> None:
         self._strategy, self._parameters = strategy, parameters
         self._groups, self._norms = groups, norms
-        self._memory = Memory()
+        self.arithmetic = arithmetic
+        self.adapts = isinstance(norms, QuantileNorms)
+        self._memory = Memory(arithmetic)
+        self._in_float32 = {
+            part
+            for part, names in groups.items()
+            if all(parameters[name].dtype == torch.float32 for name in names)
+        }
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
         self._factor = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
         self.bounds = self._bounds()
 
-    def clipped_sum(self, losses: Tensor) -> dict[str, Tensor]:
+    def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
         if len(losses) == 0:
             total = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
             nobody = torch.zeros(0, dtype=torch.bool, device=losses.device)
             return total | self._norms.counts(dict.fromkeys(self._groups, nobody), nobody)
         gradients = per_example_gradients(losses, self._parameters, self._memory, self._strategy.method)
-        squares = gradients.squared_norms()
+        squares, errors = gradients.squared_norms(), gradients.squared_errors()
         part_norms = {
-            part: torch.stack([squares[name] for name in names]).sum(0).sqrt()
+            part: self._bounds_of_norms(
+                [squares[n] for n in names], [errors[n] for n in names if n in errors]
+            )
             for part, names in self._groups.items()
         }
-        bad_B = ~torch.isfinite(torch.stack(list(part_norms.values())).sum(0))
-        if bool(bad_B.any()):
+        finite_B = _sum(list(part_norms.values())) < math.inf  # norms are at least 0, or NaN
+        bad_B = ~finite_B
+        if self._memory.rare.any(bad_B):
             gradients.mute(bad_B)
+        counted_B = finite_B if real_B is None else finite_B & real_B
         weights = {}
         for part, names in self._groups.items():
             nu_B = self._weights(part_norms[part], self._norms.norms[part])
-            nu_B = nu_B.masked_fill(bad_B | (nu_B < _SMALLEST_WEIGHT), 0)
+            nu_B = torch.where(counted_B & (nu_B >= _SMALLEST_WEIGHT), nu_B, 0)
+            if part in self._in_float32:
+                nu_B = nu_B.float()  # once, and not once a parameter
             weights.update(dict.fromkeys(names, nu_B))
-        return gradients.weighted_sums(weights) | self._norms.counts(part_norms, bad_B)
+        return gradients.weighted_sums(weights) | self._norms.counts(part_norms, bad_B, real_B)
+
+    @contextmanager
+    def putting_aside(self) -> Iterator[PutAside]:
+        """In this block nothing waits for the device: what hardly ever happens is put aside, to be looked at."""
+        before, aside = self._memory.rare, PutAside()
+        self._memory.rare = aside
+        try:
+            yield aside
+        finally:
+            self._memory.rare = before
+
+    def _bounds_of_norms(self, squares: list[Tensor], errors: list[Tensor]) -> Tensor:
+        """n such that what is summed stays within (1 + slack) n: the norm itself, unless rounding e is large."""
+        norm_B = _sum(squares).sqrt()
+        if not errors:
+            return norm_B
+        error_B = _sum(errors).sqrt()
+        return torch.maximum(norm_B, (norm_B + error_B) / (1 + self.arithmetic.slack))
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         return self._restated(self._norms.learn(means))
@@ -153,11 +202,16 @@ class PerExampleClipper(Clipper):
         return changed
 
     def _bounds(self) -> tuple[Bound, ...]:
-        C = self._norms.norms
-        parts = (Bound(part, tuple(names), self._factor * C[part]) for part, names in self._groups.items())
+        C, factor = self._norms.norms, self._factor * (1 + self.arithmetic.slack)
+        parts = (Bound(part, tuple(names), factor * C[part]) for part, names in self._groups.items())
         return (*parts, *self._norms.bounds)
 
     def _weights(self, norm_B: Tensor, bound: float) -> Tensor:
         if self._strategy.mode == "normalize":
             return bound / (norm_B + _NORMALIZE_FLOOR * bound)
         return (bound / norm_B).clamp(max=1)  # C / 0 is inf, and clamps to 1
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    """Of several tensors of one shape, in one go."""
+    return torch.stack(tensors).sum(0) if len(tensors) > 1 else tensors[0]

@@ -96,7 +96,9 @@ class FixedNorms:
         self.norms = norms
         self.bounds: tuple[Bound, ...] = ()
 
-    def counts(self, norms: Mapping[str, Tensor], muted_B: Tensor) -> dict[str, Tensor]:
+    def counts(
+        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """What the step releases beside the gradient, from each part's norms [B]."""
         return {}
 
@@ -135,10 +137,13 @@ class QuantileNorms(FixedNorms):
             Bound(name, (), sensitivity, quantile.count_noise) for name in self._names.values()
         )
 
-    def counts(self, norms: Mapping[str, Tensor], muted_B: Tensor) -> dict[str, Tensor]:
-        """sum_i (b_i - 1/2) of each part, in float64; 0 for an empty batch."""
+    def counts(
+        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """sum_i (b_i - 1/2) of each part over the examples that are real, in float64; 0 for an empty batch."""
+        counted_B = torch.ones_like(muted_B) if real_B is None else real_B
         return {
-            self._names[part]: (_within(norms[part], C, muted_B) - 0.5).sum().reshape(1)
+            self._names[part]: (_within(norms[part], C, muted_B) - 0.5).mul(counted_B).sum().reshape(1)
             for part, C in self.norms.items()
         }
 

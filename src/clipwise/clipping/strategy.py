@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Part, Sampling, Unit, split_noise
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -36,13 +39,20 @@ class Clipper(ABC):
     """A strategy bound to one model: turns losses into a bounded sum. It never draws noise."""
 
     bounds: tuple[Bound, ...]
+    arithmetic: Arithmetic = IEEE
+    adapts: bool = False  # whether `learn` may change the bounds
 
     @abstractmethod
-    def clipped_sum(self, losses: Tensor) -> dict[str, Tensor]:
+    def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """The bounded sum over the examples of a batch, or of a piece of one.
 
-        By parameter; a part that has none stands there under its own name.
+        By parameter; a part that has none stands there under its own name. `real_B` marks the examples that
+        count, where a batch was filled up to a constant size with others.
         """
+
+    @abstractmethod
+    def putting_aside(self) -> AbstractContextManager[PutAside]:
+        """In this block nothing waits for the device: what hardly ever happens is put aside, to be looked at."""
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         """Adapt to what a step released beside the gradient: noised, over the expected batch size.

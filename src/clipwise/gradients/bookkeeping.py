@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients import fallback, selfcheck
-from clipwise.gradients.derived import path_to
+from clipwise.gradients.derived import Path, Paths
 from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.join import Contribution, join
 from clipwise.gradients.layout import Layout
+from clipwise.gradients.outline import Outline, Plan
+from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.gradients.rare import Rare
 from clipwise.gradients.resolve import Resolved, Resolver
 from clipwise.gradients.rules import RuleDoesNotApply, begin
-from clipwise.gradients.walk import Edge, Graph, Use, gradients_at, node_name, output_shape, walk
+from clipwise.gradients.walk import Edge, Graph, Outlines, Use, gradients_at, node_name, output_shape
 
-_MOST_SIGNATURES = 512
+_MOST_OUTLINES = 512
 _CHECKED_BATCHES = 2  # of each kind of graph, against plain autograd
 
 
@@ -35,20 +38,35 @@ class FallbackWarning(UserWarning):
 
 @dataclass
 class Memory:
-    """What a run remembers from batch to batch."""
+    """What a run goes by, and what it remembers from batch to batch."""
 
+    arithmetic: Arithmetic = IEEE
+    rare: Rare = field(default_factory=Rare)
+    outlines: Outlines = field(default_factory=Outlines)
     resolver: Resolver = field(default_factory=Resolver)
+    paths: dict[Plan, Paths] = field(default_factory=dict)
     fallbacks: set[str] = field(default_factory=set)
-    checked: Counter[tuple[object, ...]] = field(default_factory=Counter)
+    checked: Counter[Outline] = field(default_factory=Counter)
+    fits: dict[tuple[object, ...], bool] = field(
+        default_factory=dict
+    )  # which batches book-keeping has room for
 
-    def must_check(self, signature: tuple[object, ...]) -> bool:
+    def must_check(self, outline: Outline) -> bool:
         """Whether a graph is still new; counts the calls."""
-        if self.checked[signature] >= _CHECKED_BATCHES:
+        if self.checked[outline] >= _CHECKED_BATCHES:
             return False
-        if len(self.checked) >= _MOST_SIGNATURES:
+        if len(self.checked) >= _MOST_OUTLINES:
             self.checked.clear()
-        self.checked[signature] += 1
+        self.checked[outline] += 1
         return True
+
+    def paths_of(self, graph: Graph, parameters: Parameters) -> list[dict[int, Path]]:
+        """Of each use, the paths of its operands."""
+        if graph.plan not in self.paths:
+            if len(self.paths) >= _MOST_OUTLINES:
+                self.paths.clear()
+            self.paths[graph.plan] = Paths(graph.plan)
+        return self.paths[graph.plan].through(graph.order, parameters)
 
 
 class Book:
@@ -57,7 +75,7 @@ class Book:
     @torch.no_grad()
     def __init__(self, losses: Tensor, parameters: Parameters, memory: Memory) -> None:
         self._parameters, self._memory = parameters, memory
-        self._graph = walk(losses, parameters)
+        self._graph = memory.outlines.walk(losses, parameters)
         self._take(memory.resolver.resolve(self._graph))
 
     def _take(self, resolved: Resolved) -> None:
@@ -76,13 +94,14 @@ class Book:
         """One backward pass. Without `retain` it frees the graph."""
         graph = self._graph
         outputs, self._gradients = self._gradients or self._backward(retain), None
-        found = []
-        for use in graph.uses:
+        found: list[Contribution] = []
+        for use, paths in zip(graph.uses, self._memory.paths_of(graph, self._parameters), strict=True):
             forms = self._forms(use, {k: outputs[(use.node, k)] for k in use.outputs})
-            for j, source in use.operands.items():
-                found.append(Contribution(forms[j], path_to(*source, graph.names, self._parameters)))
-        result = PerExampleGradients(len(graph.losses), join(self._parameters, found))
-        if self._new and self._memory.must_check(graph.signature):
+            found.extend(Contribution(forms[j], path) for j, path in paths.items())
+        result = PerExampleGradients(
+            len(graph.losses), join(self._parameters, found), self._memory.arithmetic, self._memory.rare
+        )
+        if self._new and self._memory.must_check(graph.outline):
             selfcheck.check(result, graph.losses, self._parameters, lambda i: self._arriving(outputs, i))
         self._new = False
         return result
@@ -96,18 +115,32 @@ class Book:
         )
         losses, doubts = self._graph.losses, bool(self._resolved.doubts)
         found = gradients_at(self._graph, edges, torch.ones_like(losses), retain=retain or slow or doubts)
-        if doubts and not self._resolved.is_beyond_doubt(found):
+        if doubts and self._memory.rare.any(torch.stack(self._disagreements(found))):
             self._take(self._memory.resolver.probe(self._graph))
             return self._gradients or found
         return found
 
+    def _disagreements(self, found: Mapping[Edge, Tensor]) -> list[Tensor]:
+        return [
+            flag
+            for use in self._graph.uses
+            for flag in self._resolved.disagreements(
+                use.index, {k: found[(use.node, k)] for k in use.outputs}
+            )
+        ]
+
     def _arriving(self, outputs: Mapping[Edge, Tensor], example: int) -> float:
         """The largest entry of an example's gradients at all uses."""
-        mine = (self._resolved.layouts[edge].only(g, example) for edge, g in outputs.items())
+        layouts = self._resolved.layouts
+        mine = (
+            layouts[use.index][k].only(outputs[(use.node, k)], example)
+            for use in self._graph.uses
+            for k in use.outputs
+        )
         return max(float(g.abs().max()) if g.numel() else 0.0 for g in mine)
 
     def _forms(self, use: Use, outputs: Mapping[int, Tensor]) -> dict[int, Form]:
-        layouts = {k: self._resolved.layouts[(use.node, k)] for k in outputs}
+        layouts = self._resolved.layouts[use.index]
         device = next(iter(outputs.values())).device
         finish = self._begun[use]
         if finish is not None:
@@ -141,8 +174,3 @@ def _announce(use: Use, graph: Graph, memory: Memory) -> None:
         FallbackWarning,
         stacklevel=2,
     )
-
-
-def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
-    """One backward pass, whose output gradients are kept for norms and sums. It frees the graph."""
-    return Book(losses, parameters, memory).gradients()

@@ -13,15 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.gradients.walk import Node, named, node_name
+from clipwise.gradients.operations import CASTS
+from clipwise.gradients.outline import BY_HAND, Plan, Route
+from clipwise.gradients.walk import Node, node_name
 
-# Backward functions that keep the norm: they move entries about or pad them with zeros. A cast rounds, by
-# less than a relative unit roundoff.
-_ISOMETRIC = named(
-    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
-    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
-)
-_CASTS = named("ToCopy")
+_TRANSPOSE = ("TBackward0",)
 
 
 @dataclass(frozen=True)
@@ -32,17 +28,13 @@ class Path:
     number: int
     parameters: Mapping[str, torch.nn.Parameter]
     isometric: bool
-    nodes: tuple[Node, ...]  # on the way of an isometric path
+    steps: tuple[str, ...] = ()  # the operations on the way of an isometric path
+    nodes: tuple[Node, ...] = ()  # and their nodes; none on a way that is gone by hand
 
     @classmethod
     def identity(cls, name: str, parameter: torch.nn.Parameter) -> Path:
         """No way at all: the gradients are the parameter's own."""
-        return cls(None, 0, {name: parameter}, True, ())
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """The operations on the way of an isometric path."""
-        return tuple(node_name(node) for node in self.nodes)
+        return cls(None, 0, {name: parameter}, True)
 
     @property
     def owner(self) -> str:
@@ -55,17 +47,20 @@ class Path:
         It is a sum over examples: to round it to the bfloat16 of a weight under autocast, as the engine
         would, moves it by 2^-9 of *its* norm, which is no function of one example.
         """
+        if self.steps == _TRANSPOSE:
+            gradient = gradient.t()
         for node in self.nodes:
-            if node_name(node) not in _CASTS:
+            if node_name(node) not in CASTS:
                 gradient = node(gradient)
-        return {self.owner: gradient.to(self.parameters[self.owner].device)}
+        ((name, parameter),) = self.parameters.items()
+        return {name: gradient.to(parameter.device)}
 
     def pull_each(self, gradients_b: Tensor) -> dict[str, Tensor]:
         """Carry the gradients of several examples back, each by itself: [b, ...]."""
         if not self.steps and self.isometric:
             return {self.owner: gradients_b}
-        if self.steps == ("TBackward0",):
-            return {self.owner: gradients_b.mT}
+        if self.steps == _TRANSPOSE:
+            return {self.owner: gradients_b.mT if gradients_b.dim() == 3 else gradients_b}
         meta = self.source._input_metadata[self.number]
         gradients_b = gradients_b.to(meta.dtype)
         try:
@@ -85,23 +80,39 @@ class Path:
         )
 
 
-def path_to(
-    source: Node, number: int, names: Mapping[Node, str], parameters: Mapping[str, torch.nn.Parameter]
-) -> Path:
-    """Follow a DERIVED tensor back to its parameters."""
-    nodes: list[Node] = []
-    node = source
-    while node not in names and node_name(node) in _ISOMETRIC and len(node.next_functions) == 1:
-        nodes.append(node)
-        node = node.next_functions[0][0]
-    if node in names:
-        name = names[node]
-        return Path(source, number, {name: parameters[name]}, True, tuple(nodes))
-    behind: dict[str, torch.nn.Parameter] = {}
-    stack = [source]
-    while stack:
-        node = stack.pop()
-        if node in names:
-            behind[names[node]] = parameters[names[node]]
-        stack.extend(child for child, _ in node.next_functions if child is not None)
-    return Path(source, number, behind, False, ())
+class Paths:
+    """The paths of all operands in one plan. Ways that are gone by hand hold no node, and serve every graph."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._routes = plan.routes
+        self._by_hand: list[dict[int, Path]] = []
+        self._of: Mapping[str, torch.nn.Parameter] = {}
+        every = [(k, j, way) for k, ways in enumerate(plan.routes) for j, way in ways.items()]
+        self._through_nodes = [(k, j, way) for k, j, way in every if not _is_by_hand(way)]
+
+    def through(
+        self, order: list[Node], parameters: Mapping[str, torch.nn.Parameter]
+    ) -> list[dict[int, Path]]:
+        """Of each use, by operand, through the graph with these nodes."""
+        if not self._of or any(parameters.get(name) is not p for name, p in self._of.items()):
+            self._of = dict(parameters)
+            self._by_hand = [
+                {
+                    j: Path(None, 0, {name: parameters[name] for name in way.parameters}, True, way.steps)
+                    for j, way in ways.items()
+                    if _is_by_hand(way)
+                }
+                for ways in self._routes
+            ]
+        if not self._through_nodes:
+            return self._by_hand
+        found = [dict(by_operand) for by_operand in self._by_hand]
+        for k, j, way in self._through_nodes:
+            behind = {name: parameters[name] for name in way.parameters}
+            nodes = tuple(order[i] for i in way.places)
+            found[k][j] = Path(order[way.source], way.number, behind, way.isometric, way.steps, nodes)
+        return found
+
+
+def _is_by_hand(way: Route) -> bool:
+    return way.isometric and way.steps in BY_HAND

@@ -11,9 +11,11 @@ from torch import Tensor
 from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import Budget, Written, at_least_float32
 from clipwise.gradients.join import Contribution
-from clipwise.gradients.precision import ieee_arithmetic
+from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
+from clipwise.gradients.rare import Rare
 
-KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum
+KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum, on a CPU
+_KEEP_SHARE = 1 / 16  # of a CUDA device's memory
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -21,9 +23,16 @@ Parameters = Mapping[str, torch.nn.Parameter]
 class PerExampleGradients:
     """The gradients of all examples of one batch, by parameter."""
 
-    def __init__(self, batch: int, by_parameter: dict[str, Contribution]) -> None:
+    def __init__(
+        self,
+        batch: int,
+        by_parameter: dict[str, Contribution],
+        arithmetic: Arithmetic = IEEE,
+        rare: Rare | None = None,
+    ) -> None:
         self.batch = batch
         self.by_parameter = by_parameter
+        self._arithmetic, self._rare = arithmetic, rare or Rare()
 
     @classmethod
     def written(cls, gradients: Mapping[str, Tensor], parameters: Parameters) -> PerExampleGradients:
@@ -38,11 +47,24 @@ class PerExampleGradients:
         )
 
     @torch.no_grad()
-    @ieee_arithmetic()
     def squared_norms(self) -> dict[str, Tensor]:
         """Upper bounds on each example's squared norm, by parameter: [B] in float64."""
-        budget = Budget(KEEP_BYTES)
-        return {name: c.form.squared_norms(budget) for name, c in self.by_parameter.items()}
+        budget = Budget(_keep_bytes(self.by_parameter), self._arithmetic)
+        with self._arithmetic.products():
+            squares = {name: c.form.squared_norms(budget) for name, c in self.by_parameter.items()}
+            loose = [c.form.loose_B for c in self.by_parameter.values() if c.form.loose_B is not None]
+            if loose and self._rare.any(torch.stack(loose)):
+                for name, c in self.by_parameter.items():
+                    c.form.tighten(squares[name], budget)
+        return squares
+
+    def squared_errors(self) -> dict[str, Tensor]:
+        """What rounded operands can add to the norms, squared, for parameters where they can: [B] in float64.
+
+        Known after `squared_norms`.
+        """
+        found = {name: c.form.squared_error_B for name, c in self.by_parameter.items()}
+        return {name: error_B for name, error_B in found.items() if error_B is not None}
 
     def mute(self, muted_B: Tensor) -> None:
         """Make the gradients of these examples 0."""
@@ -50,23 +72,35 @@ class PerExampleGradients:
             c.form.mute(muted_B)
 
     @torch.no_grad()
-    @ieee_arithmetic()
     def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """sum_i w_i gradient_i, by parameter, with each parameter's own weights [B]; in float32 or better."""
-        return {
-            name: at_least_float32(c.path.pull(c.form.weighted_sum(weights[name]))[name])
-            for name, c in self.by_parameter.items()
-        }
+        with self._arithmetic.products():
+            return {
+                name: at_least_float32(c.path.pull(c.form.weighted_sum(weights[name]))[name])
+                for name, c in self.by_parameter.items()
+            }
 
     @torch.no_grad()
-    @ieee_arithmetic()
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
         """The gradients of some examples, written out: [b, *shape]."""
-        return {
-            name: c.path.pull_each(c.form.instantiate(examples))[name]
-            for name, c in self.by_parameter.items()
-        }
+        with ieee_arithmetic():
+            return {
+                name: c.path.pull_each(c.form.instantiate(examples))[name]
+                for name, c in self.by_parameter.items()
+            }
 
     def mass(self, example: int) -> float:
         """The size of the terms that an example's gradient is summed from, over all parameters."""
         return math.hypot(*(c.form.mass(example) for c in self.by_parameter.values()))
+
+
+def _keep_bytes(by_parameter: Mapping[str, Contribution]) -> int:
+    return keep_bytes({p.device for c in by_parameter.values() for p in c.path.parameters.values()})
+
+
+def keep_bytes(devices: set[torch.device]) -> int:
+    """What may be kept: on CUDA, memory is what the device has it for."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    if not cuda:
+        return KEEP_BYTES
+    return int(min(torch.cuda.get_device_properties(d).total_memory for d in cuda) * _KEEP_SHARE)

@@ -8,7 +8,7 @@ their cross term (tied.py); everything else is written out example by example an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from clipwise.gradients.forms import Form, Outer, Rows, Written
 from clipwise.gradients.tied import Tied
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """The gradients of one use with respect to one tensor, and that tensor's path to the parameters."""
 
     form: Form
@@ -32,10 +31,11 @@ def join(parameters: Mapping[str, torch.nn.Parameter], found: list[Contribution]
     for c in found:
         for name in c.path.parameters:
             by_parameter.setdefault(name, []).append(c)
-    return {name: _joined(name, parameters[name], by_parameter[name]) for name in parameters}
+    return {name: joined(name, parameters[name], by_parameter[name]) for name in parameters}
 
 
-def _joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -> Contribution:
+def joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -> Contribution:
+    """One contribution from all uses of one parameter."""
     if all(c.path.isometric for c in uses):
         if len(uses) == 1:
             return uses[0]
@@ -84,4 +84,5 @@ def _one_product(outers: list[Outer]) -> Outer:
 def _one_table(rows: list[Rows]) -> Rows:
     entries = zip(*((f.example, f.ids, f.g) for f in rows), strict=True)
     example, ids, g = (torch.cat(parts) for parts in entries)
-    return Rows(example, ids, g, rows[0].batch, rows[0].shape)
+    each = sum(f.each for f in rows if f.each is not None) if all(f.each for f in rows) else None
+    return Rows(example, ids, g, rows[0].batch, rows[0].shape, each)

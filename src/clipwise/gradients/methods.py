@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.bookkeeping import Memory, by_bookkeeping
+from clipwise.gradients.bookkeeping import Memory
+from clipwise.gradients.choosing import by_choice
 from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.instantiate import by_instantiating
 from clipwise.gradients.plain import by_loop, by_vmap
 from clipwise.gradients.reweight import by_reweighting
+from clipwise.gradients.stream import by_bookkeeping
 
 _FROM_THE_GRAPH = {
-    "auto": by_bookkeeping,
+    "auto": by_choice,
     "bookkeeping": by_bookkeeping,
     "reweight": by_reweighting,
     "instantiate": by_instantiating,

@@ -1,37 +1,124 @@
-"""IEEE arithmetic while norms and sums are formed, whatever is switched on for speed.
+"""The arithmetic in which norms and sums are formed, whatever is switched on for speed elsewhere.
 
-Norms are upper bounds for float32 or float64. A sum over examples that autocast rounds to bfloat16, or
-whose products run in TensorFloat-32, can pass the bound by a per cent, and by more in a large batch.
+Norms are upper bounds for IEEE float32 or float64. A sum over examples that autocast rounds to bfloat16, or
+whose products run in TensorFloat-32, can pass the bound by a per cent, and by more in a large batch. So a run
+either forms its sums in IEEE arithmetic, or says beforehand how far its products may err and states a
+sensitivity that holds for them (clipping/per_example.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 
+_AUTOCAST = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How products are formed, and what that means for a sum of sum_t left_t right_t^T over examples.
+
+    Args:
+        name: "ieee" or "tf32".
+        operand_error: how far rounding of the operands can move an example's part of the sum, relative to its
+            mass sum_t |left_t| |right_t|.
+        slack: by how much the stated sensitivity is larger than the clipping norm.
+    """
+
+    name: Literal["ieee", "tf32"]
+    operand_error: float
+    slack: float
+
+    def products(self) -> Products:
+        """No autocast, and float32 products in this arithmetic, in this block."""
+        return Products(self.name)
+
+
+class Products(ContextDecorator):
+    """A block, or a function, in which products run in one arithmetic. It is entered for every form of every step,
+    so switches that stand right already are looked at and left alone."""
+
+    def __init__(self, name: Literal["ieee", "tf32"]) -> None:
+        self._name = name
+        self._turned: ExitStack | None = None
+
+    def _recreate_cm(self) -> Products:
+        """As a decorator: every call has its own switches to put back."""
+        return Products(self._name)
+
+    def __enter__(self) -> None:
+        matrices = "highest" if self._name == "ieee" else "high"
+        if _stand(matrices, self._name == "tf32"):
+            return
+        with ExitStack() as stack:
+            for device in _AUTOCAST:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(_matrix_products(matrices))
+            stack.enter_context(_convolutions(self._name))
+            self._turned = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._turned is not None:
+            turned, self._turned = self._turned, None
+            turned.__exit__(kind, error, trace)
+
+
+def _stand(matrices: str, tf32_convolutions: bool) -> bool:
+    """Whether every switch is where it is wanted."""
+    try:
+        return (
+            not any(map(torch.is_autocast_enabled, _AUTOCAST))
+            and torch.get_float32_matmul_precision() == matrices
+            and torch.backends.cudnn.allow_tf32 == tf32_convolutions
+        )
+    except RuntimeError:  # set by backend
+        return False
+
+
+IEEE = Arithmetic("ieee", 0.0, 0.0)
+
+# TensorFloat-32 keeps 11 bits, and tensor cores cut the others off: each operand moves by 2^-10 of itself. A norm
+# may be that of cut operands; the one that is scaled by an example's weight is cut again, which moves it by 2^-9.
+# Of bfloat16 operands only the scaled one is rounded, by 2^-9. (The last factor covers products of such errors.)
+TF32 = Arithmetic("tf32", 2.0**-9 * (1 + 2.0**-8), 2.0**-6)
+
+
+def chosen_arithmetic(device: torch.device) -> Arithmetic:
+    """What the user's own switch asks for: TF32 on CUDA, unless float32 products have "highest" precision."""
+    if device.type != "cuda":
+        return IEEE
+    try:
+        return IEEE if torch.get_float32_matmul_precision() == "highest" else TF32
+    except RuntimeError:  # set by backend, in a way that the common switch does not know
+        return TF32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else IEEE
+
+
+def ieee_arithmetic() -> Products:
+    """No autocast and no reduced precision in products, in this block."""
+    return IEEE.products()
+
 
 @contextmanager
-def ieee_arithmetic() -> Iterator[None]:
-    """No autocast and no reduced precision in matrix products, in this block."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _ieee_products():
-        yield
-
-
-@contextmanager
-def _ieee_products() -> Iterator[None]:
+def _matrix_products(wanted: str) -> Iterator[None]:
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by backend, in a way that the common switch does not know
-        with _ieee_backend("cuda"), _ieee_backend("mkldnn"):
+    except RuntimeError:
+        backend = "ieee" if wanted == "highest" else "tf32"
+        with _backend("cuda", "matmul", backend), _backend("mkldnn", "matmul", "ieee"):
             yield
         return
-    if before == "highest":
+    if before == wanted:
         yield
         return
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(wanted)
     try:
         yield
     finally:
@@ -39,10 +126,29 @@ def _ieee_products() -> Iterator[None]:
 
 
 @contextmanager
-def _ieee_backend(name: str) -> Iterator[None]:
-    products: Any = getattr(torch.backends, name).matmul
+def _convolutions(wanted: str) -> Iterator[None]:
+    try:
+        before = torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        with _backend("cudnn", "conv", wanted):
+            yield
+        return
+    allowed = wanted == "tf32"
+    if before == allowed:
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@contextmanager
+def _backend(name: str, operation: str, wanted: str) -> Iterator[None]:
+    products: Any = getattr(getattr(torch.backends, name), operation)
     before = products.fp32_precision
-    products.fp32_precision = "ieee"
+    products.fp32_precision = wanted
     try:
         yield
     finally:

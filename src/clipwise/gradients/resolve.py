@@ -16,10 +16,11 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout
+from clipwise.gradients.operations import ROW_MOVERS
+from clipwise.gradients.outline import Outline
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
 from clipwise.gradients.walk import (
-    ROW_MOVERS,
     Edge,
     Graph,
     Node,
@@ -27,6 +28,8 @@ from clipwise.gradients.walk import (
     output_shape,
     parameters_behind,
 )
+
+Place = tuple[int, int]  # a use's index and one of its outputs
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
@@ -36,30 +39,34 @@ _GROWN_BATCHES = 2
 
 @dataclass
 class Finding:
-    """What probes have shown of graphs with one signature."""
+    """What probes have shown of graphs with one outline."""
 
     carries_data: dict[int, bool]
     # The first layout is used; the probes could not tell the others from it.
-    layouts: dict[tuple[int, int], list[Layout]]
+    layouts: dict[Place, list[Layout]]
     agreed: int = 1
     used: int = 0
+    # What was recalled last, with the sizes for which it holds.
+    recalled: Resolved | None = None
+    recalled_for: tuple[int, list[torch.Size]] | None = None
 
 
 @dataclass
 class Resolved:
-    """A graph's layouts at all outputs of its uses."""
+    """A graph's layouts at all outputs of its uses; a use is known by its index."""
 
-    layouts: dict[Edge, Layout]
+    layouts: dict[int, dict[int, Layout]]
     gradients: dict[Edge, Tensor] | None  # those of the plain sum of losses, if it was probed
-    doubts: dict[Edge, list[Layout]]  # layouts that no probe could tell from the one that is used
+    doubts: dict[int, dict[int, list[Layout]]]  # layouts that no probe could tell from the one that is used
 
-    def is_beyond_doubt(self, gradients: Mapping[Edge, Tensor]) -> bool:
-        """Whether the gradients are 0 wherever two layouts that may both be right name different owners."""
-        return not any(
-            bool((gradients[edge].ne(0) & _differ(gradients[edge], self.layouts[edge], other)).any())
-            for edge, others in self.doubts.items()
+    def disagreements(self, index: int, outputs: Mapping[int, Tensor]) -> list[Tensor]:
+        """At each doubt of a use, whether a gradient is not 0 where two layouts that may both be right name two
+        owners."""
+        return [
+            (outputs[k].ne(0) & _differ(outputs[k], self.layouts[index][k], other)).any()
+            for k, others in self.doubts.get(index, {}).items()
             for other in others
-        )
+        ]
 
 
 @dataclass
@@ -89,9 +96,9 @@ class Growth:
 class Resolver:
     """Owned by a run; remembers findings from batch to batch."""
 
-    findings: dict[tuple[object, ...], Finding] = field(default_factory=dict)
+    findings: dict[Outline, Finding] = field(default_factory=dict)
     kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: now so, now not
-    growths: dict[tuple[object, ...], dict[int, Growth]] = field(default_factory=dict)
+    growths: dict[Outline, dict[int, Growth]] = field(default_factory=dict)
 
     def resolve(self, graph: Graph) -> Resolved:
         """Classify the graph and lay out its uses, from memory where that is trusted."""
@@ -107,7 +114,7 @@ class Resolver:
         growths = self.growths.setdefault(graph.signature, {})
         for node, index in graph.taken_for_derived:
             growth = growths.setdefault(index, Growth())
-            if growth.observe(output_shape(node, min(graph.consumed[node])), len(graph.losses)):
+            if growth.observe(output_shape(node, graph.outline.outputs[index][0]), len(graph.losses)):
                 raise CoupledExamplesError(
                     f"The result of {node_name(node)} grows with the batch, yet none of its rows belongs to one "
                     "example alone. Usual causes: batch statistics, subtracting a mean over the batch, a loss "
@@ -123,17 +130,20 @@ class Resolver:
             return None
         graph.classify(finding.carries_data)
         self._watch_growth(graph)
-        found: dict[Edge, list[Layout]] = {}
-        for use in graph.uses:
-            for number in use.outputs:
-                shape = output_shape(use.node, number)
-                found[(use.node, number)] = []
-                for before in finding.layouts.get((use.index, number), [None]):
-                    now = before.resized(shape, len(graph.losses)) if before else None
+        batch = len(graph.losses)
+        shapes = [output_shape(use.node, k) for use in graph.uses for k in use.outputs]
+        if finding.recalled is None or finding.recalled_for != (batch, shapes):
+            found: dict[Place, list[Layout]] = {}
+            places = [(use.index, k) for use in graph.uses for k in use.outputs]
+            for place, shape in zip(places, shapes, strict=True):
+                found[place] = []
+                for before in finding.layouts.get(place, [None]):
+                    now = before.resized(shape, batch) if before else None
                     if before is None or now is None or before.is_stiff(now):
                         return None
-                    found[(use.node, number)].append(now)
-        return _resolved(found, None)
+                    found[place].append(now)
+            finding.recalled, finding.recalled_for = _resolved(found, None), (batch, shapes)
+        return finding.recalled
 
     def probe(self, graph: Graph) -> Resolved:
         """Find out by extra backward passes, and remember."""
@@ -143,15 +153,14 @@ class Resolver:
         certain = True
         graph.classify(carries_data)
         while graph.open:
-            prober.at([(node, k) for node, _ in graph.open for k in graph.consumed[node]])
+            prober.at([(node, k) for node, index in graph.open for k in graph.outline.outputs[index]])
             carriers: set[Node] = set()
             by_rule: set[Node] = set()
             for node, index in graph.open:
-                opinion = _carries_examples(
-                    node, graph.consumed[node], prober, self.kinds.get(_kind(node, graph))
-                )
+                outputs = graph.outline.outputs[index]
+                opinion = _carries_examples(node, outputs, prober, self.kinds.get(_kind(node, graph)))
                 carries_data[index] = opinion is not False
-                if all(prober.is_dead((node, k)) for k in graph.consumed[node]):
+                if all(prober.is_dead((node, k)) for k in outputs):
                     dead.add(index)
                     continue
                 carriers.update({node} if opinion is not False else ())
@@ -171,7 +180,7 @@ class Resolver:
                 self.kinds[kind] = carries if self.kinds.get(kind, carries) is carries else None
         self._watch_growth(graph)
 
-        candidates: dict[Edge, list[Layout]] = {}
+        candidates: dict[Place, list[Layout]] = {}
         edges = [(use.node, k) for use in graph.uses for k in use.outputs]
         prober.at(edges)
         for use in graph.uses:
@@ -185,39 +194,43 @@ class Resolver:
                         "statistics, subtracting a mean over the batch, a loss that compares examples. Compute "
                         "each example's loss from that example alone."
                     )
-                candidates[(use.node, k)] = found
+                candidates[(use.index, k)] = found
         self._remember(graph, carries_data, candidates, certain)
         resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
         return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
     def _remember(
-        self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Edge, list[Layout]], certain: bool
+        self,
+        graph: Graph,
+        carries_data: dict[int, bool],
+        candidates: dict[Place, list[Layout]],
+        certain: bool,
     ) -> None:
         if not certain or graph.moves_rows:
             return
-        by_index = {(use.index, k): candidates[(use.node, k)] for use in graph.uses for k in use.outputs}
         before = self.findings.get(graph.signature)
         if (
             before is not None
             and before.carries_data == carries_data
-            and before.layouts.keys() == by_index.keys()
+            and before.layouts.keys() == candidates.keys()
         ):
             # What one batch could not tell apart another one may.
-            both = {key: _in_both(now, before.layouts[key]) for key, now in by_index.items()}
+            both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
             if all(both.values()):
-                before.layouts = both
+                before.layouts, before.recalled = both, None
                 before.agreed += 1
                 return
-        self.findings[graph.signature] = Finding(carries_data, by_index)
+        self.findings[graph.signature] = Finding(carries_data, candidates)
 
 
-def _resolved(found: dict[Edge, list[Layout]], gradients: dict[Edge, Tensor] | None) -> Resolved:
-    """The first candidate is used at each edge; the others are doubts."""
-    return Resolved(
-        {edge: layouts[0] for edge, layouts in found.items()},
-        gradients,
-        {edge: layouts[1:] for edge, layouts in found.items() if len(layouts) > 1},
-    )
+def _resolved(found: dict[Place, list[Layout]], gradients: dict[Edge, Tensor] | None) -> Resolved:
+    """The first candidate is used at each place; the others are doubts."""
+    resolved = Resolved({}, gradients, {})
+    for (index, k), layouts in found.items():
+        resolved.layouts.setdefault(index, {})[k] = layouts[0]
+        if len(layouts) > 1:
+            resolved.doubts.setdefault(index, {})[k] = layouts[1:]
+    return resolved
 
 
 def _in_both(now: list[Layout], before: list[Layout]) -> list[Layout]:
@@ -242,7 +255,9 @@ def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
     return (node_name(node), *parameters_behind([node], graph.names))
 
 
-def _carries_examples(node: Node, outputs: set[int], prober: Prober, known: bool | None) -> bool | None:
+def _carries_examples(
+    node: Node, outputs: tuple[int, ...], prober: Prober, known: bool | None
+) -> bool | None:
     """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
 
     Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the

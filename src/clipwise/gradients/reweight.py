@@ -1,5 +1,9 @@
 """Two backward passes: the first for norms, the second for the weighted sum. No gradient is kept in between.
 
+Nor within a pass: each parameter's gradients are measured, or weighted and summed, as soon as they are complete,
+and let go (stream.py). So no more is alive than in plain training, but for the few per-example gradients that are
+written out at a time.
+
 The published method differentiates sum_i nu_i loss_i in the second pass. That is the same sum in exact
 arithmetic only. Where two large terms cancel on the way back, they may do so exactly when every loss has the
 weight 1 and leave nu * u * (their size) behind when it has the weight nu: rounding does not commute with a
@@ -13,51 +17,88 @@ measured as well, and an example whose gradient came out longer than in the firs
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from clipwise.gradients.bookkeeping import Book, Memory
+from clipwise.gradients.bookkeeping import Memory
+from clipwise.gradients.derived import Path
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.forms import Budget
-from clipwise.gradients.precision import ieee_arithmetic
+from clipwise.gradients.forms import CHUNK_BYTES, Budget, Form, at_least_float32
+from clipwise.gradients.join import Contribution
+from clipwise.gradients.stream import Stream
 
 
 class Reweighted(PerExampleGradients):
     """Gradients that each pass finds again."""
 
-    def __init__(self, book: Book, batch: int) -> None:
-        super().__init__(batch, {})
-        self._book = book
-        self._muted_B = torch.zeros(batch, dtype=torch.bool)
+    def __init__(self, stream: Stream, batch: int, memory: Memory) -> None:
+        super().__init__(batch, {}, memory.arithmetic, memory.rare)
+        self._stream = stream
+        self._muted_B: Tensor | None = None
         self._squares: dict[str, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}
 
     def squared_norms(self) -> dict[str, Tensor]:
-        self._squares = _measured(self._book.gradients(retain=True))
-        return self._squares
+        self._stream.each(self._measure, retain=True)
+        return dict(self._squares)
+
+    def squared_errors(self) -> dict[str, Tensor]:
+        return dict(self._errors)
 
     def mute(self, muted_B: Tensor) -> None:
         self._muted_B = muted_B
 
     def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """With |w_i g_i| <= w_i n_i for every parameter, n_i being the norm that the first pass gave."""
-        first = self._squares or self.squared_norms()
-        second = self._book.gradients(retain=False)
-        again = _measured(second)
-        bad_B = ~torch.isfinite(torch.stack(list(again.values())).sum(0))
-        second.mute(bad_B | self._muted_B.to(bad_B.device))
-        return second.weighted_sums(
-            {name: w_B * _shorter(first[name], again[name]) for name, w_B in weights.items()}
-        )
+        if not self._squares:
+            self.squared_norms()
+        sums: dict[str, tuple[Path, Tensor]] = {}
+        self._stream.each(partial(self._sum_up, sums, weights), retain=False)
+        with torch.no_grad(), self._arithmetic.products():
+            return {
+                name: at_least_float32(path.pull(sums.pop(name)[1])[name])
+                for name, (path, _) in list(sums.items())
+            }
 
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
-        return self._book.gradients(retain=True).instantiate(examples)
+        return self._stream.gradients(retain=True).instantiate(examples)
 
+    def _measure(self, found: dict[str, Contribution]) -> None:
+        with self._arithmetic.products():
+            for name, c in found.items():
+                self._squares[name] = self._squared_norms(c.form)
+                if c.form.squared_error_B is not None:
+                    self._errors[name] = c.form.squared_error_B
 
-@torch.no_grad()
-@ieee_arithmetic()
-def _measured(found: PerExampleGradients) -> dict[str, Tensor]:
-    return {name: c.form.squared_norms(Budget(0)) for name, c in found.by_parameter.items()}
+    def _sum_up(
+        self,
+        sums: dict[str, tuple[Path, Tensor]],
+        weights: Mapping[str, Tensor],
+        found: dict[str, Contribution],
+    ) -> None:
+        with self._arithmetic.products():
+            again = {name: self._squared_norms(c.form) for name, c in found.items()}
+            bad_B = ~torch.isfinite(torch.stack(list(again.values())).sum(0))
+            if self._muted_B is not None:
+                bad_B |= self._muted_B.to(bad_B.device)
+            if self._muted_B is not None or self._rare.any(bad_B):
+                for c in found.values():
+                    c.form.mute(bad_B)
+            for name, c in found.items():
+                w_B = weights[name] * _shorter(self._squares[name], again[name])
+                if name in self._errors and c.form.squared_error_B is not None:
+                    w_B = w_B * _shorter(self._errors[name], c.form.squared_error_B)
+                sums[name] = c.path, c.form.weighted_sum(w_B)
+
+    def _squared_norms(self, form: Form) -> Tensor:
+        """Both passes bound norms in the same way, so that the same bits give the same bound."""
+        budget = Budget(CHUNK_BYTES, self._arithmetic)
+        square_B = form.squared_norms(budget)
+        if form.loose_B is not None and self._rare.any(form.loose_B):
+            form.tighten(square_B, budget)
+        return square_B
 
 
 def _shorter(first_B: Tensor, again_B: Tensor) -> Tensor:
@@ -67,4 +108,4 @@ def _shorter(first_B: Tensor, again_B: Tensor) -> Tensor:
 
 def by_reweighting(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
     """Norms from one backward pass and sums from another."""
-    return Reweighted(Book(losses, parameters, memory), len(losses))
+    return Reweighted(Stream(losses, parameters, memory), len(losses), memory)

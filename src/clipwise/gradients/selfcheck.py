@@ -58,7 +58,9 @@ def _disagreement(
     ours = result.instantiate(slice(example, example + 1))
     # Where terms cancel, rounding is large beside the result: three times the loss rounds otherwise.
     noise = max(_norm(thrice[name] / 3 - t) for name, t in truth.items())
-    rounding += 1e-5 * max(result.mass(example), *map(_norm, truth.values())) + 100 * noise + _UNDERFLOW
+    # In bfloat16 that already is half a per cent.
+    noise *= 100 if roundoff(losses.dtype) < 1e-6 else 10
+    rounding += 1e-5 * max(result.mass(example), *map(_norm, truth.values())) + noise + _UNDERFLOW
     for name, t in truth.items():
         if _norm(ours[name][0] - t) > 1e-2 * _norm(t) + rounding:  # False for NaN: it will be muted anyway
             return name

@@ -8,54 +8,31 @@ The graph is the tap: nothing is attached to the model. Each node is one of
 and a DATA node that takes a DERIVED tensor is a *use*. Whether a node that takes nothing but DERIVED
 tensors from the graph is itself DERIVED cannot always be seen there: `w * mask` and `w * x` look alike
 when x needs no gradient. Such a node is *open*; layout.py's probe decides it.
+
+Most graphs have the outline (outline.py) of the one before. A new one is first compared with it, node by node; only
+if something differs is it walked through and read from the beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
+from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS
+from clipwise.gradients.outline import Entry, Outline, Plan
 
 Node = Any  # torch exposes autograd nodes by duck type only
 Edge = tuple[Node, int]  # one output of a node
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-
-
-def named(*operations: str) -> frozenset[str]:
-    """The names of these operations' backward nodes; overloads are numbered."""
-    return frozenset(f"{name}Backward{number}" for name in operations for number in range(3))
-
-
-# Functions of one tensor and of constants: DERIVED when that tensor is, whatever the batch holds.
-PURE = named(
-    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
-    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Flip", "Movedim"),
-    *("Neg", "Exp", "Log", "Sqrt", "Rsqrt", "Pow", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax"),
-    *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
-)
-
-# Functions of nothing but the tensors that they take: DERIVED when all of those are in the graph and are.
-CLOSED = PURE | named("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "WeightNormInterface")
-
-# Nodes that can move rows about in a way that depends on the data: no layout outlives its batch then.
-ROW_MOVERS = named(
-    *("Index", "IndexSelect", "IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy", "Gather", "Scatter"),
-    *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take", "AsStrided"),
-    *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
-) | {"torch::autograd::CopySlices"}
-
-# Numbers by which a node cuts a tensor: the data may choose them, so they are part of the signature.
-_CUTS = {
-    "SelectBackward0": ("_saved_index",),
-    "SliceBackward0": ("_saved_start", "_saved_end"),
-    "SplitWithSizesBackward0": ("_saved_split_sizes",),
-}
+_RECENT = 3  # outlines with which a new graph is compared
+_MOST_OUTLINES = 512
 
 
 def node_name(node: Node) -> str:
@@ -100,42 +77,55 @@ class Graph:
     """What one walk found. Holding the nodes keeps their identity (and this batch's graph) alive."""
 
     losses: Tensor
-    order: list[Node]  # every node before those that it feeds
-    names: dict[Node, str]  # accumulation node -> parameter name
-    signature: tuple[object, ...]
-    consumed: dict[Node, set[int]]  # which outputs of a node somebody takes
-    moves_rows: bool
+    order: list[Node]  # every node after those that feed it
+    outline: Outline
     uses: list[Use] = field(default_factory=list)
-    open: list[tuple[Node, int]] = field(default_factory=list)
-    taken_for_derived: list[tuple[Node, int]] = field(default_factory=list)
+    _plan: Plan = field(init=False)
+
+    @property
+    def signature(self) -> Outline:
+        """What graphs of the same kind have in common."""
+        return self.outline
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether data can move rows about."""
+        return self.outline.moves_rows
+
+    @cached_property
+    def names(self) -> dict[Node, str]:
+        """From accumulation nodes to names of parameters."""
+        return {self.order[i]: name for i, name in self.outline.parameters.items()}
+
+    @property
+    def plan(self) -> Plan:
+        """What `classify` found."""
+        return self._plan
+
+    @property
+    def open(self) -> list[tuple[Node, int]]:
+        """Nodes of which it is not decided whether they carry data."""
+        return [(self.order[i], i) for i in self._plan.open]
+
+    @property
+    def taken_for_derived(self) -> list[tuple[Node, int]]:
+        """Nodes that may or may not carry data and are taken for ones that do not."""
+        return [(self.order[i], i) for i in self._plan.taken_for_derived]
 
     def classify(self, decided: Mapping[int, bool]) -> None:
         """Find uses and open nodes; `decided` says of open nodes (by index) whether they carry data."""
-        self.uses, self.open, self.taken_for_derived = [], [], []
-        derived: set[Node] = set()
-        for index, node in enumerate(self.order):
-            if node in self.names:
-                derived.add(node)
-                continue
-            inputs = [(j, n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None]
-            if not inputs:
-                continue  # a leaf that is no parameter: an input that requires a gradient
-            operands = {j: (n, nr) for j, n, nr in inputs if n in derived}
-            if not operands:
-                continue
-            if len(operands) == len(inputs):
-                if node_name(node) in CLOSED and len(inputs) == len(node.next_functions):
-                    derived.add(node)
-                    continue
-                carries_data = decided.get(index)
-                if carries_data is None:
-                    self.open.append((node, index))
-                if not carries_data:
-                    self.taken_for_derived.append((node, index))
-                    derived.add(node)
-                    continue
-            self.uses.append(Use(node, index, operands, tuple(sorted(self.consumed[node]))))
-        if self.losses.grad_fn in derived and not self.open:
+        self._plan = self.outline.plan(decided)
+        order = self.order
+        self.uses = [
+            Use(
+                order[use.index],
+                use.index,
+                {j: (order[i], nr) for j, (i, nr) in use.operands.items()},
+                use.outputs,
+            )
+            for use in self._plan.uses
+        ]
+        if self._plan.is_coupled:
             raise CoupledExamplesError(
                 "The losses cannot be told apart: nowhere between the parameters and the losses does a row "
                 "belong to one example alone. Usual causes: batch statistics, subtracting a mean over the "
@@ -143,68 +133,134 @@ class Graph:
             )
 
 
+class Outlines:
+    """The outlines of graphs that were met before."""
+
+    def __init__(self) -> None:
+        self._recent: list[Outline] = []
+        self._known: dict[Outline, Outline] = {}
+
+    def walk(self, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
+        """As the function `walk`; graphs of one kind share one outline."""
+        for outline in self._recent:
+            order = _followed(outline, losses, parameters)
+            if order is not None:
+                break
+        else:
+            if len(self._known) >= _MOST_OUTLINES:
+                self._known.clear()  # every sequence length of an unrolled network is a graph of its own
+            graph = walk(losses, parameters)
+            order, outline = graph.order, self._known.setdefault(graph.outline, graph.outline)
+        if not self._recent or self._recent[0] is not outline:
+            others = [other for other in self._recent if other is not outline]
+            self._recent = [outline, *others[: _RECENT - 1]]
+        return Graph(losses, order, outline)
+
+
+def _followed(
+    outline: Outline, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]
+) -> list[Node] | None:
+    """The nodes of a graph at the places of an outline, or None if the graph has another one.
+
+    The places are gone through from the losses on, so that the node at each is known when it is reached. That one
+    place has one node is checked on the way, and that different places have different nodes at the end. (A leaf that
+    was no parameter is none now: all parameters, as many as there were, have places of their own.)
+    """
+    if losses.output_nr != outline.output or len(parameters) != len(outline.parameters):
+        return None
+    order: list[Node] = [None] * len(outline.entries)
+    order[-1] = losses.grad_fn
+    for index, name, inputs in outline.backwards:
+        node = order[index]
+        if inputs is None:
+            if node.name() != ACCUMULATE or node.variable is not parameters.get(name):
+                return None
+            continue
+        children = node.next_functions
+        if node.name() != name or len(children) != len(inputs):
+            return None
+        for child_and_number, (place, number) in zip(children, inputs, strict=True):
+            child = child_and_number[0]
+            if child_and_number[1] != number or (child is None) != (place < 0):
+                return None
+            if child is not None:
+                if order[place] is None:
+                    order[place] = child
+                elif order[place] is not child:
+                    return None
+    if len(set(order)) < len(order):
+        return None
+    for index in outline.cutting:
+        entry = outline.entries[index]
+        if _cuts(order[index], entry.name, len(losses)) != entry.cuts:
+            return None
+    return order
+
+
 def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     """Every node between the losses and the trainable parameters, in topological order."""
     by_id = {id(p): name for name, p in parameters.items()}
     root: Node = losses.grad_fn
     order: list[Node] = []
-    names: dict[Node, str] = {}
     position: dict[Node, int] = {}
-    consumed: dict[Node, set[int]] = {root: {losses.output_nr}}
-    signature: list[object] = []
+    entries: list[Entry] = []
+    cutting: list[int] = []
     moves_rows = False
-    alone: set[Node] = set()  # parameters and plain functions of one
+    alone: set[int] = set()  # parameters and plain functions of one
 
-    stack: list[tuple[Node, Any]] = [(root, iter(root.next_functions))]
+    stack: list[tuple[Node, Any, Any]] = [(root, root.next_functions, iter(root.next_functions))]
     entered = {root}
     while stack:
-        node, children = stack[-1]
-        for child, number in children:
-            if child is None:
-                continue
-            consumed.setdefault(child, set()).add(number)
-            if child not in entered:
+        node, children, left = stack[-1]
+        for child, _ in left:
+            if child is not None and child not in entered:
                 entered.add(child)
-                stack.append((child, iter(child.next_functions)))
+                grandchildren = child.next_functions
+                stack.append((child, grandchildren, iter(grandchildren)))
                 break
         else:
             stack.pop()
-            name = node_name(node)
+            name, index = node_name(node), len(order)
+            position[node] = index
+            order.append(node)
             if name == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "Reentrant activation checkpointing hides the parameters inside it. Call "
                     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead."
                 )
             if name == ACCUMULATE and id(node.variable) in by_id:
-                names[node] = name = by_id[id(node.variable)]
+                alone.add(index)
+                entries.append(Entry(by_id[id(node.variable)], None))
+                continue
+            inputs = tuple((-1 if n is None else position[n], nr) for n, nr in children)
             # Rows of a parameter belong to no example, and may be picked and cut as the data will.
-            of_parameters = all(n in alone for n, _ in node.next_functions if n is not None)
-            if node in names or (of_parameters and name in PURE):
-                alone.add(node)
+            of_parameters = all(place in alone for place, _ in inputs if place >= 0)
+            if of_parameters and name in PURE:
+                alone.add(index)
             moves_rows |= name in ROW_MOVERS and not of_parameters
-            position[node] = len(order)
-            order.append(node)
-            inputs = tuple((-1 if n is None else position[n], nr) for n, nr in node.next_functions)
-            signature.append((name, inputs, None if of_parameters else _cuts(node, name, len(losses))))
+            cuts = None
+            if not of_parameters and (name in CUTS or name == "RollBackward0"):
+                cutting.append(index)
+                cuts = _cuts(node, name, len(losses))
+            entries.append(Entry(name, inputs, cuts))
 
-    missing = [name for name in parameters if name not in set(names.values())]
+    reached = {entry.name for entry in entries if entry.inputs is None}
+    missing = [name for name in parameters if name not in reached]
     if missing:
         raise UnsupportedModelError(
             f"Trainable parameter(s) {_some(missing)} take no part in the losses, so their private gradient "
             "would be pure noise. Freeze them with requires_grad_(False), or use them in the forward pass."
         )
-    return Graph(losses, order, names, tuple(signature), consumed, moves_rows)
+    return Graph(losses, order, Outline(tuple(entries), losses.output_nr, tuple(cutting), moves_rows))
 
 
 def _cuts(node: Node, name: str, batch: int) -> object:
     """Where a node cuts its input, if that may be along the examples."""
     if name == "RollBackward0":
         return node._saved_shifts
-    if name not in _CUTS:
-        return None
     sizes, dim = node._saved_self_sym_sizes, node._saved_dim
     size = sizes[dim if dim < len(sizes) else dim - 2**64]  # torch gives -1 in unsigned 64 bits
-    return tuple(getattr(node, saved) for saved in _CUTS[name]) if size % batch == 0 else None
+    return tuple(getattr(node, saved) for saved in CUTS[name]) if size % batch == 0 else None
 
 
 def _some(names: list[str], most: int = 5) -> str:
@@ -225,14 +281,15 @@ def gradients_at(
         return {}
     found = torch.autograd.grad(
         [graph.losses],
-        [torch.autograd.graph.GradientEdge(node, number) for node, number in edges],
+        [GradientEdge(node, number) for node, number in edges],
         grad_outputs=[weights_B],
         retain_graph=retain,
         allow_unused=True,
     )
-    return {edge: _zeros(*edge) if g is None else g for edge, g in zip(edges, found, strict=True)}
+    return {edge: zeros_at(*edge) if g is None else g for edge, g in zip(edges, found, strict=True)}
 
 
-def _zeros(node: Node, number: int) -> Tensor:
+def zeros_at(node: Node, number: int) -> Tensor:
+    """What arrives at an output of a node from which nothing is asked."""
     meta = node._input_metadata[number]
     return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

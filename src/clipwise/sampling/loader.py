@@ -89,7 +89,7 @@ class PrivateLoader:
         self._scheme = scheme
         self._fetcher = fetcher
         self._secrets = secrets
-        self._max_physical_batch_size = max_physical_batch_size
+        self.max_physical_batch_size = max_physical_batch_size
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
@@ -152,7 +152,7 @@ class PrivateLoader:
         """The rest of the epoch, in pieces."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
-            parts = pieces(indices, self._max_physical_batch_size)
+            parts = pieces(indices, self.max_physical_batch_size)
             for i, part in enumerate(parts):
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part)
             if slot + 1 >= self._scheme.steps_per_epoch:

@@ -49,6 +49,10 @@ class Scheme(Protocol):
     def period(self) -> int:
         """The number of steps in which each unit takes part exactly once; 1 where there is no such."""
 
+    @property
+    def has_random_size(self) -> bool:
+        """Whether the size of a batch is left to chance."""
+
     def event(
         self, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
     ) -> Event:
@@ -65,6 +69,11 @@ class _Steps:
     def period(self) -> int:
         """The number of steps in which each unit takes part exactly once; 1 where there is no such."""
         return 1
+
+    @property
+    def has_random_size(self: Scheme) -> bool:
+        """Only where every unit has a coin of its own."""
+        return self.sampling is Sampling.POISSON
 
     def event(
         self: Scheme, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD

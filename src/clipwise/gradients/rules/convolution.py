@@ -1,32 +1,49 @@
 """nn.Conv1d/2d/3d and their transposes, with any stride, padding, dilation and groups.
 
-Where images are large and kernels few, the per-example weight gradients are written out, as the weight
-gradient of *one* convolution whose groups are the examples: inputs [B, C, ...] become channels [1, B*C, ...],
-and B*groups groups keep the examples apart. Nothing is unfolded. Rows of one example (a fold of k) become the
-batch of that convolution, which sums over them.
+Where images are large and kernels few, the per-example weight gradients are written out. Where few positions
+meet many channels (the late layers of a network), a gradient is far larger than what it is made of: there it is
+left as what it is, a sum over windows of the input (windows.py). With kernels of size 1 a convolution is a
+linear layer. What is cheaper is modelled, and measured constants decide.
 
-Where few positions meet many channels (the late layers of a network), a gradient is far larger than what it is
-made of: there the convolution is a linear layer on windows of the input, and no gradient is written out. With
-kernels of size 1 it is a linear layer anyway.
+Gradients are written out in one of three ways, none of which unfolds a batch of images:
+    a kernel of our own, on a GPU, where few inputs are in a window (kernels/convolution.py);
+    products with windows, a few examples at a time, on a CPU, where no multiple of 8 channels comes in;
+    otherwise one convolution whose groups are the examples (geometry.py).
 
 Legend: B examples, k rows each, T positions of the output in those rows, p and c channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from clipwise.gradients.forms import Form, Outer, Written, at_least_float32, gram_is_cheaper
+from clipwise import kernels
+from clipwise.gradients.forms import (
+    Form,
+    Outer,
+    Permuted,
+    Written,
+    at_least_float32,
+    gram_pays_on_cuda,
+    written_products,
+)
+from clipwise.gradients.geometry import Geometry, positions
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.rules.sums import channel_sum
 from clipwise.gradients.walk import Node
+from clipwise.gradients.windows import COPY_BYTES, Windows, windows_pay
+from clipwise.kernels import convolution as kernel
 
-_PIECE_BYTES = 4 * 2**20  # of gradients in one grouped convolution on a CPU: more fall out of its caches
+_PIECE_BYTES = 4 * 2**20  # of gradients or windows at once on a CPU: more fall out of its caches
+_FEW_INPUTS = 64  # of a window, on CUDA
+_CHANNELS = 8  # a CPU's convolutions work on blocks of so many channels, and are slow with others
+
+Make = Callable[[slice], Tensor]
 
 
 @register("ConvolutionBackward0")
@@ -35,9 +52,7 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
     if 0 in shapes:
         raise RuleDoesNotApply("a convolution of a parameter")
     x = node._saved_input if 1 in shapes else None
-    stride, padding, dilation = node._saved_stride, node._saved_padding, node._saved_dilation
-    output_padding, groups = node._saved_output_padding, node._saved_groups
-    transposed = node._saved_transposed
+    geometry = _geometry(node, shapes[1]) if 1 in shapes else None
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         if layout.axis != 0:
@@ -45,31 +60,30 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
         forms: dict[int, Form] = {}
         if 2 in shapes:
             forms[2] = channel_sum(g, layout)
-        if x is None:
-            return forms
-        x_Bk, g_Bk = (_fold(at_least_float32(t), layout) for t in (x, g))
-        weight_shape = shapes[1]
-        if groups == 1 and not transposed and _is_a_product(g_Bk, weight_shape):
-            windows_BTn = _windows(x_Bk, weight_shape[2:], stride, padding, dilation)
-            forms[1] = Outer(_positions(g_Bk), windows_BTn, weight_shape)
-            return forms
-
-        def make(examples: slice) -> Tensor:
-            x_kBc, g_kBp = (_examples_to_channels(t[examples]) for t in (x_Bk, g_Bk))
-            b = len(x_Bk[examples])
-            weight = x_kBc.new_empty((b * weight_shape[0], *weight_shape[1:]))
-            gradient: Tensor = torch.ops.aten.convolution_backward(
-                g_kBp, x_kBc, weight, None, stride, padding, dilation, transposed, output_padding,
-                b * groups, [False, True, False],
-            )[1]  # fmt: skip
-            return gradient.view(b, *weight_shape)
-
-        bytes_each = weight_shape.numel() * x_Bk.element_size()
-        piece = max(1, _PIECE_BYTES // bytes_each) if x.device.type == "cpu" else None
-        forms[1] = Written(layout.batch, weight_shape, x_Bk.dtype, make, piece)
+        if x is not None and geometry is not None:
+            x_Bk, g_Bk = (_fold(at_least_float32(t), layout) for t in (x, g))
+            forms[1] = _form(x_Bk, g_Bk, geometry)
         return forms
 
     return finish
+
+
+def _geometry(node: Node, weight: torch.Size) -> Geometry:
+    axes = len(weight) - 2
+
+    def each(sizes: Sequence[int]) -> tuple[int, ...]:
+        """One entry may stand for all axes."""
+        return tuple(sizes) * (axes if len(sizes) == 1 else 1)
+
+    return Geometry(
+        weight,
+        each(node._saved_stride),
+        each(node._saved_padding),
+        each(node._saved_dilation),
+        node._saved_groups,
+        node._saved_transposed,
+        each(node._saved_output_padding),
+    )
 
 
 def _fold(t: Tensor, layout: Layout) -> Tensor:
@@ -77,40 +91,71 @@ def _fold(t: Tensor, layout: Layout) -> Tensor:
     return layout.split(t).flatten(1, 2)
 
 
-def _is_a_product(g_Bk: Tensor, weight_shape: torch.Size) -> bool:
-    """Whether windows are no more than the input itself, or far less than the gradients made of them."""
-    T, n = g_Bk.shape[1] * g_Bk.shape[3:].numel(), weight_shape[1:].numel()
-    return weight_shape[2:].numel() == 1 or gram_is_cheaper(T, weight_shape[0], n)
+def _form(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
+    if kernels.usable(x_Bk) and geometry.groups == 1 and not geometry.transposed:
+        return _form_on_cuda(x_Bk, g_Bk, geometry)
+    if windows_pay(x_Bk, g_Bk, geometry):
+        return Windows(x_Bk, g_Bk, geometry)
+    is_simple = geometry.groups == 1 and not geometry.transposed
+    if is_simple and geometry.kernel.numel() == 1:
+        return Outer(positions(g_Bk), geometry.windows(x_Bk), geometry.weight)
+    make, bytes_each = _by_groups(x_Bk, g_Bk, geometry), geometry.weight.numel() * x_Bk.element_size()
+    if is_simple and x_Bk.device.type == "cpu" and x_Bk.shape[2] % _CHANNELS:
+        make = _by_windows(x_Bk, g_Bk, geometry)
+        window_bytes = x_Bk.element_size() * geometry.weight[1:].numel()
+        bytes_each = max(bytes_each, window_bytes * g_Bk.shape[1] * g_Bk.shape[3:].numel())
+    piece = max(1, _PIECE_BYTES // bytes_each) if x_Bk.device.type == "cpu" else None
+    return Written(len(x_Bk), geometry.weight, x_Bk.dtype, make, piece)
 
 
-def _positions(g_Bk: Tensor) -> Tensor:
-    """[B, k, p, ...] -> [B, T, p]."""
-    return g_Bk.movedim(2, -1).flatten(1, -2)
-
-
-def _windows(
-    x_Bk: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """[B, k, c, ...] -> [B, T, c * kernel]: what each position of the output saw."""
-    sides = [size for p in reversed(padding) for size in (p, p)]
-    windows = F.pad(x_Bk, sides) if any(sides) else x_Bk
-    for d, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        windows = windows.unfold(3 + d, gap * (size - 1) + 1, step)[..., ::gap]
-    # Now [B, k, c, *positions, *kernel].
-    n = len(kernel)
-    windows = windows.permute(0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
-    return windows.reshape(len(x_Bk), windows.shape[1 : 2 + n].numel(), windows.shape[2 + n :].numel())
-
-
-def _examples_to_channels(t_bk: Tensor) -> Tensor:
-    """[b, k, C, ...] -> [k, b*C, ...].
-
-    Along an axis of size 1 any stride counts as contiguous, but some kernels take one for another format.
+def _form_on_cuda(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
+    """Few inputs a window: the kernel. Otherwise windows are copied, for norms alone where inner products are
+    cheaper than gradients. (As timed: this decides how long a step takes, and no result.)
     """
-    t = t_bk.transpose(0, 1).flatten(1, 2)
-    plain = torch.empty(t.shape, device="meta").stride()
-    return t if t.stride() == plain else t.clone(memory_format=torch.contiguous_format)
+    p, n, T = geometry.weight[0], geometry.weight[1:].numel(), g_Bk.shape[1] * g_Bk.shape[3:].numel()
+    if geometry.kernel.numel() == 1:
+        return Outer(positions(g_Bk), geometry.windows(x_Bk), geometry.weight)
+    if n <= _FEW_INPUTS and kernel.fits(x_Bk, g_Bk):
+        return Written(len(x_Bk), geometry.weight, x_Bk.dtype, _by_kernel(x_Bk, g_Bk, geometry))
+    if gram_pays_on_cuda(T, p, n):
+        return Windows(x_Bk, g_Bk, geometry)
+    piece = max(1, COPY_BYTES // (n * T * x_Bk.element_size()))
+    shape = torch.Size((p, *geometry.kernel, geometry.weight[1]))
+    written = Written(len(x_Bk), shape, x_Bk.dtype, _by_patches(x_Bk, g_Bk, geometry), piece)
+    return Permuted(written, (0, len(shape) - 1, *range(1, len(shape) - 1)))
+
+
+def _by_groups(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+    return lambda examples: geometry.weight_gradients(x_Bk[examples], g_Bk[examples])
+
+
+def _by_windows(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+    def make(examples: slice) -> Tensor:
+        product = written_products(positions(g_Bk[examples]), geometry.windows(x_Bk[examples]))
+        return product.view(len(product), *geometry.weight)
+
+    return make
+
+
+def _by_patches(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+    """In the order [b, p, *kernel, c]."""
+
+    def make(examples: slice) -> Tensor:
+        product = positions(g_Bk[examples]).mT @ geometry.patches(x_Bk[examples])
+        return product.view(len(product), len(product[0]), *geometry.kernel, geometry.weight[1])
+
+    return make
+
+
+def _by_kernel(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+    at = geometry.kernel, geometry.stride, geometry.padding, geometry.dilation
+    return lambda examples: kernel.weight_gradients(x_Bk[examples], g_Bk[examples], *at, tf32=_tf32())
+
+
+def _tf32() -> bool:
+    """Whether convolutions run in TensorFloat-32 at this moment (precision.py sets it for norms and sums)."""
+    cudnn: Any = torch.backends.cudnn
+    try:
+        return bool(cudnn.allow_tf32)
+    except RuntimeError:  # set by backend, in a way that the common switch does not know
+        return bool(cudnn.conv.fp32_precision == "tf32")

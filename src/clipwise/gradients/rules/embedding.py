@@ -14,6 +14,7 @@ from torch import Tensor
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form, Rows, at_least_float32
 from clipwise.gradients.layout import Layout
+from clipwise.gradients.owners import Ragged
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.walk import Node
 
@@ -52,13 +53,15 @@ def _lookup(ids: Tensor, table: torch.Size, padding: int | None = None) -> Finis
             raise RuleDoesNotApply("the examples lie along a row of the table")
         owner = layout.owners(ids.device).view([-1 if d == layout.axis else 1 for d in range(ids.dim())])
         owner_N, ids_N = owner.expand_as(ids).flatten(), ids.flatten()
-        kept_N = owner_N >= 0
-        if padding is not None:
-            kept_N &= ids_N != padding
         g_Nn = at_least_float32(g).reshape(len(ids_N), -1)
-        if not bool(kept_N.all()):
+        if isinstance(layout, Ragged):  # some positions may be nobody's
+            kept_N = owner_N >= 0
             owner_N, ids_N, g_Nn = owner_N[kept_N], ids_N[kept_N], g_Nn[kept_N]
-        return {0: Rows(owner_N, torch.where(ids_N < 0, ids_N + V, ids_N), g_Nn, layout.batch, table)}
+        if padding is not None and padding < V:
+            g_Nn = g_Nn.masked_fill((ids_N == padding)[:, None], 0)
+        each = None if isinstance(layout, Ragged) else len(ids_N) // layout.batch
+        ids_N = torch.where(ids_N < 0, ids_N + V, ids_N)
+        return {0: Rows(owner_N, ids_N, g_Nn, layout.batch, table, each)}
 
     return finish
 

@@ -7,46 +7,72 @@ multiplies by it: the rules for repeat and multiplication cover those two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients.forms import Form, at_least_float32
+from clipwise.gradients.forms import Form, Written, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import broadcast_sum, channel_sum
+from clipwise.gradients.rules.sums import channel_sum
 from clipwise.gradients.walk import Node
+from clipwise.kernels.affine import group_norm_sums, layer_norm_sums, position_sums
 
 
 @register("NativeLayerNormBackward0")
 def layer_norm(node: Node, shapes: Shapes) -> Finish:
     """Operands: 1 the scale, 2 the shift, both of the normalized shape."""
     x = node._saved_input if 1 in shapes else None
-    mean, rstd = node._saved_result1, node._saved_result2
-    return _affine(shapes, lambda: (at_least_float32(_given(x)) - mean) * rstd, by_channel=False)
+    return _along_features(shapes, x, node._saved_result1, node._saved_result2)
 
 
 @register("FusedRmsNormBackward0")
 def rms_norm(node: Node, shapes: Shapes) -> Finish:
     """Operand 1: the scale."""
     x = node._saved_input if 1 in shapes else None
-    rstd = node._saved_result1
-    return _affine(shapes, lambda: at_least_float32(_given(x)) * rstd, by_channel=False)
+    return _along_features(shapes, x, None, node._saved_result1)
+
+
+def _along_features(shapes: Shapes, x: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Finish:
+    """Statistics of each position, over the trailing dimensions."""
+    _refuse_normalized_parameters(shapes)
+    shape = next(iter(shapes.values()))
+
+    def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
+        first = g.dim() - len(shape)
+        if layout.axis >= first:
+            raise RuleDoesNotApply("the examples lie along the features")
+        g_BTd = layout.rows(g.flatten(first))
+        if x is None:
+            return {operand: _of(position_sums(g_BTd), shape) for operand in shapes}
+        mean_BT, rstd_BT = (
+            None if t is None else layout.rows(t.flatten(first)).squeeze(2) for t in (mean, rstd)
+        )
+        assert rstd_BT is not None
+        sums = layer_norm_sums(g_BTd, layout.rows(x.flatten(first)), mean_BT, rstd_BT)
+        return {operand: _of(sums[operand - 1], shape) for operand in shapes}
+
+    return finish
 
 
 @register("NativeGroupNormBackward0")
 def group_norm(node: Node, shapes: Shapes) -> Finish:
     """Operands: 1 the scale [C], 2 the shift [C]; statistics are [N, groups]."""
+    _refuse_normalized_parameters(shapes)
     x = node._saved_input if 1 in shapes else None
     mean, rstd = node._saved_result1, node._saved_result2
 
-    def normalized() -> Tensor:
-        x_NGr = at_least_float32(_given(x)).reshape(*mean.shape, -1)
-        normalized_NGr: Tensor = (x_NGr - mean[..., None]) * rstd[..., None]
-        return normalized_NGr.view_as(_given(x))
+    def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
+        if layout.axis != 0:
+            raise RuleDoesNotApply("the examples do not lie along the first axis")
+        if x is None:
+            return {operand: channel_sum(g, layout) for operand in shapes}
+        g_NCs, x_NCs = (t.flatten(2) if t.dim() > 2 else t[..., None] for t in (g, x))
+        sums = group_norm_sums(g_NCs, x_NCs, mean, rstd)  # [N, C] each
+        forms: dict[int, Form] = {operand: channel_sum(sums[operand - 1], layout) for operand in shapes}
+        return forms
 
-    return _affine(shapes, normalized, by_channel=True)
+    return finish
 
 
 @register("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
@@ -61,29 +87,26 @@ def fixed_batch_norm(node: Node, shapes: Shapes) -> Finish:
     mean: Tensor = node._saved_running_mean
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon  # cuDNN's name for it
     rstd: Tensor = (node._saved_running_var + eps).rsqrt()
-
-    def normalized() -> Tensor:
-        channels = [1, -1, *[1] * (_given(x).dim() - 2)]
-        return (at_least_float32(_given(x)) - mean.view(channels)) * rstd.view(channels)
-
-    return _affine(shapes, normalized, by_channel=True)
-
-
-def _given(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
-
-
-def _affine(shapes: Shapes, normalized: Callable[[], Tensor], by_channel: bool) -> Finish:
-    if 0 in shapes:
-        raise RuleDoesNotApply("what is normalized is made of parameters")
+    _refuse_normalized_parameters(shapes)
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         forms: dict[int, Form] = {}
-        for operand, shape in shapes.items():
+        for operand in shapes:
             h = at_least_float32(g)
-            h = h * normalized() if operand == 1 else h
-            forms[operand] = channel_sum(h, layout) if by_channel else broadcast_sum(h, layout, shape)
+            if operand == 1:
+                assert x is not None
+                channels = [1, -1, *[1] * (x.dim() - 2)]
+                h = h * ((at_least_float32(x) - mean.view(channels)) * rstd.view(channels))
+            forms[operand] = channel_sum(h, layout)
         return forms
 
     return finish
+
+
+def _of(sums_Bd: Tensor, shape: torch.Size) -> Written:
+    return Written.of(sums_Bd.view(len(sums_Bd), *shape))
+
+
+def _refuse_normalized_parameters(shapes: Shapes) -> None:
+    if 0 in shapes:
+        raise RuleDoesNotApply("what is normalized is made of parameters")

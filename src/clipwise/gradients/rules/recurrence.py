@@ -22,6 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# y x (1 - x) and y (1 - x^2) of (y, x), each in one pass.
+_sigmoid_slope = torch.ops.aten.sigmoid_backward
+_tanh_slope = torch.ops.aten.tanh_backward
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -60,10 +64,10 @@ class Layer:
         return F.linear(self.before, self.w_hh_GP, self.b_hh_G)
 
     def both_sides(self) -> Tensor:
-        """Their sum, without a second tensor of that size."""
-        total = self.input_side()
-        total.flatten(0, 1).addmm_(self.before.flatten(0, 1), self.w_hh_GP.T)
-        return total if self.b_hh_G is None else total.add_(self.b_hh_G)
+        """Their sum, by one product: [W_ih W_hh] times x_t on top of h_{t-1}."""
+        xh_TNk = torch.cat([self.x_TNd, self.before], -1)
+        bias_G = None if self.b_ih_G is None or self.b_hh_G is None else self.b_ih_G + self.b_hh_G
+        return F.linear(xh_TNk, torch.cat([self.w_ih_Gd, self.w_hh_GP], 1), bias_G)
 
 
 @dataclass(frozen=True)
@@ -96,42 +100,49 @@ def rnn(slope: Callable[[Tensor], Tensor]) -> Backward:
 
 
 def lstm(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
-    """Gates in torch's order i, f, g, o."""
+    """Gates in torch's order i, f, g, o. One buffer of their size holds z, then the gates, then dz."""
     z_TNG = layer.both_sides()
     gates_TN4H = z_TNG.view(*z_TNG.shape[:2], 4, z_TNG.shape[2] // 4)
     g = gates_TN4H[:, :, 2].tanh()
-    i, f, _, o = gates_TN4H.sigmoid_().unbind(2)
+    i, f, unused, o = gates_TN4H.sigmoid_().unbind(2)
     assert layer.c0_NH is not None
-    c_TNH = torch.stack(_cells(layer.c0_NH, f, i * g))
-    tanh_c, before_c = c_TNH[1:].tanh(), c_TNH[:-1]
+    c_TNH = _cells(layer.c0_NH, f, i * g)
+    tanh_c = c_TNH[1:].tanh()
+    unprojected_TNH = None if layer.w_hr_PH is None else o * tanh_c
 
-    # All that does not depend on the recurrence, for every step at once: dz = (dc, dc, dc, dh) * by_z.
-    by_c = (o - o * tanh_c.square()).unbind()
-    by_z = torch.stack([g * i * (1 - i), before_c * f * (1 - f), i - i * g.square(), tanh_c * o * (1 - o)], 2)
-    by_z_T, f_T = layer.keep_valid(by_z.flatten(2)).view_as(by_z).unbind(), f.unbind()
-    dz_TN4H = torch.empty_like(by_z)
+    # All that does not depend on the recurrence, for every step at once: dz = (dc, dc, dc, dm) * slopes, and each
+    # slope takes the place of its gate.
+    by_c_T, f_T = _tanh_slope(o, tanh_c).unbind(), f.clone().unbind()
+    _tanh_slope.grad_input(i, g, grad_input=unused)
+    _sigmoid_slope.grad_input(g, i, grad_input=i)
+    _sigmoid_slope.grad_input(c_TNH[:-1], f, grad_input=f)
+    _sigmoid_slope.grad_input(tanh_c, o, grad_input=o)
+    if layer.valid_TN1 is not None:
+        z_TNG.mul_(layer.valid_TN1)
+    dz_T, by_dc_T, by_dm_T = z_TNG.unbind(), gates_TN4H[:, :, :3].unbind(), gates_TN4H[:, :, 3].unbind()
+
     dh_full: list[Tensor] = []
     dh, dc = dh_last, torch.zeros_like(layer.c0_NH) if dc_last is None else dc_last
     for t in reversed(range(len(f_T))):
         dh_full.append(dh_TNP[t] + dh)
         dm = dh_full[-1] if layer.w_hr_PH is None else dh_full[-1] @ layer.w_hr_PH
-        dc_here = torch.addcmul(dc, dm, by_c[t])
-        torch.mul(by_z_T[t][:, :3], dc_here[:, None], out=dz_TN4H[t, :, :3])
-        torch.mul(by_z_T[t][:, 3], dm, out=dz_TN4H[t, :, 3])
-        dc = layer.carried(t, dc_here * f_T[t], dc)
-        dh = layer.carried(t, dz_TN4H[t].flatten(1) @ layer.w_hh_GP, dh)
-    dz_TNG = dz_TN4H.flatten(2)
+        dc_here = torch.addcmul(dc, dm, by_c_T[t])
+        by_dc_T[t].mul_(dc_here[:, None])
+        by_dm_T[t].mul_(dm)
+        dc = layer.carried(t, dc_here.mul_(f_T[t]), dc)
+        dh = layer.carried(t, dz_T[t] @ layer.w_hh_GP, dh)
     if layer.w_hr_PH is None:
-        return Gradients(dz_TNG, dz_TNG)
-    return Gradients(dz_TNG, dz_TNG, layer.keep_valid(torch.stack(dh_full[::-1])), o * tanh_c)
+        return Gradients(z_TNG, z_TNG)
+    return Gradients(z_TNG, z_TNG, layer.keep_valid(torch.stack(dh_full[::-1])), unprojected_TNH)
 
 
-def _cells(c0_NH: Tensor, f_TNH: Tensor, ig_TNH: Tensor) -> list[Tensor]:
+def _cells(c0_NH: Tensor, f_TNH: Tensor, ig_TNH: Tensor) -> Tensor:
     """c_0 .. c_T."""
-    c = [c0_NH]
-    for f, ig in zip(f_TNH.unbind(), ig_TNH.unbind(), strict=True):
-        c.append(torch.addcmul(ig, f, c[-1]))
-    return c
+    c_TNH = c0_NH.new_empty((len(f_TNH) + 1, *c0_NH.shape))
+    c_TNH[0] = c0_NH
+    for t, (f, ig) in enumerate(zip(f_TNH.unbind(), ig_TNH.unbind(), strict=True)):
+        torch.addcmul(ig, f, c_TNH[t], out=c_TNH[t + 1])
+    return c_TNH
 
 
 def gru(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -> Gradients:
@@ -141,10 +152,9 @@ def gru(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) -
     r, u = (a_r + b_r).sigmoid(), (a_u + b_u).sigmoid()
     n = (a_n + r * b_n).tanh()
 
-    by_n = layer.keep_valid((1 - u) * (1 - n.square()))
-    by_input = torch.cat(
-        [by_n * b_n * r * (1 - r), layer.keep_valid((layer.before - n) * u * (1 - u)), by_n], -1
-    )
+    by_n = layer.keep_valid(_tanh_slope(1 - u, n))
+    by_u = layer.keep_valid(_sigmoid_slope(layer.before - n, u))
+    by_input = torch.cat([_sigmoid_slope(by_n * b_n, r), by_u, by_n], -1)
     by_hidden_n, u_T, by_input_T = (by_n * r).unbind(), u.unbind(), by_input.unbind()
     inputs: list[Tensor] = []
     hidden: list[Tensor] = []

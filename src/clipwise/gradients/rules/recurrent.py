@@ -193,7 +193,9 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 def _layout_of_rows(outputs: Outputs, layouts: Layouts, axis_of: dict[int, int]) -> Layout:
     """Where the examples lie along N, as a layout of [T, N, ...]: from any output that has a gradient."""
-    live = [k for k, g in outputs.items() if bool(g.any())] or list(outputs)
+    live = list(outputs)
+    if len(live) > 1:
+        live = [k for k, g in outputs.items() if bool(g.any())] or live
     for k in live:
         if layouts[k].axis != axis_of[k]:
             raise RuleDoesNotApply("the examples do not lie along the rows")
@@ -221,8 +223,14 @@ def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
         Outer(hidden, layout.rows(layer.before).contiguous()),
     ]
     if layer.b_ih_G is not None:
-        of_bias = inputs.sum(1)
-        forms += [Written.of(of_bias), Written.of(of_bias if shared else hidden.sum(1))]
+        of_bias = _bias_rows(found.input_TNG, layout)
+        of_hidden = of_bias if shared else _bias_rows(found.hidden_TNG, layout)
+        forms += [Written.of(of_bias), Written.of(of_hidden)]
     if found.projected_TNP is not None and found.unprojected_TNH is not None:
         forms.append(Outer(layout.rows(found.projected_TNP), layout.rows(found.unprojected_TNH)))
     return forms
+
+
+def _bias_rows(g_TNG: Tensor, layout: Layout) -> Tensor:
+    """[B, G]: over time first, which adds whole slices, then over an example's sequences."""
+    return layout.rows(g_TNG.sum(0, keepdim=True)).sum(1)

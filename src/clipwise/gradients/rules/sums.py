@@ -8,6 +8,7 @@ from torch import Tensor
 from clipwise.gradients.forms import Written, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import RuleDoesNotApply
+from clipwise.kernels.affine import position_sums
 
 
 def broadcast_sum(h: Tensor, layout: Layout, shape: torch.Size) -> Written:
@@ -15,6 +16,11 @@ def broadcast_sum(h: Tensor, layout: Layout, shape: torch.Size) -> Written:
     missing = h.dim() - len(shape)
     if layout.axis >= missing and shape[layout.axis - missing] != 1:
         raise RuleDoesNotApply("the operand has an entry for each example")
+    if shape and layout.axis < missing and h.shape[missing:] == shape:  # a bias, nearly always
+        h_BTp = layout.rows(h.flatten(missing))
+        one_position = h_BTp.shape[1] == 1  # nothing to sum: as at each time step of an RNN
+        sums_Bp = at_least_float32(h_BTp[:, 0]) if one_position else position_sums(h_BTp)
+        return Written.of(sums_Bp.reshape(layout.batch, *shape))
     split = layout.split(at_least_float32(h))  # [B, ..., outer, inner, ...]
     summed = [layout.axis + 1, layout.axis + 2]
     for d in range(h.dim()):

@@ -1,0 +1,435 @@
+"""A private step captured once and replayed: three CUDA graphs with a look in between.
+
+    gather   forward, backward, clip: the bounded sum of a piece, to which that of earlier pieces is added
+    release  noise, sum over the expected batch size, `.grad`
+    update   the optimizer
+
+A captured graph has constant shapes. So a drawn batch is cut into pieces of one size; the last is filled up
+with repeated rows that weigh 0. Nothing is dropped, and nothing but that size is chosen here. Rows of another
+shape or type than the captured ones (longer texts) are gathered by ordinary steps.
+
+What an ordinary step would ask the device in between (is an example not finite? does one cancel?) is put
+aside (gradients/rare.py) and looked at once, after the last piece and before anything is charged or released:
+if the answer is yes, the batch is gathered again by ordinary steps. The key of a step goes to the device just
+before its release. The host never waits otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from clipwise import checks, faults
+from clipwise.errors import StepError
+from clipwise.kernels.noise import normals
+from clipwise.noise import key_words
+from clipwise.release import buckets, noised
+from clipwise.sampling.schemes import whole
+from clipwise.structure import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from clipwise.engine import Private
+    from clipwise.sampling.loader import Piece
+
+Loss = Callable[..., Tensor]
+
+_ORDINARY_STEPS = 4  # the first ones look at the graph and at the losses, and check the rules
+_SMALLEST = 2  # fewer examples tell nothing about each other
+_LOOK_AGAIN_AFTER = 256  # then one ordinary step, with all of its checks
+_ATTEMPTS = 3
+_UPDATES_BEFORE = 3  # updates with the same settings, of which this one is captured
+_SPREADS = 3.0  # a Poisson draw is larger than its mean and so many standard deviations once in 700 times
+
+
+class CaptureWarning(UserWarning):
+    """A step cannot be captured: it runs as an ordinary one, and costs as much."""
+
+
+class Graph(Protocol):
+    """What was captured: the same work on the same memory, as often as it is asked for."""
+
+    def replay(self) -> None:
+        """Do it once more."""
+
+
+class CompiledStep:
+    """`step(*batch)`: what `private.step(loss(*batch))` does, in less time. Made by `private.compiled`."""
+
+    def __init__(self, private: Private, loss: Loss, size: int | None = None) -> None:
+        self._private, self._loss = private, loss
+        self._size = _piece_size(private) if size is None else whole("size", size, least=_SMALLEST)
+        self._device = next(iter(private._parameters.values())).device
+        self._ordinary = 0
+        self._replayed = 0
+        self._attempts = 0
+        self._is_replaying = False
+        self._captured: _Captured | None = None
+        # Bounds that are learned would stay what they were.
+        self._stays_ordinary = not _can_capture(self._device) or private._clipper.adapts
+
+    def __call__(self, *batch: Any) -> bool:
+        """One step on the batch that `private.loader` handed out; returns whether the optimizer stepped."""
+        private = self._private
+        piece = private._require_open().awaited()
+        checks.require_rows(batch, piece.size)
+        batch = map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
+        if piece.index_in_batch == 0:
+            self._is_replaying = self._may_replay(batch)
+        if self._captured is None or not self._is_replaying:
+            self._ordinary += piece.size >= _SMALLEST
+            return private.step(self._loss(*batch))
+        self._replayed += 1
+        return self._captured.step(batch, piece)
+
+    def _may_replay(self, batch: Sequence[Any]) -> bool:
+        """At the beginning of a batch: whether it goes through the graphs, which are captured if it is time."""
+        if self._captured is None:
+            if self._ordinary >= _ORDINARY_STEPS and not self._stays_ordinary:
+                self._capture(batch)
+            return True
+        if self._replayed < _LOOK_AGAIN_AFTER:
+            return True
+        self._replayed = 0
+        return False
+
+    def _capture(self, batch: Sequence[Any]) -> None:
+        """Capture from now on, or say why not."""
+        if _count(batch) == 0:
+            return  # an empty draw: the next one will do
+        self._attempts += 1
+        try:
+            self._captured = _Captured(self._private, self._loss, self._size, batch)
+        except (RuntimeError, NotImplementedError) as error:
+            if self._attempts < _ATTEMPTS:
+                return
+            self._stays_ordinary = True
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(
+                f"This step cannot be captured in a CUDA graph, so it runs as an ordinary one: {reason}",
+                CaptureWarning,
+                stacklevel=3,
+            )
+
+
+class _Captured:
+    """The three graphs, and the memory that they share."""
+
+    def __init__(self, private: Private, loss: Loss, size: int, batch: Sequence[Any]) -> None:
+        self._private, self._loss, self._size = private, loss, size
+        self._names = list(private._parameters)
+        parameters = list(private._parameters.values())
+        self._device = parameters[0].device
+        if any(p.device != self._device for p in parameters):
+            raise RuntimeError("the parameters are on several devices")
+        if not _is_all_tensors(batch):
+            raise RuntimeError("the batch holds more than tensors")
+        self._state = _state_of(private._model)
+        first = torch.arange(size, device=self._device) % _count(batch)
+        self._inputs = map_tensors(lambda t: _rows(t, first), tuple(batch))
+        self._real_B = torch.ones(size, dtype=torch.bool, device=self._device)
+        self._sums: list[Tensor] = []  # of the piece gathered last, and of those before it: the first graph's memory
+        self._holds_any = False
+        self._rare = torch.zeros((), dtype=torch.bool, device=self._device)
+        sizes = {name: p.numel() for name, p in private._parameters.items()}
+        self._labels = [
+            [
+                f"noise/{number}/0/{bucket}"
+                for bucket in range(len(buckets([sizes[n] for n in part.parameters])))
+            ]
+            for number, part in enumerate(private._parts)
+        ]
+        count = sum(map(len, self._labels))
+        self._host_keys = torch.zeros(count, 4, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
+        # The step and the piece of it that the sums as they are go on with; of piece 0 they are zeros.
+        self._awaited: tuple[int, int] | None = None
+        self._gather = _captured(self._gather_piece, self._device)
+        self._clear()
+        self._release_graph = _captured(self._write_gradients, self._device)
+        self._update = _Update(private.optimizer, self._device)
+
+    def step(self, batch: Sequence[Any], piece: Piece) -> bool:
+        """Gather a piece that the loader handed out; after the last one of a batch, release and update."""
+        private = self._private
+        if _state_of(private._model) != self._state:
+            raise StepError(
+                "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "
+                "or a buffer in another place): call private.compiled again."
+            )
+        private._require_budget()
+        before = self._begin(piece)
+        for rows, count in _pieces(batch, piece.size, self._size):
+            self._add(rows, count)
+        if bool(self._rare):
+            self._gather_again(batch, piece.size, before)
+        private.loader.consume()
+        if not piece.last:
+            self._awaited = private.steps, piece.index_in_batch + 1
+            return False
+        try:
+            self._release()
+        except BaseException:
+            private.loader.reset()
+            raise
+        faults.reached("step.before-update")
+        self._update.run()
+        private._remember_written()
+        return True
+
+    def _begin(self, piece: Piece) -> list[Tensor] | None:
+        """What was gathered of the piece's batch before it; None if it is the first.
+
+        A piece that something else than this step came before, or that failed in the middle, cannot go on:
+        who was in what was gathered could be counted twice.
+        """
+        private, awaited = self._private, self._awaited
+        private._partial = None  # nor may an ordinary step go on with what it gathered
+        self._awaited = None
+        goes_on = awaited == (private.steps, piece.index_in_batch)
+        if piece.index_in_batch == 0:
+            if not goes_on:
+                self._clear()
+            return None
+        if not goes_on:
+            raise StepError(
+                "The pieces of a batch must all go through one step, each of them once. Begin the batch anew, "
+                "with a new iterator of private.loader."
+            )
+        return [t.clone() for t in self._sums]
+
+    def _gather_piece(self) -> None:
+        """Forward, backward, clip: what the first graph holds."""
+        losses = checks.require_losses(self._loss(*self._inputs), self._size)
+        with self._private._clipper.putting_aside() as aside:
+            clipped = self._private._clipper.clipped_sum(losses, self._real_B)
+        self._sums = self._in_order(clipped)
+        happened = aside.happened()
+        if happened is not None:
+            self._rare.logical_or_(happened)
+
+    def _fill(self, rows: Sequence[Any], count: int) -> None:
+        """Put rows into the graph's inputs; what is missing repeats them, and weighs nothing."""
+        if count < self._size:
+            again = torch.arange(self._size, device=self._device) % count
+            rows = map_tensors(lambda t: _rows(t, again), rows)
+        for own, given in zip(tensors_in(self._inputs), tensors_in(rows), strict=True):
+            own.copy_(given.detach())
+        self._real_B.fill_(True)
+        self._real_B[count:] = False
+
+    def _add(self, rows: Sequence[Any], count: int) -> None:
+        """Gather some rows of a batch, by the graph if they are as the captured ones."""
+        earlier = [t.clone() for t in self._sums] if self._holds_any else None
+        if self._fits(rows):
+            self._fill(rows, count)
+            self._gather.replay()
+        else:
+            torch._foreach_copy_(self._sums, self._by_itself(rows))
+        if earlier is not None:
+            torch._foreach_add_(self._sums, earlier)
+        self._holds_any = True
+
+    def _gather_again(self, batch: Sequence[Any], count: int, before: list[Tensor] | None) -> None:
+        """Something rare happened: take this piece out again and gather it by ordinary steps."""
+        self._clear()
+        if before is not None:
+            torch._foreach_add_(self._sums, before)
+        for rows, _ in _pieces(batch, count, self._size):
+            torch._foreach_add_(self._sums, self._by_itself(rows))
+        self._holds_any = True
+
+    def _by_itself(self, rows: Sequence[Any]) -> list[Tensor]:
+        """The bounded sum of these rows, as an ordinary step forms it."""
+        losses = checks.require_losses(self._loss(*rows), _count(rows))
+        return self._in_order(self._private._clipper.clipped_sum(losses))
+
+    def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
+        return [clipped[name].to(_sum_type(p)) for name, p in self._private._parameters.items()]
+
+    def _fits(self, rows: Sequence[Any]) -> bool:
+        """Whether these rows are as the captured ones."""
+        return _kinds(rows) == _kinds(self._inputs)
+
+    def _release(self) -> None:
+        private = self._private
+        private._charge()
+        if not self._holds_any:  # nobody was drawn
+            torch._foreach_zero_(self._sums)
+        for number, label in enumerate(chain.from_iterable(self._labels)):
+            self._host_keys[number] = key_words(private._key.derive(label))
+        self._keys.copy_(self._host_keys, non_blocking=True)
+        private._advance()
+        faults.reached("step.before-grad")
+        self._release_graph.replay()
+        self._awaited, self._holds_any = (private.steps, 0), False
+        for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
+            p.grad = grad
+
+    def _write_gradients(self) -> None:
+        """Noise, and the division: what the second graph holds."""
+        L, by_name = self._private._scheme.expected_size, dict(zip(self._names, self._sums, strict=True))
+        found: dict[str, Tensor] = {}
+        first = 0
+        for part, labels in zip(self._private._parts, self._labels, strict=True):
+            draw = partial(self._draw, part.noise_std, first)
+            sums = [by_name[name] for name in part.parameters]
+            found.update(zip(part.parameters, noised(sums, draw, L), strict=True))
+            first += len(labels)
+        parameters = self._private._parameters
+        self._gradients = [found[name].to(p.dtype) for name, p in parameters.items()]
+        for p, grad in zip(parameters.values(), self._gradients, strict=True):
+            p.grad = grad
+        self._private._remember_written()
+
+    def _draw(self, std: float, first: int, bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+        if std == 0:
+            return torch.zeros(size, dtype=dtype, device=self._device)
+        return normals(self._keys[first + bucket], size, std, dtype)
+
+    def _clear(self) -> None:
+        torch._foreach_zero_(self._sums)
+        self._rare.zero_()
+        self._holds_any = False
+
+
+class _Update:
+    """The optimizer's step as a graph, while its settings stay what they were."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._graph: Graph | None = None
+        self._settings: object = None
+        self._same = 0
+
+    def run(self) -> None:
+        """Update. Settings are numbers in the graph: when a scheduler changes one, the optimizer itself steps."""
+        settings = _settings_of(self._optimizer)
+        if settings != self._settings:
+            self._graph, self._settings, self._same = None, settings, 0
+        self._same += 1
+        if self._same == _UPDATES_BEFORE and _is_capturable(self._optimizer):
+            self._graph = self._capture()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._optimizer.step()
+
+    def _capture(self) -> Graph | None:
+        """None if the optimizer waits for the device (as with a tensor for a rate that it must read)."""
+        try:
+            return _captured(self._optimizer.step, self._device, warm=False)
+        except RuntimeError:
+            return None
+
+
+def _can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _captured(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Graph:
+    """Capture a function. It runs twice beforehand, the second time where to wait for the device is an error."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        mode = torch.cuda.get_sync_debug_mode()
+        with torch.cuda.stream(stream):
+            if warm:
+                act()  # compiles kernels and makes handles, which may wait
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    act()
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            act()
+        return graph
+
+
+def _piece_size(private: Private) -> int:
+    """How many examples a captured step takes: all of a constant batch, nearly always all of a random one."""
+    given = private.loader.max_physical_batch_size
+    L = private._scheme.expected_size
+    rate = private._scheme.sample_rate
+    spread = _SPREADS * math.sqrt(L * (1 - rate)) if private._scheme.has_random_size else 0.0
+    wanted = max(_SMALLEST, math.ceil(L + spread))
+    return wanted if given is None else min(wanted, max(_SMALLEST, given))
+
+
+def _pieces(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Sequence[Any], int]]:
+    """The rows of a batch, at most `size` at a time."""
+    if count <= size:
+        if count:
+            yield batch, count
+        return
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        yield map_tensors(lambda t, s=start, e=end: t[s:e] if t.dim() else t, batch), end - start  # type: ignore[misc]
+
+
+def _count(batch: Sequence[Any]) -> int:
+    """How many examples: a batch has one row for each."""
+    return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
+
+
+def _rows(t: Tensor, rows: Tensor) -> Tensor:
+    """These rows of a tensor of the batch, without its history: a probe may have marked it."""
+    return t.detach()[rows] if t.dim() else t.detach().clone()
+
+
+def _kinds(batch: Sequence[Any]) -> list[tuple[torch.Size, torch.dtype]]:
+    """The shape of a row, and its type, of each tensor."""
+    return [(t.shape[1:], t.dtype) for t in tensors_in(batch)]
+
+
+def _is_all_tensors(value: Any) -> bool:
+    """Whether all of a batch is tensors, or None: anything else would stay what it was when it was captured."""
+    if isinstance(value, (list, tuple, Mapping)):
+        return all(map(_is_all_tensors, value.values() if isinstance(value, Mapping) else value))
+    return value is None or isinstance(value, Tensor)
+
+
+def _sum_type(p: Tensor) -> torch.dtype:
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def _state_of(model: nn.Module) -> list[object]:
+    """What a captured graph took for granted."""
+    found: list[object] = []
+    for module in model.modules():
+        held = chain(module._parameters.values(), module._buffers.values())
+        found.append(module.training)
+        found.extend((t.data_ptr(), t.requires_grad) for t in held if t is not None)
+    return found
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[list[object]]:
+    """All that a captured update took for granted: numbers, and where tensors are. (It reads those themselves.)"""
+    groups = [
+        [_place(value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups
+    ]
+    states = [[_place(value) for value in state.values()] for state in optimizer.state.values()]
+    return groups + states
+
+
+def _place(value: object) -> object:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    """Plain SGD keeps nothing on the host; others say so themselves. Hooks would run once and no more."""
+    hooks: Any = optimizer
+    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return False
+    if type(optimizer) is torch.optim.SGD:
+        return True
+    return all(group.get("capturable", False) for group in optimizer.param_groups)

@@ -1,0 +1,65 @@
+"""Memory for written gradients that is used again from step to step, on a CPU.
+
+The gradients of all examples fill hundreds of megabytes in a step and are let go at its end. The C library gives
+such memory back to the system, and to map it anew, page by page, takes longer than to compute what goes into it.
+
+A block is handed out again only when nothing else refers to its storage: no view, no slice, no numpy array.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class Blocks:
+    """Blocks of memory by size, at most `most_bytes` of them together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._bytes = most_bytes, 0
+        self._by_kind: dict[tuple[int, torch.dtype], deque[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor with no particular contents, whose memory is the taker's as long as anything refers to it."""
+        kind = shape.numel(), dtype
+        waiting = self._by_kind.setdefault(kind, deque())
+        # The last one that was handed out may be back already; the first one was handed out longest ago. If both
+        # are in use, so are the others, nearly always.
+        for next_block in (waiting.pop, waiting.popleft):
+            block = next_block() if waiting else None
+            if block is not None:
+                taken = block.view(shape) if _is_free(block) else None
+                waiting.append(block)
+                if taken is not None:
+                    return taken
+        return self._fresh(kind).view(shape)
+
+    def _fresh(self, kind: tuple[int, torch.dtype]) -> Tensor:
+        block = torch.empty(kind[0], dtype=kind[1], device="cpu")
+        size = block.numel() * block.element_size()
+        if size > self._most:
+            return block
+        if self._bytes + size > self._most:  # of other sizes, most likely, that nobody asks for any more
+            self.clear()
+        self._by_kind.setdefault(kind, deque()).append(block)
+        self._bytes += size
+        return block
+
+    def clear(self) -> None:
+        """Keep nothing. What is in use stays with those who use it."""
+        self._by_kind.clear()
+        self._bytes = 0
+
+
+def _references(block: Tensor) -> int:
+    """How many tensors and storages refer to a tensor's memory."""
+    return int(torch._C._storage_Use_Count(block.untyped_storage()._cdata))
+
+
+_OF_ITSELF = _references(torch.empty(1, device="cpu"))
+
+
+def _is_free(block: Tensor) -> bool:
+    return _references(block) == _OF_ITSELF

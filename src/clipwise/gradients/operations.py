@@ -1,0 +1,44 @@
+"""What is known of operations by the names of their backward nodes."""
+
+from __future__ import annotations
+
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+def named(*operations: str) -> frozenset[str]:
+    """The names of these operations' backward nodes; overloads are numbered."""
+    return frozenset(f"{name}Backward{number}" for name in operations for number in range(3))
+
+
+# Functions of one tensor and of constants: DERIVED when that tensor is, whatever the batch holds.
+PURE = named(
+    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
+    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Flip", "Movedim"),
+    *("Neg", "Exp", "Log", "Sqrt", "Rsqrt", "Pow", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax"),
+    *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
+)
+
+# Functions of nothing but the tensors that they take: DERIVED when all of those are in the graph and are.
+CLOSED = PURE | named("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "WeightNormInterface")
+
+# Nodes that can move rows about in a way that depends on the data: no layout outlives its batch then.
+ROW_MOVERS = named(
+    *("Index", "IndexSelect", "IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy", "Gather", "Scatter"),
+    *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take", "AsStrided"),
+    *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
+) | {"torch::autograd::CopySlices"}
+
+# Backward functions that keep the norm: they move entries about or pad them with zeros. A cast rounds, by
+# less than a relative unit roundoff.
+ISOMETRIC = named(
+    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
+    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
+)
+CASTS = named("ToCopy")
+
+# Numbers by which a node cuts a tensor: the data may choose them, so they are part of an outline.
+CUTS = {
+    "SelectBackward0": ("_saved_index",),
+    "SliceBackward0": ("_saved_start", "_saved_end"),
+    "SplitWithSizesBackward0": ("_saved_split_sizes",),
+}

@@ -1,0 +1,187 @@
+"""What the graphs of one model have in common from batch to batch: operations and how they are wired, no sizes.
+
+A node is known here by its place in the order of the walk. Whatever follows from the wiring alone (which places are
+uses, which parameters are behind them, where hooks go) is found once for an outline and serves every later graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from clipwise.gradients.operations import CLOSED, ISOMETRIC
+
+Inputs = tuple[tuple[int, int], ...]  # place (-1: none) and output of everything that a node takes
+BY_HAND = ((), ("TBackward0",))  # ways on which gradients are carried without autograd
+
+
+class Entry(NamedTuple):
+    """A place: an operation with its inputs and, if it cuts along the examples, where; or a parameter's name."""
+
+    name: str
+    inputs: Inputs | None  # None: a parameter
+    cuts: object = None
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """A place that carries examples and takes tensors made of parameters alone: operand -> (place, output)."""
+
+    index: int
+    operands: dict[int, tuple[int, int]]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way from a tensor that a use took back to the parameters behind it."""
+
+    source: int
+    number: int
+    parameters: tuple[str, ...]
+    isometric: bool
+    places: tuple[int, ...]  # on the way of an isometric route
+    steps: tuple[str, ...]  # and what they do
+
+
+class Outline:
+    """One kind of graph. Equal to another if all entries are; its hash is formed once."""
+
+    def __init__(
+        self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool
+    ) -> None:
+        """`output` is that of the last place which the losses are; `cutting` are the places that may cut examples."""
+        self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
+        self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
+        # Every place before its inputs, for who goes through a graph from the losses on.
+        self.backwards = [(i, e.name, e.inputs) for i, e in reversed(list(enumerate(entries)))]
+        self._hash = hash((entries, output))
+        self._plan: Plan | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Outline) and (self.output, self.entries) == (other.output, other.entries)
+
+    @cached_property
+    def outputs(self) -> list[tuple[int, ...]]:
+        """Which outputs of each place somebody takes, in order."""
+        taken: list[set[int]] = [set() for _ in self.entries]
+        taken[-1].add(self.output)
+        for entry in self.entries:
+            for place, number in entry.inputs or ():
+                if place >= 0:
+                    taken[place].add(number)
+        return [tuple(sorted(numbers)) for numbers in taken]
+
+    def plan(self, decided: Mapping[int, bool]) -> Plan:
+        """The plan that follows from what is decided of open places."""
+        if self._plan is None or self._plan.decided != decided:
+            self._plan = Plan(self, decided)
+        return self._plan
+
+
+class Plan:
+    """Uses and open places of an outline, and what a backward pass through it meets.
+
+    Attributes:
+        uses: in the order of the walk.
+        open: places of which it is not decided whether they carry examples.
+        taken_for_derived: places that were not known to be made of parameters alone, and are taken for such.
+        is_coupled: nowhere does a row belong to one example alone.
+    """
+
+    def __init__(self, outline: Outline, decided: Mapping[int, bool]) -> None:
+        self._outline, self.decided = outline, dict(decided)
+        self.uses: list[UsePlan] = []
+        self.open: list[int] = []
+        self.taken_for_derived: list[int] = []
+        derived: set[int] = set()
+        for index, entry in enumerate(outline.entries):
+            if entry.inputs is None:
+                derived.add(index)
+                continue
+            inputs = [(j, place, number) for j, (place, number) in enumerate(entry.inputs) if place >= 0]
+            operands = {j: (place, number) for j, place, number in inputs if place in derived}
+            if (
+                not operands
+            ):  # nothing but data, or a leaf that is no parameter: an input that requires a gradient
+                continue
+            if len(operands) == len(inputs):
+                if entry.name in CLOSED and len(inputs) == len(entry.inputs):
+                    derived.add(index)
+                    continue
+                carries_data = decided.get(index)
+                if carries_data is None:
+                    self.open.append(index)
+                if not carries_data:
+                    self.taken_for_derived.append(index)
+                    derived.add(index)
+                    continue
+            self.uses.append(UsePlan(index, operands, outline.outputs[index]))
+        self.is_coupled = len(outline.entries) - 1 in derived and not self.open
+
+    @cached_property
+    def routes(self) -> list[dict[int, Route]]:
+        """From each operand of each use."""
+        return [{j: self._route(*source) for j, source in use.operands.items()} for use in self.uses]
+
+    @cached_property
+    def uses_of(self) -> Counter[str]:
+        """How many contributions a parameter gets."""
+        return Counter(name for ways in self.routes for way in ways.values() for name in way.parameters)
+
+    @cached_property
+    def at_once(self) -> frozenset[str]:
+        """Parameters whose gradients are carried back by hand, if they have to be carried at all before the sum."""
+        waits = {
+            name
+            for ways in self.routes
+            for way in ways.values()
+            for name in way.parameters
+            if not way.isometric or (self.uses_of[name] > 1 and way.steps not in BY_HAND)
+        }
+        return frozenset(self.uses_of) - waits
+
+    @cached_property
+    def has_use_behind(self) -> list[bool]:
+        """Of each use, whether another one lies between it and the parameters."""
+        used = {use.index for use in self.uses}
+        above: set[int] = set()
+        for index, entry in enumerate(self._outline.entries):
+            if any(place in used or place in above for place, _ in entry.inputs or ()):
+                above.add(index)
+        return [use.index in above for use in self.uses]
+
+    def _route(self, source: int, number: int) -> Route:
+        entries = self._outline.entries
+        places: list[int] = []
+        place = source
+        while (inputs := entries[place].inputs) is not None:
+            if entries[place].name not in ISOMETRIC or len(inputs) != 1:
+                return Route(source, number, self._parameters_behind(source), False, (), ())
+            places.append(place)
+            place = inputs[0][0]
+        steps = tuple(entries[i].name for i in places)
+        return Route(source, number, (entries[place].name,), True, tuple(places), steps)
+
+    def _parameters_behind(self, source: int) -> tuple[str, ...]:
+        behind: dict[str, None] = {}
+        entered: set[int] = set()
+        stack = [source]
+        while stack:
+            place = stack.pop()
+            if place < 0 or place in entered:
+                continue
+            entered.add(place)
+            entry = self._outline.entries[place]
+            if entry.inputs is None:
+                behind[entry.name] = None
+            stack.extend(child for child, _ in entry.inputs or ())
+        return tuple(behind)

@@ -1,0 +1,237 @@
+"""Convolutions of few positions and many channels: no gradient is written out, and no window is copied.
+
+A convolution is a linear layer on *windows* of its input: win_t is what position t of the output saw, and the
+gradient is sum_t g_t win_t^T. So its squared norm is a sum over pairs of positions,
+
+    |gradient|^2 = sum_{t,s} <g_t, g_s> <win_t, win_s>.
+
+Two windows meet pixel by pixel, at the same offset. With P[u, v] = <x_u, x_v>, the inner products of *pixels*,
+
+    <win_t, win_s> = sum_o P[t stride + o dilation - padding, s stride + o dilation - padding],
+
+where P is 0 outside of the image. That is P added to itself, moved along its diagonal, once for each offset of
+the kernel, one axis after another. Two pixels that meet lie a multiple of the stride apart, so pixels fall into
+*phases* (their places modulo the stride), each with a small P of its own: with q and r the quotient and the rest
+of (o dilation - padding) / stride, the offset o moves phase r by q.
+
+A fold (k rows an example) is one more axis, with a kernel of size 1. Groups are convolutions of their own, each
+with a part of the gradient.
+
+Legend: B examples (b in a chunk), k rows each, T positions of the output, c and p channels of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from clipwise import kernels
+from clipwise.gradients.forms import (
+    LOOSE,
+    NEGLIGIBLE,
+    PRODUCT_ERROR,
+    Budget,
+    Form,
+    roundoff,
+    squared_norms,
+)
+from clipwise.gradients.geometry import Geometry, positions
+from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.kernels.gram import gram_norms
+
+GRAM_BYTES = 64 * 2**20  # of inner products at a time
+COPY_BYTES = 256 * 2**20  # of windows at a time, on CUDA
+_CACHED_BYTES = 8 * 2**20  # the same on a CPU: more fall out of its caches
+# Convolutions may add positions and examples one after another, where a matrix product adds them in blocks. So many
+# terms that are all alike, the worst case, leave an error of 1e-5 of their sum; sums of these are added then.
+_TERMS = 1024
+
+# What it costs to move and add a pair of pixels, and to write, measure and sum a number of a gradient, in products
+# of two numbers in float64. (Rough: they decide how long a step takes, and no result. Both pass through memory,
+# which a GPU's products outrun by far.)
+_MOVED = {"cpu": 8, "cuda": 200}
+_WRITTEN = {"cpu": 50, "cuda": 80}
+
+
+def windows_pay(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> bool:
+    """Whether inner products cost less than gradients that are written out, whose sum needs no product then."""
+    if geometry.transposed:
+        return False
+    k, channels, *pixels = x_Bk.shape[1:]
+    T = k * g_Bk.shape[3:].numel()
+    pairs = k * k
+    for axis, size in enumerate(pixels):
+        step = geometry.stride[axis]
+        pairs *= sum(len(range(rest, size, step)) ** 2 for rest in geometry.shifts(axis))
+    device = "cpu" if x_Bk.device.type == "cpu" else "cuda"
+    moved = geometry.groups * pairs * (1 + sum(geometry.kernel))
+    products = pairs * channels + T**2 * g_Bk.shape[2] + _MOVED[device] * moved
+    return products < _WRITTEN[device] * geometry.weight.numel()
+
+
+class Windows(Form):
+    """gradient_i = sum_t g_it win_it^T, of the weight's shape."""
+
+    def __init__(self, x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> None:
+        """Inputs [B, k, groups * c, *pixels] and output gradients [B, k, groups * p, *places], alike in dtype."""
+        self.x, self.g, self.geometry = x_Bk, g_Bk, geometry
+        self.batch, self.shape, self.dtype = len(x_Bk), geometry.weight, x_Bk.dtype
+        self._exact: dict[int, Tensor | None] = {}  # examples summed by themselves; None is made again then
+        self._together = max(1, _TERMS // (g_Bk.shape[1] * g_Bk.shape[3:].numel()))  # summed in one product
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        """(n + c u M)^2, as `Outer` has it."""
+        if kernels.usable(self.x) and self.geometry.groups == 1 and self.dtype == torch.float32:
+            found = [self._by_tensor_cores(c, budget.arithmetic) for c in self._copies()]
+        else:
+            found = [self._squares_and_mass(examples) for examples in self._chunks()]
+        square_B, mass_B = (torch.cat(parts) for parts in zip(*found, strict=True))
+        norm_B, slack_B = square_B.sqrt(), PRODUCT_ERROR * roundoff(self.dtype) * mass_B
+        bound_B = (norm_B + slack_B).square()
+        if budget.arithmetic is not IEEE:
+            self.squared_error_B = (budget.arithmetic.operand_error * mass_B).square()
+            self._together = max(1, self.batch)  # whose sum errs less than its operands
+        else:
+            self.loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
+        return bound_B
+
+    def tighten(self, square_B: Tensor, budget: Budget) -> None:
+        if self.loose_B is None:
+            return
+        for i in self.loose_B.nonzero().flatten().tolist():
+            gradient = self._in_float64(i)
+            square_B[i] = squared_norms(gradient.reshape(1, -1))[0]
+            self._exact[i] = gradient if budget.take(gradient.numel() * gradient.element_size()) else None
+
+    def _by_tensor_cores(self, examples: slice, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+        """The same, by inner products of windows that are copied after all: a GPU has more products to spare."""
+        windows_bTn = self.geometry.patches(self.x[examples])  # in any order of features
+        return gram_norms(positions(self.g[examples]), windows_bTn, arithmetic.name)
+
+    def _copies(self) -> list[slice]:
+        """Examples whose windows fit into COPY_BYTES."""
+        T = self.g.shape[1] * self.g.shape[3:].numel()
+        step = max(1, COPY_BYTES // (self.shape[1:].numel() * T * self.x.element_size()))
+        return [slice(i, min(i + step, self.batch)) for i in range(0, self.batch, step)]
+
+    def _squares_and_mass(self, examples: slice) -> tuple[Tensor, Tensor]:
+        """Upper bounds on |gradient|^2 and on the mass M = sum_t |g_t| |win_t|, both in float64.
+
+        Inner products of c and p numbers are added over the offsets o of the kernel, and then T^2 of their
+        products. Since sum_o |x_(t+o)| |x_(s+o)| <= |win_t| |win_s|, the rounding error is at most
+        (c + p + offsets + T^2 + 4) u64 M^2, and is added. M itself comes from sums of squares, and errs by less
+        than that factor; c times the offsets is more than their sum.
+        """
+        groups = self.geometry.groups
+        windows_bTT = window_products(_by_group(self.x[examples], groups), self.geometry)
+        g_bpT = _by_group(self.g[examples], groups).flatten(2)
+        outputs_bTT = g_bpT.mT @ g_bpT
+        lengths, T = g_bpT.shape[1] + self.shape[1:].numel() + 1, g_bpT.shape[2]
+        error = (lengths + T**2 + 4) * roundoff(torch.float64)
+        # A square below the smallest number is lost.
+        lost = torch.finfo(torch.float64).tiny * lengths
+        left_bT, right_bT = ((m.diagonal(dim1=1, dim2=2) + lost).sqrt() for m in (outputs_bTT, windows_bTT))
+        mass_b = torch.linalg.vecdot(left_bT, right_bT) * (1 + error)
+        gram_b = torch.linalg.vecdot(windows_bTT.flatten(1), outputs_bTT.flatten(1))
+        square_b = gram_b.clamp_min(0) + error * mass_b.square()
+        # Squares of the groups' parts add up; so do their masses, which is more than the length of these.
+        return square_b.view(-1, groups).sum(1), mass_b.view(-1, groups).sum(1)
+
+    def _chunks(self) -> list[slice]:
+        k, channels, *pixels = self.x.shape[1:]
+        inputs, outputs = k * torch.Size(pixels).numel(), k * self.g.shape[3:].numel()
+        matrices = self.geometry.groups * (2 * inputs**2 + 2 * outputs**2)
+        bytes_each = 8 * (matrices + channels * inputs + self.g.shape[2] * outputs)
+        together = _CACHED_BYTES if self.x.device.type == "cpu" else GRAM_BYTES
+        step = max(1, min(self.batch, together // bytes_each))
+        return [slice(i, min(i + step, self.batch)) for i in range(0, self.batch, step)]
+
+    def _in_float64(self, example: int) -> Tensor:
+        return self.geometry.weight_gradient(self.x[example].double(), self.g[example].double())
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        product_w_B = w_B.to(self.dtype, copy=True)
+        if self._exact:
+            product_w_B[list(self._exact)] = 0
+        scaled = self.g * _along_first(product_w_B, self.g)
+        parts = zip(*(torch.split(t, self._together) for t in (self.x, scaled)), strict=True)
+        sums = (self.geometry.weight_gradient(x_bk.flatten(0, 1), g_bk.flatten(0, 1)) for x_bk, g_bk in parts)
+        total = next(sums)
+        for part in sums:
+            total += part
+        for i, kept in self._exact.items():
+            total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
+        return total
+
+    def instantiate(self, examples: slice) -> Tensor:
+        return self.geometry.weight_gradients(self.x[examples], self.g[examples])
+
+    def mass(self, example: int) -> float:
+        return float(self._squares_and_mass(slice(example, example + 1))[1])
+
+    def mute(self, muted_B: Tensor) -> None:
+        self.x, self.g = (t.masked_fill(_along_first(muted_B, t), 0) for t in (self.x, self.g))
+        for i in [i for i in self._exact if bool(muted_B[i])]:
+            del self._exact[i]
+
+
+def window_products(x_bck: Tensor, geometry: Geometry) -> Tensor:
+    """[b, c, k, *pixels] -> [b, T, T]: <win_t, win_s> of every two positions of an example, for one group."""
+    b, _, k, *pixels = x_bck.shape
+    # The rows of a fold come first, as an axis on which nothing moves.
+    strides = (1, *geometry.stride)
+    shifts = [{0: [0]}, *(geometry.shifts(axis) for axis in range(len(pixels)))]
+    places = [k, *(geometry.places(axis, size) for axis, size in enumerate(pixels))]
+    total: Tensor | None = None
+    for phase in product(*shifts):
+        x_bcu = x_bck
+        for axis, (rest, step) in enumerate(zip(phase, strides, strict=True)):
+            x_bcu = _every(x_bcu, 2 + axis, rest, step)
+        sizes = x_bcu.shape[2:]
+        x_bcu = x_bcu.flatten(2)
+        pairs = (x_bcu.mT @ x_bcu).view(b, *sizes, *sizes)
+        for axis, rest in enumerate(phase):
+            dims = 1 + axis, 1 + len(sizes) + axis
+            pairs = _slide(pairs, dims, shifts[axis][rest], places[axis])
+        total = pairs if total is None else total.add_(pairs)
+    assert total is not None  # a kernel has an offset
+    T = torch.Size(places).numel()
+    return total.reshape(b, T, T)
+
+
+def _every(t: Tensor, dim: int, first: int, step: int) -> Tensor:
+    """Every `step`-th entry along a dimension; none, where the first lies beyond its end."""
+    return t if step == 1 else t[(slice(None),) * dim + (slice(first, None, step),)]
+
+
+def _slide(pairs: Tensor, dims: tuple[int, int], moves: Sequence[int], places: int) -> Tensor:
+    """sum_q pairs[.., t + q, .., s + q, ..] for t and s below `places`, in both dimensions of one axis."""
+    size = pairs.shape[dims[0]]
+    if list(moves) == [0] and size == places:
+        return pairs
+    shape = list(pairs.shape)
+    shape[dims[0]] = shape[dims[1]] = places
+    slid = pairs.new_zeros(shape)
+    for q in moves:
+        first, last = max(0, -q), min(places, size - q)  # beyond these the pixels are padding
+        if first < last:
+            _square(slid, dims, first, last).add_(_square(pairs, dims, first + q, last + q))
+    return slid
+
+
+def _square(pairs: Tensor, dims: tuple[int, int], first: int, last: int) -> Tensor:
+    for dim in dims:
+        pairs = pairs.narrow(dim, first, last - first)
+    return pairs
+
+
+def _by_group(t_bk: Tensor, groups: int) -> Tensor:
+    """[b, k, groups * C, ...] -> [b * groups, C, k, ...] in float64."""
+    return torch.unflatten(t_bk.double(), 2, (groups, -1)).movedim(1, 3).flatten(0, 1)
+
+
+def _along_first(per_example_B: Tensor, t: Tensor) -> Tensor:
+    return per_example_B.view(-1, *[1] * (t.dim() - 1))

@@ -1,0 +1,69 @@
+"""What a model is made of, in flat lists, which are made anew only when its structure has changed.
+
+A step asks several times about all parameters, buffers and layers. To walk through the modules each time takes longer
+than everything that is asked; to see that nothing was added, removed or replaced since the last walk does not.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import methodcaller
+from typing import Any
+
+from torch import Tensor, nn
+
+_VALUES = methodcaller("values")
+_KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+class Inventory:
+    """The lists of one model, as they were when `up_to_date` was called last.
+
+    Attributes:
+        tensors: a name for messages, and the place where the tensor (or None) is found, of every buffer and
+            parameter; not those of spectral norm: its power iteration looks at weights alone, which are
+            released anyway.
+        parameters: as `named_parameters` gives them.
+        statistics: layers that may keep statistics of a batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._structure: tuple[list[object], ...] = ()
+        self.tensors: list[tuple[str, dict[str, Tensor | None], str]] = []
+        self.parameters: list[tuple[str, nn.Parameter]] = []
+        self.statistics: list[tuple[str, nn.Module]] = []
+
+    def up_to_date(self) -> Inventory:
+        """Itself, after another walk if there is anything new."""
+        if not self._modules or _structure(self._modules) != self._structure:
+            self._walk()
+        return self
+
+    def _walk(self) -> None:
+        named = list(self._model.named_modules())
+        self._modules = [module for _, module in named]  # held here, so that no other can get their identity
+        self._structure = _structure(self._modules)
+        self.parameters = list(self._model.named_parameters())
+        self.statistics = [(name, module) for name, module in named if isinstance(module, _KEEPS_STATISTICS)]
+        self.tensors = [
+            (f"{kind} {f'{prefix}.{name}' if prefix else name!r}", tensors, name)
+            for prefix, module in named
+            if type(module).__name__ != "_SpectralNorm"
+            for kind, tensors in (("Buffer", module._buffers), ("Parameter", module._parameters))
+            for name in tensors
+        ]
+
+
+def _structure(modules: list[nn.Module]) -> tuple[list[object], ...]:
+    """Types, names and identities of all that a walk depends on. (A buffer's identity is not: it has its place.)"""
+    entries: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
+    every = [*entries, *(m._buffers for m in modules)]
+    return (
+        list(map(type, modules)),
+        list(map(id, every)),
+        list(map(len, every)),
+        list(chain.from_iterable(every)),
+        list(map(id, chain.from_iterable(map(_VALUES, entries)))),
+    )

@@ -1,0 +1,438 @@
+"""Compiled steps on a GPU, without pytest: `python -m tests.gpu.compiled [--rehearse]`.
+
+Steps replayed from CUDA graphs against ordinary ones: the same sums for several models, samplings, optimizers and
+sizes; the same noise from the same key, another at each step, of the stated size; an example that is not finite; and
+sums in TensorFloat-32 within the stated sensitivity where positions cancel. Exit code 1 if anything fails.
+
+--rehearse runs on a CPU what can be: a graph is then a function that is called again, and TF32 is IEEE.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise import PerExample, Private, compiled, make_private
+from clipwise.compiled import CaptureWarning, CompiledStep
+from clipwise.gradients.forms import Budget, Outer, Rows
+from clipwise.gradients.precision import TF32
+from clipwise.gradients.tied import Tied
+from tests.gpu.verdicts import Verdicts, failures_of
+from tests.soundness.neighbours import attach
+
+REHEARSED = "--rehearse" in sys.argv[1:]
+DEVICE = "cpu" if REHEARSED else "cuda"
+SIZE, BATCH, CLASSES, VOCABULARY = 160, 16, 5, 40
+UPDATES = 14  # four ordinary ones, then captured ones; the update itself is captured a few later
+TOLERANCE = 1e-3  # of how far training moved the parameters
+STATED = 1 + TF32.slack
+SLACK = 1 + 1e-4
+PLENTY = 2**34
+
+
+# Models
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose last state is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(8, 24, batch_first=True), nn.Linear(24, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Language(nn.Module):
+    """One block of attention, with the head tied to the table."""
+
+    def __init__(self, width: int = 32, heads: int = 4, positions: int = 12) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(positions, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, ids: Tensor) -> Tensor:
+        B, T = ids.shape
+        x = self.table(ids) + self.places(torch.arange(T, device=ids.device))
+        q, k, v = (
+            t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        heard = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(heard)
+        x = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return x @ self.table.weight.T
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, CLASSES))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2),
+        nn.GroupNorm(4, 24),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(CLASSES),
+    )
+
+
+# (model, one record)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "perceptron": (perceptron, (30,)),
+    "convolutional": (convolutional, (3, 12, 12)),
+    "recurrent": (Recurrent, (10, 8)),
+    "language": (Language, (12,)),
+}
+
+
+def records(name: str) -> TensorDataset:
+    random = torch.Generator().manual_seed(1)
+    shape = MODELS[name][1]
+    if name == "language":
+        x = torch.randint(0, VOCABULARY, (SIZE, *shape), generator=random)
+        return TensorDataset(x, x.roll(-1, 1))
+    return TensorDataset(
+        torch.randn(SIZE, *shape, generator=random) * 2,
+        torch.randint(0, CLASSES, (SIZE,), generator=random),
+    )
+
+
+def loss_with(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The cross entropy of each example: the mean over its positions, where it has several."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x)
+        found = F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="none")
+        return found.view(len(x), y.shape[1:].numel()).mean(1)
+
+    return loss
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().to(DEVICE)
+    with torch.no_grad():
+        model(next(iter(records(name)))[0][None].to(DEVICE))  # gives lazy layers their sizes
+    return model
+
+
+# Runs
+
+
+class Recorded:
+    """Stands for a CUDA graph where there is none."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.replay = act
+
+
+def recorded(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Recorded:
+    for _ in range(2 * warm):
+        act()
+    return Recorded(act)
+
+
+def go(
+    private: Private, step: Callable[..., bool], updates: int, after: Callable[[], object] | None = None
+) -> None:
+    """So many updates, over as many epochs as that takes."""
+    while updates > 0:
+        for batch in private.loader:
+            if step(*(t.to(DEVICE) for t in batch)):
+                updates -= 1
+                if after is not None:
+                    after()
+            if updates == 0:
+                return
+
+
+def run(
+    name: str,
+    is_compiled: bool,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    scheduled: bool = False,
+    dataset: TensorDataset | None = None,
+    size: int | None = None,
+    **options: Any,
+) -> tuple[nn.Module, CompiledStep | None]:
+    """Train one model; the two kinds of steps see the same batches."""
+    model = build(name)
+    own = torch.optim.SGD(model.parameters(), 0.2) if optimizer is None else optimizer(model)
+    defaults = {"noise_multiplier": 0, "batch_size": BATCH, "clipping": PerExample(1.0), "seed": 3}
+    private = make_private(model, own, dataset or records(name), **(defaults | options))
+    schedule = torch.optim.lr_scheduler.StepLR(own, 6, 0.5) if scheduled else None
+    loss = loss_with(model)
+    step = private.compiled(loss, size) if is_compiled else None
+    ordinary: Callable[..., bool] = lambda *batch: private.step(loss(*batch))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        go(private, step or ordinary, UPDATES, schedule.step if schedule else None)
+    return model, step
+
+
+def difference(name: str, **options: Any) -> tuple[float, CompiledStep]:
+    """How far compiled steps end from ordinary ones, over how far those went."""
+    (model, step), (expected, _) = (run(name, is_compiled, **options) for is_compiled in (True, False))
+    assert step is not None
+    ours, theirs, start = (
+        torch.cat([p.detach().double().flatten() for p in m.parameters()])
+        for m in (model, expected, build(name))
+    )
+    return float((ours - theirs).norm() / (theirs - start).norm()), step
+
+
+def compared(what: str, name: str, updates_too: bool = True, **options: Any) -> Verdicts:
+    """Verdicts on one pair of runs."""
+    found, step = difference(name, **options)
+    yield f"{what}: compiled steps end {found:.1e} away", found <= TOLERANCE
+    yield f"{what}: it was not captured", step._captured is not None
+    if updates_too:
+        yield (
+            f"{what}: the update was not captured",
+            step._captured is not None and step._captured._update._graph is not None,
+        )
+
+
+# Checks
+
+
+def check_models() -> Verdicts:
+    """Poisson draws of all sizes, filled up to one."""
+    for name in MODELS:
+        yield from compared(name, name)
+
+
+def check_sizes() -> Verdicts:
+    """In pieces, by the captured step's size, by the loader's, and by both; and other samplings."""
+    for size, physical in ((2, None), (7, None), (200, None), (None, 9), (4, 9)):
+        what = f"pieces of {size}, physical {physical}"
+        yield from compared(what, "perceptron", size=size, max_physical_batch_size=physical)
+    for sampling in ("fixed-size", "partition", "shuffled"):
+        yield from compared(sampling, "perceptron", sampling=sampling)
+    yield from compared("rare and empty draws", "perceptron", batch_size=2)
+    yield from compared(
+        "parts", "convolutional", clipping=PerExample(1.0, parts="layer", method="bookkeeping")
+    )
+    yield from compared("two passes", "perceptron", clipping=PerExample(1.0, method="reweight"))
+
+
+def check_optimizers() -> Verdicts:
+    """With state on the device, and a rate that a scheduler changes."""
+    optimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, weight_decay=0.01),
+        "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, capturable=not REHEARSED),
+        "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.003),
+    }
+    for name, optimizer in optimizers.items():
+        for scheduled in (False, True):
+            what = f"{name}, scheduled {scheduled}"
+            kept = name == "RMSprop" or scheduled or (name == "Adam" and REHEARSED)
+            yield from compared(
+                what, "perceptron", updates_too=not kept, optimizer=optimizer, scheduled=scheduled
+            )
+
+
+def check_not_finite() -> Verdicts:
+    """An example that is not finite counts nothing, in whatever batch it is drawn."""
+    for value in (math.nan, math.inf):
+        x, y = records("perceptron").tensors
+        x = x.clone()
+        x[::10] = value
+        dataset = TensorDataset(x, y)
+        yield from compared(f"{value}", "perceptron", dataset=dataset)
+        yield from compared(f"{value} in pieces", "perceptron", dataset=dataset, max_physical_batch_size=5)
+
+
+def check_noise() -> Verdicts:
+    """That of the same key, which is another one at each step; of the stated size."""
+    if not REHEARSED:  # a CPU draws otherwise
+        yield from compared("noise", "perceptron", noise_multiplier=0.5)
+        yield from compared(
+            "noise of parts", "convolutional", noise_multiplier=0.5, clipping=PerExample(1.0, parts="layer")
+        )
+    model = build("perceptron")
+    private = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), 0.0),
+        records("perceptron"),
+        noise_multiplier=1e5,  # beside which the clipped sum is nothing
+        batch_size=BATCH,
+        clipping=PerExample(1.0),
+    )
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    (part,) = private.parts()
+    draws: list[Tensor] = []
+    parameters = list(model.parameters())
+    go(
+        private,
+        step,
+        8,
+        lambda: draws.append(
+            torch.cat([p.grad.double().flatten() for p in parameters]) * BATCH / part.noise_std
+        ),
+    )
+    noise_SN = torch.stack(draws)
+    S, N = noise_SN.shape
+    for name, value, error in (
+        ("mean", float(noise_SN.mean()), 1 / math.sqrt(S * N)),
+        ("square less 1", float(noise_SN.square().mean() - 1), math.sqrt(2 / (S * N))),
+    ):
+        yield f"noise: {name} is {value:.2g}", abs(value) < 5 * error
+    correlation = float((torch.corrcoef(noise_SN) - torch.eye(S, device=DEVICE)).abs().max())
+    yield f"noise: steps are correlated by {correlation:.2g}", correlation < 6 / math.sqrt(N)
+    yield "noise: a number came twice", len(torch.unique(noise_SN)) > 0.999 * S * N
+    yield "noise: steps are not counted", private.steps == 14
+
+
+class Given(nn.Module):
+    """Whose gradient is sum_t g_t x_t^T, for any rows."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.a = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+        return (self.a(x) * g).flatten(1).sum(1)
+
+
+def cancelling(T: int, m: int, n: int, left_over: float) -> tuple[Tensor, Tensor]:
+    """Two examples: pairs of positions that cancel but for a share, no two of them cut alike; and nothing."""
+    left, right = torch.randn(T // 2, m), torch.randn(T // 2, n)
+    spread = 1 + torch.rand(T // 2, 1)
+    x = torch.cat([left, left * spread])
+    g = torch.cat([right, -right / spread * (1 + left_over * torch.randn_like(right))])
+    return torch.stack([x, 0 * x]).to(DEVICE) * 1e4, torch.stack([g, 0 * g]).to(DEVICE)
+
+
+def check_tf32() -> Verdicts:
+    """What one example adds in TensorFloat-32 stays within the stated sensitivity."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield from _tf32()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _tf32() -> Verdicts:
+    norm = 0.01
+    for T, m, n in ((8, 64, 48), (64, 256, 512), (256, 768, 768)):
+        for left_over in (0.0, 1e-4, 1e-2, 1.0):
+            torch.manual_seed(0)
+            model, rows = Given(m, n).to(DEVICE), cancelling(T, m, n, left_over)
+            for method in ("bookkeeping", "reweight"):
+                clipper = attach(model, PerExample(norm, method=method, products="tf32"))
+                found = float(clipper.clipped_sum(model(*rows))["a.weight"].double().norm())
+                what = f"tf32 {method} {(T, m, n)} left over {left_over}: {found / norm:.4f} C"
+                yield what, clipper.bounds[0].sensitivity == norm * STATED and found <= norm * STATED * SLACK
+    yield from _tf32_compiled(norm)
+    yield from _tf32_tied()
+
+
+def _tf32_compiled(norm: float) -> Verdicts:
+    """The same through whole steps: the gradient of a batch of all, times its size, is the sum."""
+    torch.manual_seed(0)
+    model, rows = Given(256, 512).to(DEVICE), cancelling(64, 256, 512, 1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    clipping = PerExample(norm, products="tf32")
+    private = make_private(
+        model, optimizer, TensorDataset(*rows), sampling="full", noise_multiplier=0, clipping=clipping
+    )
+    step = private.compiled(model)
+    sums: list[float] = []
+    go(private, step, 9, lambda: sums.append(float(model.a.weight.grad.double().norm()) * 2))
+    yield "tf32 compiled: it was not captured", step._captured is not None
+    (part,) = private.parts()
+    yield f"tf32 compiled: {max(sums) / norm:.4f} C", max(sums) <= part.sensitivity * SLACK
+
+
+def _tf32_tied() -> Verdicts:
+    """A product, and a row that takes all but a share of it away: a tied table."""
+    T, V, n = 16, 64, 64
+    loses_most = 1 + 2.0**-10 - 2.0**-23  # is cut to 1
+    for share in (0.0, 2.0**-9, 2.0**-6, 2.0**-5, 2.0**-4, 0.2, 1.0):
+        left = torch.zeros(1, T, V, device=DEVICE)
+        left[..., 0] = loses_most
+        right = torch.full((1, T, n), loses_most * 1024, device=DEVICE)
+        row = -(1 - share) * (left[0, :, 0].double() @ right[0].double()).float()[None]
+        entry = torch.zeros(1, dtype=torch.long, device=DEVICE)
+        form = Tied(Outer(left, right), Rows(entry, entry, row, 1, torch.Size((V, n)), 1))
+        with TF32.products():
+            norm_B = form.squared_norms(Budget(PLENTY, TF32)).sqrt()
+            assert form.squared_error_B is not None
+            bound_B = torch.maximum(norm_B, (norm_B + form.squared_error_B.sqrt()) / STATED)
+            found = float(form.weighted_sum((1 / bound_B).clamp(max=1)).double().norm())
+        yield f"tf32 tied, share {share:.3g}: {found:.4f} C", found <= STATED * SLACK
+
+
+def check_resumed() -> Verdicts:
+    """After the state of the optimizer was loaded, the captured update works on the new state."""
+    ends = []
+    for is_compiled in (True, False):
+        model = build("perceptron")
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        private = make_private(
+            model, optimizer, records("perceptron"), sampling="full", noise_multiplier=0, seed=1
+        )
+        loss = loss_with(model)
+        step: Callable[..., bool] = (
+            private.compiled(loss) if is_compiled else lambda *b: private.step(loss(*b))
+        )
+        go(private, step, 9)
+        state = copy.deepcopy(optimizer.state_dict())
+        go(private, step, 3)
+        optimizer.load_state_dict(state)
+        go(private, step, 6)
+        ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+    start = torch.cat([p.detach().double().flatten() for p in build("perceptron").parameters()])
+    found = float((ends[0] - ends[1]).norm() / (ends[1] - start).norm())
+    yield f"resumed: compiled steps end {found:.1e} away", found <= TOLERANCE
+
+
+CHECKS = (
+    check_models,
+    check_sizes,
+    check_optimizers,
+    check_not_finite,
+    check_noise,
+    check_tf32,
+    check_resumed,
+)
+
+
+def main() -> int:
+    """Run all."""
+    if REHEARSED:
+        can = mock.patch.object(compiled, "_can_capture", lambda device: True)
+        with can, mock.patch.object(compiled, "_captured", recorded):
+            return 1 if failures_of(CHECKS) else 0
+    if not torch.cuda.is_available():
+        print("there is no CUDA device")
+        return 1
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    return 1 if failures_of(CHECKS) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

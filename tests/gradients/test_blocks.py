@@ -1,0 +1,69 @@
+"""Memory that is used again: only when nobody has it any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipwise.gradients.blocks import Blocks
+
+SHAPE = torch.Size((4, 8))
+BYTES = SHAPE.numel() * 4
+
+
+def take(blocks: Blocks, shape: torch.Size = SHAPE) -> Tensor:
+    return blocks.take(shape, torch.float32)
+
+
+def test_what_was_let_go_is_handed_out_again() -> None:
+    blocks = Blocks(10 * BYTES)
+    first = {take(blocks).data_ptr() for _ in range(3)}
+    assert len(first) == 1
+    assert take(blocks, torch.Size((8, 4))).data_ptr() in first
+
+
+def test_a_step_uses_the_memory_of_the_step_before() -> None:
+    blocks = Blocks(10 * BYTES)
+    steps = []
+    for _ in range(3):
+        kept = [take(blocks) for _ in range(5)]
+        steps.append({t.data_ptr() for t in kept})
+        del kept
+    assert len(steps[0]) == 5
+    assert steps[0] == steps[1] == steps[2]
+
+
+@pytest.mark.parametrize(
+    "part", [lambda t: t[1:2], lambda t: t.view(-1), lambda t: t.detach(), lambda t: t.numpy()]
+)
+def test_what_is_in_use_in_part_is_not_handed_out(part: object) -> None:
+    assert callable(part)
+    blocks = Blocks(10 * BYTES)
+    mine = take(blocks).fill_(1)
+    rest = part(mine)
+    del mine
+    others = [take(blocks).fill_(2) for _ in range(4)]
+    assert len({t.data_ptr() for t in others}) == 4
+    assert (torch.as_tensor(rest) == 1).all()
+
+
+def test_it_keeps_no_more_than_it_may() -> None:
+    blocks = Blocks(2 * BYTES)
+    kept = [take(blocks) for _ in range(5)]
+    assert len({t.data_ptr() for t in kept}) == 5
+    assert blocks._bytes <= 2 * BYTES
+    large = take(blocks, torch.Size((3, *SHAPE)))
+    assert large.shape == (3, *SHAPE)
+    assert blocks._bytes <= 2 * BYTES
+
+
+def test_sizes_that_nobody_asks_for_make_room() -> None:
+    blocks = Blocks(2 * BYTES)
+    take(blocks)
+    half = torch.Size((2, 8))
+    for _ in range(2):
+        kept = [take(blocks, half) for _ in range(3)]
+        del kept
+    first = take(blocks, half).data_ptr()
+    assert take(blocks, half).data_ptr() == first

@@ -1,0 +1,108 @@
+"""Rare events: asked at once, or put aside and found again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipwise.clipping import PerExample
+from clipwise.clipping.per_example import PerExampleClipper
+from clipwise.gradients.rare import PutAside, Rare
+from tests.soundness.neighbours import attach
+
+questions = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), max_size=6)
+
+
+@given(asked=questions)
+def test_what_is_put_aside_is_what_would_have_been_answered(asked: list[list[bool]]) -> None:
+    flags = [torch.tensor(answers) for answers in asked]
+    at_once, aside = Rare(), PutAside()
+    assert [at_once.any(f) for f in flags] == [any(answers) for answers in asked]
+    assert [aside.any(f) for f in flags] == [False] * len(flags)
+    happened = aside.happened()
+    if not asked:
+        assert happened is None
+    else:
+        assert happened is not None and happened.shape == ()
+        assert bool(happened) == any(map(any, asked))
+
+
+def test_flags_of_several_parameters_are_one_question() -> None:
+    aside = PutAside()
+    aside.any(torch.zeros(2, 3, dtype=torch.bool))
+    assert not bool(aside.happened())
+    aside.any(torch.tensor([[False, False], [False, True]]))
+    assert bool(aside.happened())
+
+
+# In a clipper: what is put aside is every event that the clipper would have treated.
+
+
+class Positions(nn.Module):
+    """A linear layer over positions, measured by inner products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = 1 - 2.0 * (torch.arange(x.shape[1]) % 2)
+        return (self.a(x) * signs[:, None] * torch.linspace(0.5, 2, 48)).flatten(1).sum(1)
+
+
+def settled(model: nn.Module) -> PerExampleClipper:
+    """A clipper that knows the model's graph."""
+    clipper = attach(model, PerExample(0.3, method="bookkeeping"))
+    assert isinstance(clipper, PerExampleClipper)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        clipper.clipped_sum(model(torch.randn(4, 8, 64)))
+    return clipper
+
+
+def batch(kind: str) -> Tensor:
+    torch.manual_seed(5)
+    x = torch.randn(4, 8, 64)
+    if kind == "cancelling":
+        x[2] = x[2, :1]
+    elif kind != "ordinary":
+        x[2, 3, 1] = float(kind)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("ordinary", False), ("cancelling", True), ("nan", True), ("inf", True)]
+)
+def test_a_clipper_puts_aside_what_needs_care(kind: str, expected: bool) -> None:
+    model, x = Positions(), batch(kind)
+    clipper = settled(model)
+    with clipper.putting_aside() as aside:
+        hasty = clipper.clipped_sum(model(x))
+    assert bool(aside.happened()) is expected
+    careful = clipper.clipped_sum(model(x))  # outside of the block it asks again
+    assert all(torch.isfinite(t).all() for t in careful.values())
+    is_same = all(torch.equal(hasty[name], careful[name]) for name in careful)
+    assert is_same is not expected
+
+
+def test_after_an_error_in_the_block_the_clipper_asks_again() -> None:
+    model, x = Positions(), batch("nan")
+    clipper = settled(model)
+    with pytest.raises(ZeroDivisionError), clipper.putting_aside():
+        raise ZeroDivisionError
+    assert all(torch.isfinite(t).all() for t in clipper.clipped_sum(model(x)).values())
+
+
+def test_blocks_put_aside_what_is_theirs() -> None:
+    model = Positions()
+    clipper = settled(model)
+    with clipper.putting_aside() as outer:
+        clipper.clipped_sum(model(batch("ordinary")))
+        with clipper.putting_aside() as inner:
+            clipper.clipped_sum(model(batch("nan")))
+        clipper.clipped_sum(model(batch("ordinary")))
+    assert bool(inner.happened()) and not bool(outer.happened())

@@ -1,0 +1,919 @@
+"""A compiled step is an ordinary step: on a CPU always, and where it is captured, up to rounding.
+
+There are no CUDA graphs on a CPU. A graph is work that is recorded once and then done again on the same memory, so
+here a function that is called again stands for it (`recorded`). Real graphs are tested by tests/gpu/compiled.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise import PerExample, Private, Quantile, compiled
+from clipwise.compiled import CaptureWarning, CompiledStep
+from clipwise.errors import BudgetExhausted, ConfigurationError, StepError
+from clipwise.kernels.noise import normals
+from clipwise.ledger import MemoryLedger
+from clipwise.noise import key_words
+from clipwise.sampling.schemes import Poisson
+from tests.runs import (
+    FEATURES,
+    SIZE,
+    clipped_sum_by_hand,
+    data,
+    gradients,
+    losses_of,
+    network,
+    parameters,
+    private_run,
+    same,
+    sgd,
+)
+
+SCHEMES = {
+    "poisson": {"sampling": "poisson"},
+    "fixed-size": {"sampling": "fixed-size"},
+    "partition": {"sampling": "partition", "batch_size": 7},
+    "shuffled": {"sampling": "shuffled", "batch_size": 7},
+    "full": {"sampling": "full"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Recorded:
+    """Stands for a CUDA graph: the same function again."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._act = act
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._act()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Steps on the CPU are captured; what was."""
+    graphs: list[Recorded] = []
+
+    def capture(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Recorded:
+        if warm:  # as a capture does; what happens while it records is not done
+            act()
+            act()
+        graphs.append(Recorded(act))
+        return graphs[-1]
+
+    monkeypatch.setattr(compiled, "_can_capture", lambda device: True)
+    monkeypatch.setattr(compiled, "_captured", capture)
+    return graphs
+
+
+def loss_with(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: losses_of(model, (x, y))
+
+
+def go(private: Private, step: Callable[..., bool], updates: int) -> None:
+    """So many updates, over as many epochs as that takes."""
+    while updates > 0:
+        for batch in private.loader:
+            updates -= step(*batch)
+            if updates == 0:
+                return
+
+
+def ordinary(model: nn.Module, private: Private) -> Callable[..., bool]:
+    loss = loss_with(model)
+    return lambda *batch: private.step(loss(*batch))
+
+
+def exact_run(dataset: Any = None, **options: Any) -> tuple[nn.Module, Private]:
+    """In float64 and without noise, so that two ways to the same sum can be told from two sums."""
+    model = network(torch.float64)
+    defaults = {"noise_multiplier": 0, "seed": 3, "clipping": PerExample(0.7)}
+    optimizer = options.pop("optimizer", sgd)(model)
+    return private_run(
+        model, optimizer, dataset or data(dtype=torch.float64), **(defaults | {"epochs": 9} | options)
+    )
+
+
+def require_close(model: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+
+
+def replays(graphs: list[Recorded]) -> int:
+    return sum(graph.replays for graph in graphs)
+
+
+# Where nothing can be captured
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_on_a_cpu_it_is_the_ordinary_step_bit_for_bit(scheme: str, physical: int | None) -> None:
+    found = []
+    for is_compiled in (True, False):
+        model, private = private_run(seed=1, max_physical_batch_size=physical, **SCHEMES[scheme])
+        step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
+        go(private, step, 7)
+        found.append(parameters(model) | {"steps": torch.tensor(private.steps)})
+    assert same(*found)
+
+
+class Drawn:
+    """Replaces the draw of a Poisson scheme."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def set(self, *sizes: int) -> None:
+        left = list(sizes)
+        self._monkeypatch.setattr(
+            Poisson, "draw", lambda *_: torch.arange(left.pop(0) if left else 8).numpy()
+        )
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    return Drawn(monkeypatch)
+
+
+def test_empty_draws_release_and_count(drawn: Drawn) -> None:
+    model, private = private_run(seed=1)
+    drawn.set(0, 5, 0, 0)
+    go(private, private.compiled(loss_with(model)), 4)
+    assert private.steps == 4
+    assert all(bool(g.any()) for g in gradients(model).values())
+
+
+def test_bounds_that_move_are_never_captured(recorded: list[Recorded]) -> None:
+    model, private = private_run(clipping=PerExample(Quantile()), noise_multiplier=0.5, batch_size=20)
+    go(private, private.compiled(loss_with(model)), 8)
+    assert recorded == []
+    assert private.steps == 8
+
+
+# What is refused
+
+
+def test_a_step_needs_a_batch_that_was_handed_out() -> None:
+    model, private = private_run()
+    step = private.compiled(loss_with(model))
+    with pytest.raises(StepError, match="without a new batch"):
+        step(*data()[:8])
+    batch = next(iter(private.loader))
+    step(*batch)
+    with pytest.raises(StepError, match="without a new batch"):
+        step(*batch)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    {
+        "one less": lambda x, y: (x[1:], y[1:]),
+        "repeated": lambda x, y: (x.repeat(2, 1), y.repeat(2)),
+        "of two sizes": lambda x, y: (x, y[1:]),
+        "no rows": lambda x, y: (x.sum(), y.sum()),
+        "nothing": lambda x, y: (),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_batch_of_another_size_is_refused(
+    change: tuple[str, Any], is_captured: bool, recorded: list[Recorded]
+) -> None:
+    model, private = exact_run(sampling="fixed-size")
+    step = private.compiled(loss_with(model))
+    if is_captured:
+        go(private, step, 6)
+        assert replays(recorded) > 0
+    before, steps = parameters(model), private.steps
+    batch = next(iter(private.loader))
+    with pytest.raises(StepError, match="handed out last"):
+        step(*change[1](*batch))
+    assert same(parameters(model), before) and private.steps == steps
+    assert step(*batch)
+
+
+def test_a_closed_run_is_refused(recorded: list[Recorded]) -> None:
+    model, private = exact_run()
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    batch = next(iter(private.loader))
+    private.close()
+    with pytest.raises(StepError, match="closed"):
+        step(*batch)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_the_budget_ends_compiled_steps_too(is_captured: bool, request: pytest.FixtureRequest) -> None:
+    if is_captured:
+        request.getfixturevalue("recorded")
+    model, private = private_run(epsilon=3.0, delta=1e-5, steps=6)
+    step = private.compiled(loss_with(model))
+    with pytest.raises(BudgetExhausted):
+        go(private, step, 100)
+    assert private.steps >= 6
+    steps, before = private.steps, parameters(model)
+    with pytest.raises(BudgetExhausted):
+        go(private, step, 1)
+    assert private.steps == steps and same(parameters(model), before)
+    assert private.spent().epsilon <= 3.0
+
+
+@pytest.mark.parametrize("size", [0, 1, -3, 2.5, True, "8"])
+def test_a_size_that_is_none_is_refused(size: Any) -> None:
+    model, private = private_run()
+    with pytest.raises(ConfigurationError, match="size"):
+        private.compiled(loss_with(model), size)
+
+
+# What a captured step computes
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+@pytest.mark.parametrize("size", [2, 3, 5, SIZE + 9, None])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_captured_step_gives_the_ordinary_sum(
+    scheme: str, size: int | None, physical: int | None, recorded: list[Recorded]
+) -> None:
+    options = {**SCHEMES[scheme], "max_physical_batch_size": physical}
+    model, private = exact_run(**options)
+    expected, plain = exact_run(**options)
+    go(private, private.compiled(loss_with(model), size), 9)
+    go(plain, ordinary(expected, plain), 9)
+    require_close(model, expected)
+    gather, release, *_ = recorded
+    assert release.replays > 1 and gather.replays >= release.replays
+
+
+def test_empty_and_single_draws_go_through_the_graphs(recorded: list[Recorded], drawn: Drawn) -> None:
+    sizes = (4, 4, 4, 4, 4, 0, 1, 13, 0, 30)
+    runs = []
+    for is_compiled in (True, False):
+        model, private = exact_run()
+        drawn.set(*sizes)
+        go(
+            private,
+            private.compiled(loss_with(model), 6) if is_compiled else ordinary(model, private),
+            len(sizes),
+        )
+        runs.append(model)
+    require_close(*runs)
+    gather, release, *_ = recorded
+    assert gather.replays == 1 + 0 + 1 + 3 + 0 + 5
+    assert release.replays == 6
+
+
+def test_it_is_not_captured_before_batches_that_tell_something(
+    recorded: list[Recorded], drawn: Drawn
+) -> None:
+    model, private = exact_run()
+    drawn.set(0, 1, 0, 1, 1, 1, 0, 2, 2, 2, 2, 0, 0, 2)
+    step = private.compiled(loss_with(model))
+    for _ in range(13):
+        go(private, step, 1)
+        assert recorded == []
+    go(private, step, 1)
+    assert recorded
+
+
+def test_rows_that_fill_up_weigh_nothing(recorded: list[Recorded]) -> None:
+    """Their examples are clipped, not 0: if they weighed anything it would show."""
+    model, private = exact_run(sampling="fixed-size")
+    step = private.compiled(loss_with(model), 13)
+    go(private, step, 6)
+    batch = next(iter(private.loader))
+    indices = private.loader.current.indices.tolist()
+    names = tuple(dict(model.named_parameters()))
+    total = clipped_sum_by_hand(model, private._dataset, indices, {names: 0.7})
+    step(*batch)
+    for name, g in gradients(model).items():
+        torch.testing.assert_close(g * 8, total[name], rtol=1e-9, atol=1e-11)
+        assert float(total[name].norm()) > 0.01
+
+
+@pytest.mark.parametrize("method", ["bookkeeping", "instantiate", "reweight", "vmap"])
+@pytest.mark.parametrize("parts", ["all", "layer"])
+def test_every_method_and_part(method: str, parts: str, recorded: list[Recorded]) -> None:
+    options = {"clipping": PerExample(0.7, method=method, parts=parts)}
+    (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
+    go(private, private.compiled(loss_with(model)), 8)
+    go(plain, ordinary(expected, plain), 8)
+    require_close(model, expected)
+    assert replays(recorded) > 0
+
+
+# What hardly ever happens
+
+
+def with_record(i: int, value: float) -> TensorDataset:
+    x, y = data(dtype=torch.float64).tensors
+    x = x.clone()
+    x[i] = value
+    return TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("physical", [None, 9])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_example_that_is_not_finite_counts_nothing(
+    value: float, physical: int | None, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[int] = []
+    gather_again = compiled._Captured._gather_again
+    monkeypatch.setattr(
+        compiled._Captured, "_gather_again", lambda *a: again.append(a[2]) or gather_again(*a)
+    )
+    options = {"sampling": "full", "max_physical_batch_size": physical}
+    model, private = exact_run(with_record(17, value), **options)
+    step = private.compiled(loss_with(model), 7)
+    go(private, step, 9)
+    if (
+        physical is None
+    ):  # then every batch holds it, and the probe, which wants finite ones, still marks them
+        assert next(iter(private.loader))[0].requires_grad
+    assert not any(t.requires_grad for t in step._captured._inputs)
+    expected, plain = exact_run(with_record(17, value), **options)
+    go(plain, ordinary(expected, plain), 9)
+    require_close(model, expected)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    _, release, *_ = recorded
+    assert len(again) == release.replays > 0  # each step once, and only the piece that it is in
+
+
+class Positions(nn.Module):
+    """A linear layer whose gradient is measured by inner products of its positions, and never written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = 1 - 2.0 * (torch.arange(x.shape[1]) % 2)
+        return (self.a(x) * signs[:, None] * torch.linspace(0.5, 2, 48)).flatten(1).sum(1)
+
+
+def cancelling_data() -> TensorDataset:
+    """Of one example all positions are alike, and cancel."""
+    torch.manual_seed(1)
+    x = torch.randn(12, 8, 64)
+    x[5] = x[5, :1]
+    return TensorDataset(x * 10)
+
+
+def test_an_example_whose_positions_cancel_is_gathered_again(recorded: list[Recorded]) -> None:
+    """Bit for bit: then it is the ordinary step that gathers."""
+    found = []
+    for is_compiled in (True, False):
+        model = Positions()
+        _, private = private_run(
+            model,
+            sgd(model, 1e-4),
+            cancelling_data(),
+            sampling="full",
+            noise_multiplier=0,
+            clipping=PerExample(0.3, method="bookkeeping"),
+        )
+        step: Callable[..., bool] = lambda *batch, m=model, p=private: p.step(m(*batch))  # noqa: E731
+        go(private, private.compiled(model) if is_compiled else step, 7)
+        found.append(parameters(model))
+    assert recorded[0].replays == 3
+    assert same(*found)
+
+
+def test_the_test_above_can_fail(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the look at what was put aside the cancelling example is not gathered again."""
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        compiled._Captured, "_gather_again", lambda self, *_: asked.append(bool(self._rare)) or self._clear()
+    )
+    model = Positions()
+    _, private = private_run(
+        model,
+        sgd(model, 1e-4),
+        cancelling_data(),
+        sampling="full",
+        noise_multiplier=0,
+        clipping=PerExample(0.3, method="bookkeeping"),
+    )
+    go(private, private.compiled(model), 7)
+    assert asked == [True] * 3
+    assert not any(bool(g.any()) for g in gradients(model).values())
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(1, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x[..., None]).sin().flatten(1).sum(1)
+
+
+def test_rows_of_another_shape_or_type_are_gathered_by_ordinary_steps(recorded: list[Recorded]) -> None:
+    """Also where they would broadcast: a batch of texts of one word."""
+    shapes: list[tuple[int, torch.dtype]] = [(5, torch.float64)] * 6
+    shapes += [(1, torch.float64), (5, torch.float32), (7, torch.float64), (5, torch.float64)]
+
+    def collate(shape: tuple[int, torch.dtype]) -> Callable[[list[Tensor]], tuple[Tensor]]:
+        return lambda rows: (torch.stack(rows)[:, : shape[0]].to(shape[1]),)
+
+    runs = []
+    for is_compiled in (True, False):
+        model = Texts()
+        turns = iter([shapes[0]] * 2 + shapes)  # two to see what an empty batch is
+        texts = [torch.linspace(-1, 1, 7).double() * i for i in range(1, 9)]
+        _, private = private_run(
+            model,
+            sgd(model),
+            texts,
+            sampling="full",
+            noise_multiplier=0,
+            clipping=PerExample(0.4),
+            collate_fn=lambda rows: collate(next(turns, shapes[0]))(rows),
+        )
+        turns = iter(shapes)
+        step: Callable[..., bool] = lambda x, m=model, p=private: p.step(m(x.double()))  # noqa: E731
+        go(private, private.compiled(lambda x, m=model: m(x.double())) if is_compiled else step, len(shapes))
+        runs.append(model)
+    require_close(*runs)
+    assert recorded[0].replays == 3 and recorded[1].replays == 6
+
+
+def test_a_number_beside_the_rows_is_no_row(recorded: list[Recorded]) -> None:
+    factors = iter(torch.linspace(1, 3, 50).double())
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        x, y = (torch.stack(side) for side in zip(*rows, strict=True))
+        return next(factors), x, y
+
+    runs = []
+    for is_compiled in (True, False):
+        factors = iter(torch.linspace(1, 3, 50).double())
+        model, private = exact_run(
+            sampling="full", collate_fn=collate, clipping=PerExample(50.0), probe_independence=False
+        )
+        loss = lambda factor, x, y, m=model: factor * losses_of(m, (x, y))  # noqa: E731
+        step: Callable[..., bool] = lambda *batch, p=private, f=loss: p.step(f(*batch))  # noqa: E731
+        go(private, private.compiled(loss) if is_compiled else step, 8)
+        runs.append(model)
+    require_close(*runs)
+    assert replays(recorded) > 0
+
+
+# Where it cannot be captured
+
+
+def test_a_step_that_cannot_be_captured_says_so_once_and_goes_on(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(act: object, device: object, warm: bool = True) -> None:
+        raise RuntimeError("no graph for this\nand so on")
+
+    monkeypatch.setattr(compiled, "_captured", refuse)
+    model, private = private_run(seed=1)
+    step = private.compiled(loss_with(model))
+    with pytest.warns(CaptureWarning, match="ordinary one: no graph for this$") as caught:
+        go(private, step, 12)
+    assert len([w for w in caught if w.category is CaptureWarning]) == 1
+    expected, plain = private_run(seed=1)
+    go(plain, ordinary(expected, plain), 12)
+    assert same(parameters(model), parameters(expected))
+
+
+def test_what_is_no_tensor_would_stay_what_it_was(recorded: list[Recorded]) -> None:
+    model, private = exact_run(
+        sampling="full",
+        collate_fn=lambda rows: (*(torch.stack(side) for side in zip(*rows, strict=True)), 2.0),
+    )
+    with pytest.warns(CaptureWarning, match="more than tensors"):
+        go(private, private.compiled(lambda x, y, factor: factor * losses_of(model, (x, y))), 9)
+    assert recorded == []
+
+
+# Noise, secrets and the ledger
+
+
+def test_the_noise_is_that_of_the_steps_key_and_has_the_stated_size(recorded: list[Recorded]) -> None:
+    torch.manual_seed(3)
+    wide = nn.Sequential(nn.Linear(FEATURES, 400), nn.Tanh(), nn.Linear(400, 3)).double()
+    model, private = private_run(
+        wide,
+        sgd(wide, 0.0),
+        data(dtype=torch.float64),
+        noise_multiplier=1.3,
+        seed=5,
+        clipping=PerExample(0.5, parts="layer"),
+    )
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    seen = []
+    for batch in private.loader:
+        indices, key = private.loader.current.indices.tolist(), private._key.copy()
+        groups = {part.parameters: part.sensitivity for part in private.parts()}
+        total = clipped_sum_by_hand(model, private._dataset, indices, groups)
+        step(*batch)
+        for number, part in enumerate(private.parts()):
+            noise = torch.cat(
+                [(model.get_parameter(n).grad * 8 - total[n]).flatten() for n in part.parameters]
+            )
+            words = key_words(key.derive(f"noise/{number}/0/0"))
+            expected = normals(words, len(noise), part.noise_std, torch.float64)
+            torch.testing.assert_close(noise, expected, rtol=1e-9, atol=1e-9)
+            assert float(noise.std()) == pytest.approx(part.noise_std, rel=0.1)
+            seen.append(noise[:50])
+    together = torch.cat(seen)
+    assert len(torch.unique(together)) == len(together)
+
+
+def test_many_buckets_get_a_key_each(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipwise.release._BUCKET", 30)
+    model, private = private_run(noise_multiplier=1e6)
+    step = private.compiled(loss_with(model))
+    go(private, step, 7)
+    noise = torch.cat([g.flatten() for g in gradients(model).values()])
+    assert len(step._captured._keys) == 2  # 5 * 4 + 4 numbers, and 4 * 3 + 3
+    assert len(torch.unique(noise)) == len(noise)
+
+
+class Watched(MemoryLedger):
+    """Says what the gradients and the key were when a release was charged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.seen, self.refuses = model, [], False
+
+    def charge(self, event: Any) -> None:
+        if self.refuses:
+            raise OSError("disk full")
+        super().charge(event)
+        self.seen.append(gradients(self.model))
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+def test_each_step_is_charged_once_before_anything_is_seen(
+    physical: int | None, recorded: list[Recorded]
+) -> None:
+    model = network()
+    ledger = Watched(model)
+    _, private = private_run(model, ledger=ledger, max_physical_batch_size=physical)
+    step = private.compiled(loss_with(model), 3)
+    released: list[dict[str, Tensor]] = []
+    while len(released) < 12:
+        for batch in private.loader:
+            if step(*batch):
+                released.append(gradients(model))
+    assert len(ledger.seen) == len(released) == private.steps
+    assert recorded[1].replays > 5
+    for at_charge, now in zip(ledger.seen, released, strict=True):
+        assert not any(torch.equal(at_charge[name], now[name]) for name in at_charge)
+
+
+def test_nothing_is_released_if_it_cannot_be_charged(recorded: list[Recorded]) -> None:
+    model = network()
+    ledger = Watched(model)
+    _, private = private_run(model, ledger=ledger)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    key, weights, grads = private._key.secret_bytes(), parameters(model), gradients(model)
+    ledger.refuses = True
+    with pytest.raises(OSError, match="disk full"):
+        go(private, step, 1)
+    assert private._key.secret_bytes() == key
+    assert same(parameters(model), weights) and same(gradients(model), grads)
+    ledger.refuses = False
+    go(private, step, 2)
+    assert private.steps == 8
+
+
+def test_a_batch_that_was_left_in_the_middle_is_not_counted_twice(recorded: list[Recorded]) -> None:
+    options = {"sampling": "fixed-size", "max_physical_batch_size": 3}
+    (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    for _ in range(2):
+        assert not step(*next(iter(private.loader)))
+    go(private, step, 2)
+    go(plain, ordinary(expected, plain), 8)
+    require_close(model, expected)
+
+
+def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"sampling": "fixed-size", "max_physical_batch_size": 5}
+    (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
+    step = private.compiled(loss_with(model), 2)
+    go(private, step, 6)
+    pieces = iter(private.loader)
+    assert not step(*next(pieces))
+    second = next(pieces)
+    with monkeypatch.context() as patched:  # of two pieces of 2 and 1 the second fails
+        calls = Counter[str]()
+
+        def failing(self: Any, rows: Any, count: int, fill: Any = compiled._Captured._fill) -> None:
+            calls["fill"] += 1
+            if calls["fill"] == 2:
+                raise MemoryError
+            fill(self, rows, count)
+
+        patched.setattr(compiled._Captured, "_fill", failing)
+        with pytest.raises(MemoryError):
+            step(*second)
+    with pytest.raises(StepError, match="all go through one step"):
+        step(*second)
+    go(private, step, 2)
+    go(plain, ordinary(expected, plain), 8)
+    require_close(model, expected)
+
+
+@pytest.mark.parametrize("begins_compiled", [True, False])
+def test_one_batch_does_not_go_through_two_kinds_of_steps(
+    begins_compiled: bool, recorded: list[Recorded]
+) -> None:
+    """What one of them gathered of a batch never comes out with the records of another batch."""
+    options = {"sampling": "fixed-size", "max_physical_batch_size": 5}
+    model, private = exact_run(**options)
+    step, other = private.compiled(loss_with(model)), ordinary(model, private)
+    go(private, step, 6)
+    first, second = (step, other) if begins_compiled else (other, step)
+    assert not first(*next(iter(private.loader)))  # left in the middle
+    go(private, second, 1)
+    pieces = iter(private.loader)
+    assert not second(*next(pieces))
+    left = private.loader.current.indices
+    names = tuple(dict(model.named_parameters()))
+    batch = next(pieces)
+    if begins_compiled:
+        with pytest.raises(StepError, match="all go through one step"):
+            first(*batch)
+    else:
+        indices = private.loader.current.indices
+        assert not set(indices.tolist()) & set(left.tolist())
+        total = clipped_sum_by_hand(model, private._dataset, indices.tolist(), {names: 0.7})
+        assert first(*batch)
+        for name, g in gradients(model).items():
+            torch.testing.assert_close(g * 8, total[name], rtol=1e-9, atol=1e-11)
+
+
+# The model and the optimizer may change
+
+
+class Buffered(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*network(torch.float64))
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "eval": lambda m: m.eval(),
+        "eval of one layer": lambda m: m[0].eval(),
+        "requires_grad": lambda m: m[0].bias.requires_grad_(False),
+        "another place": lambda m: setattr(m[0].bias, "data", m[0].bias.data.clone()),
+        "another parameter": lambda m: setattr(m[0], "bias", nn.Parameter(m[0].bias.detach().clone())),
+        "another buffer": lambda m: setattr(m, "factor", torch.ones((), dtype=torch.float64)),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_model_that_was_changed_is_refused(change: tuple[str, Any], recorded: list[Recorded]) -> None:
+    model = Buffered()
+    _, private = private_run(model, None, data(dtype=torch.float64), noise_multiplier=0)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    batch = next(iter(private.loader))
+    keeps = list(model.parameters())  # or a new one could lie where the old one did
+    factor = model.factor
+    change[1](model)
+    steps = private.steps
+    with pytest.raises(StepError, match=r"call private\.compiled again"):
+        step(*batch)
+    assert private.steps == steps
+    assert keeps and factor is not None
+
+
+def test_after_a_change_of_mode_a_new_compiled_step_goes_on(recorded: list[Recorded]) -> None:
+    (model, private), (expected, plain) = exact_run(), exact_run()
+    go(private, private.compiled(loss_with(model)), 6)
+    model.eval()
+    go(private, private.compiled(loss_with(model)), 6)
+    go(plain, ordinary(expected, plain), 12)
+    require_close(model, expected)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "momentum": lambda m: sgd(m, 0.2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), 0.01, weight_decay=0.1),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.01),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_and_schedules(name: str, scheduled: bool, recorded: list[Recorded]) -> None:
+    runs = []
+    for is_compiled in (True, False):
+        model, private = exact_run(optimizer=OPTIMIZERS[name])
+        step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
+        schedule = torch.optim.lr_scheduler.StepLR(private.optimizer, 6, 0.5) if scheduled else None
+        for _ in range(20):
+            go(private, step, 1)
+            if schedule is not None:
+                schedule.step()
+        runs.append(model)
+    require_close(*runs)
+    captured_updates = len(recorded) - 2
+    # Those that keep numbers on the host are never captured. A rate that stays for a while is captured anew.
+    assert captured_updates == (0 if "Adam" in name or "RMS" in name else 1 + scheduled)
+
+
+def updates_of(optimizer: torch.optim.Optimizer, times: int, update: Any = None) -> Any:
+    update = update or compiled._Update(optimizer, torch.device("cpu"))
+    for _ in range(times):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        update.run()
+    return update
+
+
+@pytest.mark.parametrize("what", ["rate", "group", "state", "momentum", "nothing"])
+def test_an_update_is_captured_anew_when_what_it_took_for_granted_changes(
+    what: str, recorded: list[Recorded]
+) -> None:
+    model = network()
+    optimizer = sgd(model, momentum=0.9)
+    update = updates_of(optimizer, 8)
+    (graph,) = recorded
+    before = graph.replays
+    assert before > 2
+    if what == "rate":
+        optimizer.param_groups[0]["lr"] = 0.1
+    elif what == "group":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    elif what == "state":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # new tensors, in other places
+    elif what == "momentum":
+        optimizer.state.clear()
+    updates_of(optimizer, 1, update)
+    assert graph.replays == before + (what == "nothing")
+    updates_of(optimizer, 8, update)
+    assert len(recorded) == (1 if what == "nothing" else 2)
+
+
+def test_an_optimizer_with_hooks_steps_itself(recorded: list[Recorded]) -> None:
+    model, private = exact_run()
+    calls: list[int] = []
+    private.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    go(private, private.compiled(loss_with(model)), 12)
+    assert len(calls) == 12 and len(recorded) == 2
+
+
+def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = compiled._captured
+
+    def refuse(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Any:
+        if not warm:
+            raise RuntimeError("it waits for the device")
+        return capture(act, device, warm)
+
+    monkeypatch.setattr(compiled, "_captured", refuse)
+    (model, private), (expected, plain) = exact_run(), exact_run()
+    go(private, private.compiled(loss_with(model)), 12)
+    go(plain, ordinary(expected, plain), 12)
+    require_close(model, expected)
+
+
+# Looking again, stopping and going on
+
+
+def steps_itself(private: Private, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    made, step = Counter[str](), private.step
+
+    def counted(losses: Tensor) -> bool:
+        made["ordinary"] += 1
+        return step(losses)
+
+    monkeypatch.setattr(private, "step", counted)
+    return made
+
+
+@pytest.mark.parametrize("physical", [None, 5])
+def test_now_and_then_an_ordinary_step_looks_again(
+    physical: int | None, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_LOOK_AGAIN_AFTER", 6)
+    options = {
+        "sampling": "fixed-size",
+        "max_physical_batch_size": physical,
+        "optimizer": OPTIMIZERS["momentum"],
+    }
+    (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
+    made = steps_itself(private, monkeypatch)
+    go(private, private.compiled(loss_with(model)), 24)
+    go(plain, ordinary(expected, plain), 24)
+    require_close(model, expected)
+    pieces = 1 if physical is None else 2
+    looks = (24 - 4 // pieces) * pieces // (6 + pieces)  # 6 replays, then the pieces of one batch
+    assert made["ordinary"] == 4 + looks * pieces
+
+
+class Halving(torch.optim.SGD):
+    """Changes gradients in place, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+        super().step()
+
+
+def test_an_optimizer_may_change_gradients_in_place(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_LOOK_AGAIN_AFTER", 2)
+    runs = []
+    for is_compiled in (True, False):
+        model, private = exact_run(optimizer=lambda m: Halving(m.parameters(), 0.5))
+        go(private, private.compiled(loss_with(model)) if is_compiled else ordinary(model, private), 12)
+        runs.append(model)
+    require_close(*runs)
+
+
+def test_what_looks_again_refuses_what_an_ordinary_step_refuses(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that begins to compare examples: a replay does not run its code again, the look does."""
+    monkeypatch.setattr(compiled, "_LOOK_AGAIN_AFTER", 2)
+    model, private = exact_run(sampling="fixed-size", batch_size=8)
+    mixes: list[bool] = []
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        found = losses_of(model, (x, y))
+        return found.sum() if mixes else found
+
+    step = private.compiled(loss)
+    go(private, step, 5)
+    mixes.append(True)
+    with pytest.raises(StepError, match="single number"):
+        go(private, step, 9)
+
+
+def test_a_run_that_stopped_goes_on_with_compiled_steps(recorded: list[Recorded], tmp_path: Path) -> None:
+    options = {"optimizer": OPTIMIZERS["momentum"], "steps": 40, "epochs": None}
+
+    def begin() -> tuple[nn.Module, Private, CompiledStep]:
+        model, private = exact_run(ledger=tmp_path / "ledger", **options)
+        return model, private, private.compiled(loss_with(model))
+
+    model, private, step = begin()
+    go(private, step, 8)
+    weights, state = copy.deepcopy(model.state_dict()), private.state_dict()
+    private.close()
+    assert recorded[1].replays == 4
+    model, private, step = begin()
+    model.load_state_dict(weights)
+    private.load_state_dict(state)
+    go(private, step, 9)
+    expected, plain = exact_run(**options)
+    go(plain, ordinary(expected, plain), 17)
+    require_close(model, expected)
+    assert private.steps == 17
+
+
+def test_a_captured_step_lasts_through_load_state_dict(recorded: list[Recorded]) -> None:
+    """The optimizer's state lies elsewhere then, and what was gathered is another run's."""
+    options = {"sampling": "full", "max_physical_batch_size": 9, "optimizer": OPTIMIZERS["momentum"]}
+    (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
+    step = private.compiled(loss_with(model))
+    for m, p, act in ((model, private, step), (expected, plain, ordinary(expected, plain))):
+        go(p, act, 8)
+        state, weights = copy.deepcopy(p.state_dict()), copy.deepcopy(m.state_dict())
+        go(p, act, 2)
+        assert not act(*next(iter(p.loader)))
+        m.load_state_dict(weights)
+        with pytest.warns(UserWarning, match="fresh secret"):
+            p.load_state_dict(state)
+        go(p, act, 6)
+    require_close(model, expected)
