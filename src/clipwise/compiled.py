@@ -11,7 +11,7 @@ shape or type than the captured ones (longer texts) are gathered by ordinary ste
 What an ordinary step would ask the device in between (is an example not finite? does one cancel?) is put
 aside (gradients/rare.py) and looked at once, after the last piece and before anything is charged or released:
 if the answer is yes, the batch is gathered again by ordinary steps. The key of a step goes to the device just
-before its release. The host never waits otherwise.
+before its release. The host never waits otherwise, and prepares the release while the device gathers.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class _Captured:
             for number, part in enumerate(private._parts)
         ]
         count = sum(map(len, self._labels))
-        self._host_keys = torch.zeros(count, 4, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        pinned = self._device.type == "cuda"
+        self._host_keys = [torch.zeros(count, 4, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
         # The step and the piece of it that the sums as they are go on with; of piece 0 they are zeros.
         self._awaited: tuple[int, int] | None = None
@@ -158,15 +159,18 @@ class _Captured:
     def step(self, batch: Sequence[Any], piece: Piece) -> bool:
         """Gather a piece that the loader handed out; after the last one of a batch, release and update."""
         private = self._private
+        before = self._begin(piece)
+        for rows, count in _pieces(batch, piece.size, self._size):
+            self._add(rows, count)
+        # The device is at work. What the host has to do for the release it does meanwhile.
         if _state_of(private._model) != self._state:
             raise StepError(
                 "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "
                 "or a buffer in another place): call private.compiled again."
             )
         private._require_budget()
-        before = self._begin(piece)
-        for rows, count in _pieces(batch, piece.size, self._size):
-            self._add(rows, count)
+        if piece.last:
+            self._prepare()
         if bool(self._rare):
             self._gather_again(batch, piece.size, before)
         private.loader.consume()
@@ -178,9 +182,6 @@ class _Captured:
         except BaseException:
             private.loader.reset()
             raise
-        faults.reached("step.before-update")
-        self._update.run()
-        private._remember_written()
         return True
 
     def _begin(self, piece: Piece) -> list[Tensor] | None:
@@ -257,20 +258,29 @@ class _Captured:
         """Whether these rows are as the captured ones."""
         return _kinds(rows) == _kinds(self._inputs)
 
+    def _prepare(self) -> None:
+        """The keys of this step, in the one of two places that the last copy to the device did not read."""
+        self._host_keys.reverse()
+        for number, label in enumerate(chain.from_iterable(self._labels)):
+            self._host_keys[0][number] = key_words(self._private._key.derive(label))
+        self._update.prepare()
+
     def _release(self) -> None:
         private = self._private
         private._charge()
         if not self._holds_any:  # nobody was drawn
             torch._foreach_zero_(self._sums)
-        for number, label in enumerate(chain.from_iterable(self._labels)):
-            self._host_keys[number] = key_words(private._key.derive(label))
-        self._keys.copy_(self._host_keys, non_blocking=True)
-        private._advance()
+        self._keys.copy_(self._host_keys[0], non_blocking=True)
         faults.reached("step.before-grad")
         self._release_graph.replay()
+        private._advance()
         self._awaited, self._holds_any = (private.steps, 0), False
         for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
-            p.grad = grad
+            if p.grad is not grad:
+                p.grad = grad
+        faults.reached("step.before-update")
+        self._update.run()
+        private._remember_written()
 
     def _write_gradients(self) -> None:
         """Noise, and the division: what the second graph holds."""
@@ -308,11 +318,14 @@ class _Update:
         self._settings: object = None
         self._same = 0
 
-    def run(self) -> None:
-        """Update. Settings are numbers in the graph: when a scheduler changes one, the optimizer itself steps."""
+    def prepare(self) -> None:
+        """Look at the settings, which are numbers in the graph: when one changes, the optimizer itself steps."""
         settings = _settings_of(self._optimizer)
         if settings != self._settings:
             self._graph, self._settings, self._same = None, settings, 0
+
+    def run(self) -> None:
+        """Update."""
         self._same += 1
         if self._same == _UPDATES_BEFORE and _is_capturable(self._optimizer):
             self._graph = self._capture()

@@ -139,6 +139,7 @@ class Private:
             self._independence.examine(losses)
         for p in self._parameters.values():
             p.grad = None  # what is there was released and used before: its memory is needed
+        self._written.clear()
         clipped = self._clipper.clipped_sum(losses)
         if piece.index_in_batch == 0 or self._partial is None:
             self._partial = clipped
