@@ -72,7 +72,7 @@ def test_the_loop_keeps_a_bad_example_apart_too(case: Case) -> None:
 @FLOATING
 def test_a_gradient_that_overflows_though_the_loss_does_not(case: Case) -> None:
     """Finite inputs, finite loss; the gradient is too long for float32, or its square is."""
-    batch = drawn(case, torch.float32).distorted(0, "none", 1e37)
+    batch = drawn(case, torch.float32).distorted(0, "none", 3e37)
     require_untouched(case, batch, 0, torch.float32)
 
 

@@ -107,7 +107,9 @@ def test_the_bound_is_reached(parts: str) -> None:
 # The tests above can fail
 
 
-def _uncentred(norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: Tensor) -> dict[str, Tensor]:
+def _uncentred(
+    norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
+) -> dict[str, Tensor]:
     """b_i in {0, 1}: then one example moves the count by 1."""
     return {
         f"count of {part}": (part_norms[part] <= C).double().sum().reshape(1)
@@ -116,7 +118,7 @@ def _uncentred(norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: 
 
 
 def _of_the_batch(
-    norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: Tensor
+    norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Over the number drawn, and back: every other example's share moves too."""
     return {
