@@ -134,7 +134,9 @@ class _Captured:
         first = torch.arange(size, device=self._device) % _count(batch)
         self._inputs = map_tensors(lambda t: _rows(t, first), tuple(batch))
         self._real_B = torch.ones(size, dtype=torch.bool, device=self._device)
-        self._sums: list[Tensor] = []  # of the piece gathered last, and of those before it: the first graph's memory
+        self._sums: list[
+            Tensor
+        ] = []  # of the piece gathered last, and of those before it: the first graph's memory
         self._holds_any = False
         self._rare = torch.zeros((), dtype=torch.bool, device=self._device)
         sizes = {name: p.numel() for name, p in private._parameters.items()}

@@ -3,12 +3,15 @@
 The gradients of all examples fill hundreds of megabytes in a step and are let go at its end. The C library gives
 such memory back to the system, and to map it anew, page by page, takes longer than to compute what goes into it.
 
-A block is handed out again only when nothing else refers to its storage: no view, no slice, no numpy array.
+A block is handed out again only when nothing else refers to its storage: no view, no slice, no numpy array. A torch
+that does not tell has every block made anew.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +23,14 @@ class Blocks:
     def __init__(self, most_bytes: int) -> None:
         self._most, self._bytes = most_bytes, 0
         self._by_kind: dict[tuple[int, torch.dtype], deque[Tensor]] = {}
+        self._lock = Lock()  # of two threads that look at a free block at once, one must come second
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor with no particular contents, whose memory is the taker's as long as anything refers to it."""
+        with self._lock:
+            return self._taken(shape, dtype)
+
+    def _taken(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         kind = shape.numel(), dtype
         waiting = self._by_kind.setdefault(kind, deque())
         # The last one that was handed out may be back already; the first one was handed out longest ago. If both
@@ -39,7 +47,7 @@ class Blocks:
     def _fresh(self, kind: tuple[int, torch.dtype]) -> Tensor:
         block = torch.empty(kind[0], dtype=kind[1], device="cpu")
         size = block.numel() * block.element_size()
-        if size > self._most:
+        if size > self._most or _use_count is None:
             return block
         if self._bytes + size > self._most:  # of other sizes, most likely, that nobody asks for any more
             self.clear()
@@ -53,13 +61,17 @@ class Blocks:
         self._bytes = 0
 
 
-def _references(block: Tensor) -> int:
-    """How many tensors and storages refer to a tensor's memory."""
-    return int(torch._C._storage_Use_Count(block.untyped_storage()._cdata))
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _references(block: Tensor) -> int | None:
+    """How many tensors and storages refer to a tensor's memory; None where torch does not tell."""
+    return None if _use_count is None else int(_use_count(block.untyped_storage()._cdata))
 
 
 _OF_ITSELF = _references(torch.empty(1, device="cpu"))
 
 
 def _is_free(block: Tensor) -> bool:
-    return _references(block) == _OF_ITSELF
+    found = _references(block)
+    return found is not None and found == _OF_ITSELF

@@ -1,9 +1,11 @@
 """Fused GPU kernels in Triton, each beside a twin in plain torch that gives the same numbers.
 
-    gram      bounds on per-example norms of sum_t l_t r_t^T, from inner products of positions
-    affine    per-example gradients of the scale and the shift of layer, RMS and group norm
-    noise     counter-based normals, a whole draw in one launch
-    squares   bounds on squared row lengths in one launch
+    gram         bounds on per-example norms of sum_t l_t r_t^T, from inner products of positions
+    affine       per-example gradients of the scale and the shift of layer, RMS and group norm
+    convolution  per-example weight gradients of a convolution with few inputs a window
+    patches      the windows of a convolution, copied
+    noise        counter-based normals, a whole draw in one launch
+    squares      bounds on squared row lengths in one launch
 
 Every public function takes its kernel where `usable` says so and its twin otherwise. None waits for the
 device and none adds floats atomically: all can be captured in a CUDA graph, and all repeat bit by bit.
