@@ -102,7 +102,7 @@ def _measure(
 ) -> Cell:
     seconds = min(options.cell_seconds, seconds_left)
     effort = replace(effort, enough_seconds=min(effort.enough_seconds, seconds), cell_seconds=seconds)
-    most = min(2 * len(columns) * options.cell_seconds, seconds_left)
+    most = min(8 * len(columns) * options.cell_seconds, seconds_left)
     return measure_row(row, columns, device, options.seed, _QUICK if options.quick else effort, most)
 
 

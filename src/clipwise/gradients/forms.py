@@ -295,7 +295,15 @@ def gram_pays_on_cuda(T: int, m: int, n: int, arithmetic: Arithmetic = TF32) -> 
 class Outer(Form):
     """gradient_i = sum_t left_it right_it^T, of shape [m, n] or of one with as many entries."""
 
-    def __init__(self, left_BTm: Tensor, right_BTn: Tensor, shape: torch.Size | None = None) -> None:
+    def __init__(
+        self,
+        left_BTm: Tensor,
+        right_BTn: Tensor,
+        shape: torch.Size | None = None,
+        *,
+        upright: bool = False,
+    ) -> None:
+        """`upright`: the weighted sum is wanted as it is, and not transposed as a linear layer's weight is."""
         dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
         # A product of bf16 or fp16 rows is summed in float32: its rounding must not eat the bound.
         self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -304,6 +312,7 @@ class Outer(Form):
             self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
         self.batch = len(left_BTm)
         self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
+        self._upright = upright
         self._arithmetic = IEEE
         self._last_scaled = LastScaled()
         self._aligned: tuple[Tensor, ...] | None = None
@@ -383,9 +392,11 @@ class Outer(Form):
             product_w_B = w_B.clone()
             product_w_B[list(self._exact)] = 0
         left, right = self._scaled(product_w_B)
-        # Transposed: a linear layer's weight is [outputs, inputs], and is then contiguous.
-        total = _product(right.flatten(0, 1).T, left.flatten(0, 1), self.dtype)
-        total = total[: self.right.shape[-1], : self.left.shape[-1]].T
+        m, n = self.left.shape[-1], self.right.shape[-1]
+        if self._upright:
+            total = _product(left.flatten(0, 1).T, right.flatten(0, 1), self.dtype)[:m, :n]
+        else:  # a linear layer's weight is [outputs, inputs], and is then contiguous
+            total = _product(right.flatten(0, 1).T, left.flatten(0, 1), self.dtype)[:n, :m].T
         for i, kept in self._exact.items():
             total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
         return total.reshape(self.shape)
@@ -546,9 +557,13 @@ class Rows(Form):
         return total.index_add_(0, example, squared_norms(rows))
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
+        table = torch.zeros(self.V, self.g.shape[1], dtype=self.dtype, device=self.g.device)
+        return self.add_weighted_sum(table, w_B).view(self.shape)
+
+    def add_weighted_sum(self, table_Vn: Tensor, w_B: Tensor) -> Tensor:
+        """The weighted sum, added to a table."""
         example, ids, rows = self.merged()
-        table = torch.zeros(self.V, rows.shape[1], dtype=self.dtype, device=rows.device)
-        return table.index_add_(0, ids, rows * w_B.to(self.dtype)[example, None]).view(self.shape)
+        return table_Vn.index_add_(0, ids, (rows * w_B.to(self.dtype)[example, None]).to(table_Vn.dtype))
 
     def instantiate(self, examples: slice) -> Tensor:
         first, last, _ = examples.indices(self.batch)

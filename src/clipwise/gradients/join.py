@@ -77,11 +77,16 @@ def _side_by_side(forms: list[Form]) -> Form | None:
 
 
 def _one_product(outers: list[Outer]) -> Outer:
-    left, right = (torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True))
-    return Outer(left, right, outers[0].shape)
+    if len(outers) == 1:
+        left, right = outers[0].left, outers[0].right
+    else:
+        left, right = (torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True))
+    return Outer(left, right, outers[0].shape, upright=True)
 
 
 def _one_table(rows: list[Rows]) -> Rows:
+    if len(rows) == 1:
+        return rows[0]
     entries = zip(*((f.example, f.ids, f.g) for f in rows), strict=True)
     example, ids, g = (torch.cat(parts) for parts in entries)
     each = sum(f.each for f in rows if f.each is not None) if all(f.each for f in rows) else None

@@ -22,6 +22,7 @@ class Prober:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._plain: dict[Edge, Tensor] = {}
+        self._last: tuple[object, list[Probe]] | None = None
         self._again: dict[Edge, Tensor] = {}  # where no layout agreed, in case that kernels do not repeat
         self._weigh(1.0)
 
@@ -115,6 +116,13 @@ class Prober:
         return left, True
 
     def _probes(self, edge: Edge) -> list[Probe]:
+        """What was worked out of the last edge is kept: several questions in a row are about the same one."""
+        made = (edge, len(self._weighted[edge]), edge in self._again, self._unit)
+        if self._last is None or self._last[0] != made:
+            self._last = made, self._new_probes(edge)
+        return self._last[1]
+
+    def _new_probes(self, edge: Edge) -> list[Probe]:
         pairs = zip(self._weighted[edge], self._weights, strict=True)
         again = self._again.get(edge)
         return [Probe(self._plain[edge], weighted, weights_B, again) for weighted, weights_B in pairs]

@@ -84,10 +84,11 @@ class Tied(Form):
         return total.index_add_(0, ids[mine], rows[mine].double())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        rest_B = w_B.clone()
+        rest_B = w_B
         if self._apart:
+            rest_B = w_B.clone()
             rest_B[list(self._apart)] = 0
-        total = self.outer.weighted_sum(rest_B).to(self.dtype) + self.rows.weighted_sum(rest_B)
+        total = self.rows.add_weighted_sum(self.outer.weighted_sum(rest_B).to(self.dtype), rest_B)
         for i in self._apart:
             total += (w_B[i] * self._in_float64(i)).to(self.dtype)
         return total
