@@ -14,7 +14,7 @@ from clipwise.gradients.join import Contribution
 from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
 from clipwise.gradients.rare import Rare
 
-KEEP_BYTES = 768 * 2**20  # per-example gradients kept from the norms until the weighted sum, on a CPU
+KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum, on a CPU
 _KEEP_SHARE = 1 / 16  # of a CUDA device's memory
 
 Parameters = Mapping[str, torch.nn.Parameter]

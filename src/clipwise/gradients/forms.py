@@ -42,7 +42,7 @@ PRODUCT_ERROR = 4.0  # c in the bound n + c u M
 LOOSE = 1e-5  # a relative width of the bound that is too much
 NEGLIGIBLE = 1e-12  # a norm below which no bound worth using clips, however loose the norm's own bound
 
-_blocks = Blocks(most_bytes=896 * 2**20)  # what is kept (examples.py), and pieces that are not
+_blocks = Blocks(most_bytes=640 * 2**20)  # what is kept (examples.py), and pieces that are not
 
 
 class Budget:
