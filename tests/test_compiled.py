@@ -706,7 +706,9 @@ def test_a_model_that_was_changed_is_refused(change: tuple[str, Any], recorded: 
     change[1](model)
     steps = private.steps
     # A stand-in for a graph runs the model again, which may refuse the change before the step does.
-    with pytest.raises((StepError, UnsupportedModelError), match=r"call private\.compiled again|take no part"):
+    with pytest.raises(
+        (StepError, UnsupportedModelError), match=r"call private\.compiled again|take no part"
+    ):
         step(*batch)
     assert private.steps == steps
     assert keeps and factor is not None
@@ -919,3 +921,39 @@ def test_a_captured_step_lasts_through_load_state_dict(recorded: list[Recorded])
             p.load_state_dict(state)
         go(p, act, 6)
     require_close(model, expected)
+
+
+# ------------------------------------------------------------------ secrets
+
+
+def test_the_keys_of_a_step_are_gone_when_they_have_served(recorded: list[Recorded]) -> None:
+    model, private = exact_run(noise_multiplier=1.0)
+    step = private.compiled(loss_with(model))
+    go(private, step, 8)
+    captured = step._captured
+    assert captured is not None and not captured._keys.any()
+    assert captured._host_keys[0].any() and not captured._host_keys[1].any()  # only the last step's are left
+
+
+def test_a_release_that_fails_leaves_no_key_that_could_serve_another_sum(recorded: list[Recorded]) -> None:
+    """`.grad` is the graph's own memory: it may have been written when the failure comes."""
+    model, private = exact_run(noise_multiplier=1.0)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    _, release, *_ = recorded
+    before, steps = private._key.secret_bytes(), private.steps
+
+    def fails() -> None:
+        release._act()
+        raise KeyboardInterrupt
+
+    release.replay = fails  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        step(*next(iter(private.loader)))
+    assert private.steps == steps + 1 and private._key.secret_bytes() != before
+
+
+def test_a_loss_that_is_no_function_is_refused() -> None:
+    _, private = exact_run()
+    with pytest.raises(ConfigurationError, match="loss must be a function"):
+        private.compiled(torch.zeros(3))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import checks, faults
-from clipwise.errors import StepError
+from clipwise.errors import ConfigurationError, StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
 from clipwise.release import buckets, noised
@@ -63,6 +63,11 @@ class CompiledStep:
     """`step(*batch)`: what `private.step(loss(*batch))` does, in less time. Made by `private.compiled`."""
 
     def __init__(self, private: Private, loss: Loss, size: int | None = None) -> None:
+        if not callable(loss):
+            raise ConfigurationError(
+                "loss must be a function from a batch to one loss an example, such as "
+                "lambda x, y: F.cross_entropy(model(x), y, reduction='none')."
+            )
         self._private, self._loss = private, loss
         self._size = _piece_size(private) if size is None else whole("size", size, least=_SMALLEST)
         self._device = next(iter(private._parameters.values())).device
@@ -134,9 +139,8 @@ class _Captured:
         first = torch.arange(size, device=self._device) % _count(batch)
         self._inputs = map_tensors(lambda t: _rows(t, first), tuple(batch))
         self._real_B = torch.ones(size, dtype=torch.bool, device=self._device)
-        self._sums: list[
-            Tensor
-        ] = []  # of the piece gathered last, and of those before it: the first graph's memory
+        # Of the piece gathered last and of those before it, in the first graph's memory.
+        self._sums: list[Tensor] = []
         self._holds_any = False
         self._rare = torch.zeros((), dtype=torch.bool, device=self._device)
         sizes = {name: p.numel() for name, p in private._parameters.items()}
@@ -272,10 +276,12 @@ class _Captured:
         private._charge()
         if not self._holds_any:  # nobody was drawn
             torch._foreach_zero_(self._sums)
+        self._host_keys[1].zero_()  # the device has waited for its copy since: no reader is left
         self._keys.copy_(self._host_keys[0], non_blocking=True)
+        # `.grad` is the graph's own memory. Whatever happens next, this key serves no second sum.
+        private._advance()
         faults.reached("step.before-grad")
         self._release_graph.replay()
-        private._advance()
         self._awaited, self._holds_any = (private.steps, 0), False
         for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
             if p.grad is not grad:
@@ -294,6 +300,7 @@ class _Captured:
             sums = [by_name[name] for name in part.parameters]
             found.update(zip(part.parameters, noised(sums, draw, L), strict=True))
             first += len(labels)
+        self._keys.zero_()  # they have served
         parameters = self._private._parameters
         self._gradients = [found[name].to(p.dtype) for name, p in parameters.items()]
         for p, grad in zip(parameters.values(), self._gradients, strict=True):

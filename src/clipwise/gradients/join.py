@@ -80,7 +80,9 @@ def _one_product(outers: list[Outer]) -> Outer:
     if len(outers) == 1:
         left, right = outers[0].left, outers[0].right
     else:
-        left, right = (torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True))
+        left, right = (
+            torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True)
+        )
     return Outer(left, right, outers[0].shape, upright=True)
 
 
