@@ -102,6 +102,17 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embedding(x)))
 
 
+class TurnedHead(nn.Module):
+    """Embedding and output head share a weight, which is transposed in one of the ways to write that."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.turn = nn.Embedding(6, D), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.embedding(x)) @ self.turn(self.embedding.weight)
+
+
 class TimeFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -632,6 +643,15 @@ CASES = [
     Case("batch norm frozen", lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Tanh()).eval(), vectors(3, 4, 4)),
     Case("twice", Twice, vectors(4, D)),
     Case("tied", Tied, ids(5, 6)),
+    *(
+        Case(f"tied by {name}", lambda turn=turn: TurnedHead(turn), ids(5, 6))
+        for name, turn in {
+            "T": lambda w: w.T,
+            "mT": lambda w: w.mT,
+            "transpose": lambda w: w.transpose(0, 1),
+            "permute": lambda w: w.permute(-1, 0),
+        }.items()
+    ),
     Case("bare parameters", BareParameters, vectors(3, D)),
     Case("masked", Masked, vectors(D)),
     Case("low rank", LowRank, vectors(4, D)),

@@ -13,6 +13,7 @@ from clipwise.gradients import Memory, by_loop, per_example_gradients
 from clipwise.gradients import walk as walking
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.owners import Ragged
+from clipwise.gradients.tied import Tied
 from clipwise.gradients.walk import Graph, Outlines, walk
 from tests.gradients.cases import trainable
 
@@ -71,6 +72,10 @@ SIMILAR: dict[str, tuple[Forward, Forward]] = {
     "another operation": (
         lambda m, x: (x @ m.a).tanh() @ m.b + m.c,
         lambda m, x: (x @ m.a).sigmoid() @ m.b + m.c,
+    ),
+    "a weight turned or not": (  # square, so that only the numbers tell
+        lambda m, x: (x @ m.a.permute(1, 0)).tanh() @ m.b.transpose(0, 0) + m.c,
+        lambda m, x: (x @ m.a.permute(0, 1)).tanh() @ m.b.transpose(-2, 1) + m.c,
     ),
     "operands the other way round": (
         lambda m, x: (x @ m.a).tanh() - (x @ m.b + m.c).tanh(),
@@ -211,3 +216,11 @@ def test_rows_that_the_data_chose_are_gathered_though_each_example_has_one() -> 
     owners = torch.tensor([2, 0, 1])
     assert torch.equal(Ragged.of(0, owners, 3).rows(t), t[[1, 2, 0]].view(3, 1, 2))
     assert torch.equal(Layout(0, 1, 3, 1).rows(t), t.view(3, 1, 2))
+
+
+@pytest.mark.parametrize("turn", [lambda w: w.T, lambda w: w.mT, lambda w: w.permute(1, 0), lambda w: w.t()])
+def test_a_tied_weight_is_not_written_out_however_it_is_transposed(turn: Callable[[Tensor], Tensor]) -> None:
+    table = nn.Embedding(9, 4)
+    losses = (table(torch.randint(0, 9, (3, 5))).tanh() @ turn(table.weight)).exp().sum((1, 2))
+    found = per_example_gradients(losses, trainable(table), Memory())
+    assert isinstance(found.by_parameter["weight"].form, Tied)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients, stream
+from clipwise.gradients.rare import Rare
 from clipwise.gradients.reweight import Reweighted
 from clipwise.gradients.rules import registry
 from tests.gradients.cases import CASES, Case, losses, oracle, trainable
@@ -178,3 +179,47 @@ def test_a_layout_that_turns_out_wrong_is_found_again(flows: list[bool]) -> None
             torch.testing.assert_close(squares[name].sqrt(), truth.flatten(1).norm(dim=1))
             torch.testing.assert_close(sums[name], truth.sum(0))
     assert False in flows
+
+
+# Questions that are put aside
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The answers to questions that the host waited for, as on a GPU."""
+    answers: list[bool] = []
+    honest = Rare.any
+
+    def noted(self: Rare, flags: Tensor) -> bool:
+        answers.append(honest(self, flags))
+        return answers[-1]
+
+    monkeypatch.setattr(Rare, "any", noted)
+    monkeypatch.setattr(stream.Stream, "is_on_cuda", True)
+    return answers
+
+
+@pytest.mark.parametrize("rare", [False, True])
+def test_a_pass_asks_once_and_is_taken_again_after_a_yes(rare: bool, waits: list[bool]) -> None:
+    torch.manual_seed(0)
+    model, memory = nn.Linear(64, 48), Memory()
+    signs = torch.ones(8, 1) if not rare else (1 - 2.0 * (torch.arange(8) % 2))[:, None]
+    # Positions that are nearly alike: where signs differ, their gradients cancel.
+    x = torch.randn(4, 1, 64).expand(4, 8, 64) + 1e-6 * torch.randn(4, 8, 64)
+
+    def gradients(method: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        found = per_example_gradients((model(x) * signs).sum((1, 2)), trainable(model), memory, method)
+        squares = found.squared_norms()
+        ones_B = torch.ones(4, dtype=torch.float64)
+        return squares, found.weighted_sums(dict.fromkeys(squares, ones_B))
+
+    for _ in range(2):
+        gradients("bookkeeping")
+    expected = gradients("bookkeeping")
+    waits.clear()
+    found = gradients("reweight")
+    assert any(waits) == rare
+    assert rare or len(waits) <= 2  # each pass asks once, at its end, if there is anything to ask
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.gradients.operations import CASTS
+from clipwise.gradients.operations import CASTS, TRANSPOSE
 from clipwise.gradients.outline import BY_HAND, Plan, Route
 from clipwise.gradients.walk import Node, node_name
 
-_TRANSPOSE = ("TBackward0",)
+_TRANSPOSE = (TRANSPOSE,)
 
 
 @dataclass(frozen=True)

@@ -567,8 +567,10 @@ class Rows(Form):
 
     def instantiate(self, examples: slice) -> Tensor:
         first, last, _ = examples.indices(self.batch)
-        inside = (self.example >= first) & (self.example < last)
-        example, ids, g = self.example[inside] - first, self.ids[inside], self.g[inside]
+        example, ids, g = self.example, self.ids, self.g
+        if last - first < self.batch:  # (to pick entries makes the host wait for a GPU)
+            inside = (example >= first) & (example < last)
+            example, ids, g = example[inside] - first, ids[inside], g[inside]
         tables = torch.zeros(last - first, self.V, g.shape[1], dtype=self.dtype, device=g.device)
         return tables.index_put_((example, ids), g, accumulate=True).view(last - first, *self.shape)
 

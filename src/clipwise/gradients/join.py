@@ -15,6 +15,7 @@ from torch import Tensor
 
 from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import Form, Outer, Rows, Written
+from clipwise.gradients.operations import TRANSPOSE
 from clipwise.gradients.tied import Tied
 
 
@@ -58,7 +59,7 @@ def _upright(c: Contribution) -> Form | None:
     """The form of the parameter itself, where the path is none or a transpose."""
     if c.path.steps == ():
         return c.form
-    if c.path.steps == ("TBackward0",) and isinstance(c.form, Outer):
+    if c.path.steps == (TRANSPOSE,) and isinstance(c.form, Outer):
         return Outer(c.form.right, c.form.left)
     return None
 

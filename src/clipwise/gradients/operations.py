@@ -42,3 +42,7 @@ CUTS = {
     "SliceBackward0": ("_saved_start", "_saved_end"),
     "SplitWithSizesBackward0": ("_saved_split_sizes",),
 }
+
+# A weight turned on its side is one thing, however it is written.
+TRANSPOSE = "TBackward0"
+TURNS = frozenset({"PermuteBackward0", "TransposeBackward0"})

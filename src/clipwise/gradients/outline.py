@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from clipwise.gradients.operations import CLOSED, ISOMETRIC
+from clipwise.gradients.operations import CLOSED, ISOMETRIC, TRANSPOSE
 
 Inputs = tuple[tuple[int, int], ...]  # place (-1: none) and output of everything that a node takes
-BY_HAND = ((), ("TBackward0",))  # ways on which gradients are carried without autograd
+BY_HAND = ((), (TRANSPOSE,))  # ways on which gradients are carried without autograd
 
 
 class Entry(NamedTuple):
-    """A place: an operation with its inputs and, if it cuts along the examples, where; or a parameter's name."""
+    """A place: an operation with its inputs; or a parameter's name.
+
+    `cuts` is where it cuts along the examples, if it does, or that it transposes what is made of parameters.
+    """
 
     name: str
     inputs: Inputs | None  # None: a parameter
@@ -53,7 +56,7 @@ class Outline:
     def __init__(
         self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool
     ) -> None:
-        """`output` is that of the last place which the losses are; `cutting` are the places that may cut examples."""
+        """`output` is that of the last place which the losses are; `cutting` are the places whose `cuts` to compare."""
         self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
         self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
         # Every place before its inputs, for who goes through a graph from the losses on.
@@ -168,7 +171,7 @@ class Plan:
                 return Route(source, number, self._parameters_behind(source), False, (), ())
             places.append(place)
             place = inputs[0][0]
-        steps = tuple(entries[i].name for i in places)
+        steps = tuple(TRANSPOSE if entries[i].cuts == TRANSPOSE else entries[i].name for i in places)
         return Route(source, number, (entries[place].name,), True, tuple(places), steps)
 
     def _parameters_behind(self, source: int) -> tuple[str, ...]:

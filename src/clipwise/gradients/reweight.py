@@ -27,7 +27,8 @@ from clipwise.gradients.derived import Path
 from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.forms import CHUNK_BYTES, Budget, Form, at_least_float32
 from clipwise.gradients.join import Contribution
-from clipwise.gradients.stream import Stream
+from clipwise.gradients.rare import PutAside
+from clipwise.gradients.stream import Stream, Take
 
 
 class Reweighted(PerExampleGradients):
@@ -41,7 +42,7 @@ class Reweighted(PerExampleGradients):
         self._errors: dict[str, Tensor] = {}
 
     def squared_norms(self) -> dict[str, Tensor]:
-        self._stream.each(self._measure, retain=True)
+        self._pass(self._measure, retain=True)
         return dict(self._squares)
 
     def squared_errors(self) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ class Reweighted(PerExampleGradients):
         if not self._squares:
             self.squared_norms()
         sums: dict[str, tuple[Path, Tensor]] = {}
-        self._stream.each(partial(self._sum_up, sums, weights), retain=False)
+        self._pass(partial(self._sum_up, sums, weights), retain=False)
         with torch.no_grad(), self._arithmetic.products():
             return {
                 name: at_least_float32(path.pull(sums.pop(name)[1])[name])
@@ -64,6 +65,24 @@ class Reweighted(PerExampleGradients):
 
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
         return self._stream.gradients(retain=True).instantiate(examples)
+
+    def _pass(self, take: Take, retain: bool) -> None:
+        """A backward pass in which the host need not wait for the device at every gradient.
+
+        Questions about rare events are put aside and asked once, at the end. A yes takes the pass again.
+        """
+        asks_at_once = self._rare
+        if not self._stream.is_on_cuda or isinstance(asks_at_once, PutAside):
+            self._stream.each(take, retain)
+            return
+        self._rare = aside = PutAside()
+        try:
+            self._stream.each(take, retain=True)
+        finally:
+            self._rare = asks_at_once
+        happened = aside.happened()
+        if happened is not None and asks_at_once.any(happened):
+            self._stream.each(take, retain)
 
     def _measure(self, found: dict[str, Contribution]) -> None:
         with self._arithmetic.products():

@@ -60,6 +60,11 @@ class Stream(Book):
         return self._gradients is not None
 
     @property
+    def is_on_cuda(self) -> bool:
+        """Whether a question makes the host wait."""
+        return self._graph.losses.is_cuda
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What the size of a pass depends on: the operations, and the sizes at both ends."""
         ends = (*self._graph.uses[:1], *self._graph.uses[-1:])

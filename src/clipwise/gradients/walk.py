@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS
+from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
 from clipwise.gradients.outline import Entry, Outline, Plan
 
 Node = Any  # torch exposes autograd nodes by duck type only
@@ -239,7 +239,8 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
                 alone.add(index)
             moves_rows |= name in ROW_MOVERS and not of_parameters
             cuts = None
-            if not of_parameters and (name in CUTS or name == "RollBackward0"):
+            compared = name in TURNS if of_parameters else name in CUTS or name == "RollBackward0"
+            if compared:
                 cutting.append(index)
                 cuts = _cuts(node, name, len(losses))
             entries.append(Entry(name, inputs, cuts))
@@ -255,12 +256,23 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
 
 
 def _cuts(node: Node, name: str, batch: int) -> object:
-    """Where a node cuts its input, if that may be along the examples."""
+    """Where a node cuts its input, if that may be along the examples; whether it transposes a weight."""
+    if name in TURNS:
+        return TRANSPOSE if _transposes(node, name) else None
     if name == "RollBackward0":
         return node._saved_shifts
     sizes, dim = node._saved_self_sym_sizes, node._saved_dim
     size = sizes[dim if dim < len(sizes) else dim - 2**64]  # torch gives -1 in unsigned 64 bits
     return tuple(getattr(node, saved) for saved in CUTS[name]) if size % batch == 0 else None
+
+
+def _transposes(node: Node, name: str) -> bool:
+    """Whether a node turns a matrix on its side. (Torch gives -1 in unsigned 64 bits, which is odd as well.)"""
+    if len(output_shape(node, 0)) != 2:
+        return False
+    if name == "PermuteBackward0":
+        return bool(node._saved_dims[0] % 2)
+    return bool((node._saved_dim0 - node._saved_dim1) % 2)
 
 
 def _some(names: list[str], most: int = 5) -> str:

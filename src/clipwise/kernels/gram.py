@@ -58,8 +58,9 @@ _UNCUT = (1 - 2.0**-10) ** -1 * (1 + 2.0**-41)  # |l| <= _UNCUT |l~|
 _CUT_OFF = 2.0**-23  # v
 _UNIT = 2.0**-53
 _TINY = torch.finfo(torch.float32).tiny
-_CHUNK, _LONG_CHUNK = 1024, 4096  # features at a time, and where there are very many
+_CHUNK, _LONG_CHUNK = 1536, 4096  # features at a time at most, and where there are very many
 _LONG = 8192
+_SHORT = 512  # up to so many positions one product is faster than the three of its blocks
 _ALIGNED = 4  # numbers of float32 in 16 bytes: rows that begin elsewhere are read and written slowly
 _SIDE = 128  # positions of a tile of these products
 _BLOCK = 1024  # entries of L and of R that a program has at hand,
@@ -179,8 +180,8 @@ def _add_products(inner_BTT: Tensor, x_BTm: Tensor) -> None:
 
 
 def _first_block(T: int) -> int:
-    """Positions in the first of two blocks: whole tiles, about half of all; or T, where one tile holds all."""
-    return T if T <= _SIDE else blocks(T, 2 * _SIDE) * _SIDE
+    """Positions in the first of two blocks: whole tiles, about half of all; or T, where one product serves."""
+    return T if T <= _SHORT else blocks(T, 2 * _SIDE) * _SIDE
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
@@ -189,7 +190,10 @@ def is_same(x: Tensor, y: Tensor) -> bool:
 
 
 def _chunk(m: int) -> int:
-    return _CHUNK if m <= _LONG else _LONG_CHUNK
+    """Features of a chunk: all chunks alike, but for the last one's rest."""
+    if m > _LONG:
+        return _LONG_CHUNK
+    return blocks(blocks(m, blocks(m, _CHUNK)), _ALIGNED) * _ALIGNED
 
 
 def _cuts(m: int) -> int:
