@@ -17,6 +17,7 @@ from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit
 
 _TILE = 2048  # numbers that a program copies at a time
 _LINE = 256  # channels of a tile, at most
+_UNROLLED = 9  # offsets that are written out: 256 of them would take half a minute to compile
 
 Pair = tuple[int, int]
 
@@ -56,6 +57,7 @@ def patches(
             *dilation,
             KERNEL_H=kernel[0],
             KERNEL_W=kernel[1],
+            UNROLLED=min(kernel[0] * kernel[1], _UNROLLED),
             PLACES=places,
             LINE=line,
         )
@@ -83,6 +85,7 @@ def _copy(
     dilation_w: int,
     KERNEL_H: constexpr,
     KERNEL_W: constexpr,
+    UNROLLED: constexpr,
     PLACES: constexpr,
     LINE: constexpr,
 ) -> None:
@@ -94,7 +97,7 @@ def _copy(
     row_P = place_P // columns % rows
     image_P = x + (place_P // columns // rows).to(tl.int64) * x_N
     out_PL = out + place_P.to(tl.int64)[:, None] * (KERNEL_H * KERNEL_W * channels) + channel_L[None, :]
-    for o in tl.static_range(KERNEL_H * KERNEL_W):
+    for o in tl.range(0, KERNEL_H * KERNEL_W, loop_unroll_factor=UNROLLED):
         h_P = row_P * stride_h - padding_h + o // KERNEL_W * dilation_h
         w_P = column_P * stride_w - padding_w + o % KERNEL_W * dilation_w
         inside_P = (h_P >= 0) & (h_P < H) & (w_P >= 0) & (w_P < W)
