@@ -8,6 +8,7 @@ part of the free memory only: a method that wants more fails there, and does not
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import resource
 import time
@@ -39,18 +40,19 @@ def peak_memory(setting: Setting, method: str, device: torch.device, seed: int, 
         NoMemoryFigure: the method failed on the CPU, for the reason in the message.
     """
     if device.type == "cuda":
-        return _on_cuda(setting, method, device, seed, seconds)
+        return _on_cuda(setting, method, device, seed)
     return _in_a_process(setting, method, seed, seconds) if _STATUS.exists() else None
 
 
-def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int, seconds: float) -> int:
+def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int) -> int:
+    """All first steps are made, however long kernels take to compile: those that probe a graph take more memory."""
     torch.cuda.empty_cache()
     ones = torch.ones(2, 2, device=device)
     torch.mm(ones, ones)  # cuBLAS takes its workspace once for all
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with steps_by(method, make_workload(setting, device, seed)) as step:
-        for counts in _plan(settling_steps(method), seconds):
+        for counts in _plan(settling_steps(method), math.inf):
             if counts and not is_graphed(method):
                 torch.cuda.reset_peak_memory_stats(device)
             step()
