@@ -371,8 +371,14 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no steps": ({"steps": 0}, ("steps", "positive")),
     "unknown sampling": ({"sampling": "bernoulli"}, ("sampling='bernoulli'", "'poisson'", "'shuffled'")),
     "unknown adjacency": (
-        {"adjacency": "add-remove"},
-        ("adjacency='add-remove'", "'zero-out'", "'replace-one'"),
+        {"adjacency": "neighbours"},
+        ("adjacency='neighbours'", "'zero-out'", "'replace-one'"),
+    ),
+    "a secret size": ({"adjacency": "add-remove"}, ("adjacency='add-remove'", "size", "'zero-out'")),
+    "a limit for the wrong scheme": ({"max_batch_size": 20}, ("max_batch_size", "'truncated-poisson'")),
+    "a limit below the mean": (
+        {"sampling": "truncated-poisson", "max_batch_size": 7},
+        ("max_batch_size=7", "expected batch size 8"),
     ),
     "unknown noise": ({"noise": "laplace"}, ("noise='laplace'", "'standard'")),
     "poisson and replace-one": (

@@ -732,3 +732,79 @@ def test_the_file_shows_nothing_but_what_was_planned(path: Path, instant: list[i
     assert fast == slow
     allowed = {"kind", "format", "block", "header", "id", "event", "count", "used"}
     assert {key for line in fast for key in line} <= allowed
+
+
+# What a run says about itself
+
+
+def test_a_description_is_kept_and_charges_nothing(path: Path) -> None:
+    with FileLedger(path, header=HEADER) as book:
+        book.describe({"delta": 1e-5})
+        charge(book, A, 3)
+        book.describe({"delta": 1e-5})  # the same again: not written twice
+        book.describe({"delta": 1e-6})  # in the middle of a reservation
+        charge(book, A, 2)
+        assert book.about == ({"delta": 1e-5}, {"delta": 1e-6})
+    found = read(path)
+    assert found.about == ({"delta": 1e-5}, {"delta": 1e-6})
+    assert found.history == [Entry(A, 5)] and found.clean
+
+
+def test_a_description_is_not_compared(path: Path) -> None:
+    for version in ("1", "2"):
+        with FileLedger(path, header=HEADER) as book:
+            book.describe({"version": version})
+            book.charge(A)
+    assert [about["version"] for about in read(path).about] == ["1", "2"] and read(path).position == 2
+
+
+def test_a_torn_description_hides_nothing(path: Path) -> None:
+    with FileLedger(path) as book:
+        book.describe({"delta": 1e-5})
+    data = path.read_bytes()
+    put(path, data[:-5])
+    assert read(path).position == 0 and read(path).torn  # before the first event nothing can be released
+    file_of(path := path.with_name("other"), (A, 3))
+    with FileLedger(path) as book:
+        book.describe({"delta": 1e-5})
+    data = path.read_bytes()
+    put(path, data[:-5])
+    assert read(path).position == 3 + ledger.LARGEST_BLOCK
+
+
+def test_a_memory_ledger_has_a_description_too() -> None:
+    book = ledger.MemoryLedger()
+    book.describe({"delta": 1e-5})
+    assert book.about == ({"delta": 1e-5},) and book.position == 0
+
+
+# Reading
+
+
+def test_reading_changes_neither_the_file_nor_its_folder(path: Path) -> None:
+    data = file_of(path, (A, 5), close=False)
+    os.utime(path, (1e9, 1e9))
+    path.chmod(0o400)
+    path.parent.chmod(0o500)
+    try:
+        read(path)
+        assert (
+            path.read_bytes() == data
+            and path.stat().st_mtime == 1e9
+            and list(path.parent.iterdir()) == [path]
+        )
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_what_cannot_be_read_is_refused(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / "pipe")
+    for name, reason in (
+        ("", "directory"),
+        ("pipe", "not a regular file"),
+        ("none", "No such file"),
+        ("\0", "null"),
+    ):
+        with pytest.raises(LedgerError, match=reason):
+            read(path / name)

@@ -126,19 +126,21 @@ def test_an_unknown_split_is_refused() -> None:
 
 
 events = st.builds(
-    lambda pair, unit, z, rate, period: Event(
+    lambda pair, unit, z, rate, period, excess: Event(
         pair[0],
         pair[1],
         unit,
         z,
         1.0 if pair[0] is Sampling.FULL else 1 / period if pair[0] is Sampling.SHUFFLED else rate,
         period if pair[0] is Sampling.SHUFFLED else 1,
+        excess if pair[0] is Sampling.TRUNCATED_POISSON else 0.0,
     ),
     st.sampled_from([(s, a) for s, allowed in SUPPORTED.items() for a in allowed]),
     st.sampled_from(Unit),
     st.floats(0, 1e6),
     st.floats(1e-9, 1.0),
     st.integers(1, 10**6),
+    st.floats(0, 1),
 )
 
 
@@ -147,6 +149,7 @@ def test_an_event_survives_json(event: Event) -> None:
     plain = json.loads(json.dumps(event.to_dict()))
     assert Event.from_dict(plain) == event
     assert all(type(v) in (str, float, int) for v in plain.values())
+    assert ("excess" in plain) == (event.excess > 0)  # older readers understand what they can account for
 
 
 @pytest.mark.parametrize("sampling", Sampling)
@@ -174,6 +177,10 @@ def test_only_proven_pairs_are_accepted(sampling: Sampling, adjacency: Adjacency
         ({"period": 2}, "period"),
         ({"sampling": Sampling.FULL}, "sample_rate"),
         ({"sampling": Sampling.FIXED_SIZE}, "adjacency"),
+        ({"excess": 1e-9}, "excess"),
+        ({"sampling": Sampling.TRUNCATED_POISSON, "excess": -1e-9}, "excess"),
+        ({"sampling": Sampling.TRUNCATED_POISSON, "excess": 1.1}, "excess"),
+        ({"sampling": Sampling.TRUNCATED_POISSON, "excess": math.nan}, "excess"),
     ],
 )
 def test_an_event_that_makes_no_sense_is_refused(changed: dict[str, Any], named: str) -> None:
@@ -190,7 +197,8 @@ def test_an_event_that_makes_no_sense_is_refused(changed: dict[str, Any], named:
 
 
 def test_the_words_are_those_of_the_interface() -> None:
-    assert [str(s) for s in Sampling] == ["poisson", "fixed-size", "partition", "shuffled", "full"]
-    assert [str(a) for a in Adjacency] == ["zero-out", "replace-one"]
+    schemes = ["poisson", "truncated-poisson", "fixed-size", "partition", "shuffled", "full"]
+    assert [str(s) for s in Sampling] == schemes
+    assert [str(a) for a in Adjacency] == ["zero-out", "add-remove", "replace-one"]
     spent = Spent(1.5, 1e-5, Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON, 7, "pld")
     assert str(spent) == "epsilon=1.5 at delta=1e-05 (zero-out of one record, poisson sampling, 7 steps, pld)"

@@ -22,6 +22,15 @@ def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjac
         raise ConfigurationError(f"adjacency={adjacency!r} is not known: use one of {known}.") from None
 
 
+def require_public_size(adjacency: Adjacency) -> None:
+    """Refuse an adjacency under which the size of the data set is secret: a run's rate and steps come from it."""
+    if adjacency is Adjacency.ADD_REMOVE:
+        raise ConfigurationError(
+            "adjacency='add-remove' hides the size of the data set, which the sample rate, the number of steps and "
+            "delta of a run are taken from here: use 'zero-out' with Poisson sampling, whose figures are the same."
+        )
+
+
 def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:
     """How many steps the noise is calibrated for."""
     if epochs is not None and steps is not None:
@@ -72,12 +81,4 @@ def multiplier_of(
         raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
     if planned is None:
         raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
-    return accounting.noise_multiplier(
-        epsilon=epsilon,
-        delta=delta,
-        sample_rate=scheme.sample_rate,
-        steps=planned,
-        sampling=str(scheme.sampling),
-        adjacency=str(adjacency),
-        period=scheme.period,
-    )
+    return accounting.smallest_noise(scheme.event(1.0, adjacency), planned, float(epsilon), delta)

@@ -11,6 +11,7 @@ The file is text that only ever grows. A line is a JSON object, a space and a ch
                 releases of `event` for a line that was torn; also a restart
     join        another run goes on in this file, under its own header; also a restart
     import      the history of a run whose checkpoint goes on here; also a restart
+    about       what a run says about itself, for a statement: how it clips, which software it runs on
 
 A checksum is the hash of the one before it and of its own line, so a line that was changed, removed or
 moved is found. It holds no secret: it shows damage and careless edits, not a forger who computes it
@@ -44,6 +45,7 @@ class Book:
         self.run = ""
         self.block = 0
         self.header: Record = {}
+        self.about: list[Record] = []
         self.ids: dict[Event, int] = {}
         self.latest: Event | None = None  # the event last named
         self.entries: list[Entry] = []
@@ -119,6 +121,8 @@ class Book:
                     self._part()
                     self._add(self._define(Event.from_dict(event)), count)
                 self._part()
+            case "about":  # counts for nothing: whatever it says, the releases stay what they are
+                self.about.append(dict(record["about"]))
             case _:
                 raise ValueError("an unknown kind of line")
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise import accounting, checkpoint, checks, faults, fingerprint
-from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps
+from clipwise import accounting, checkpoint, checks, faults, fingerprint, statement
+from clipwise.about import About, versions
+from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
 from clipwise.budget import Budget
 from clipwise.clipping import Clipper, PerExample, Strategy, noised_parts
 from clipwise.compiled import CompiledStep
@@ -95,6 +96,7 @@ class Private:
         self._buffers = checks.BufferGuard(model)
         self._independence = checks.IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
+        self._described = False
         self._closed = False
         self.loader = PrivateLoader(
             scheme,
@@ -187,7 +189,10 @@ class Private:
             self._parts = self._next_parts()
 
     def _charge(self) -> None:
-        """Count a release, before any of it is visible."""
+        """Count a release, before any of it is visible; with the first one, say what kind of run it is of."""
+        if not self._described:
+            self._ledger.describe(self._about().to_dict())
+            self._described = True
         self._ledger.charge(self._event)
         if self._budget is not None:
             self._budget.left -= 1
@@ -272,17 +277,21 @@ class Private:
         """z: the noise's standard deviation over the sensitivity, for all parts together."""
         return self._event.noise_multiplier
 
+    def tradeoff(self) -> accounting.Tradeoff:
+        """What all releases so far leave to an attacker: the trade-off between false alarms and misses."""
+        return accounting.tradeoff_of(self._ledger.history())
+
     def statement(self) -> Statement:
-        """The privacy statement of the run so far."""
-        return Statement(
-            spent=self.spent(),
-            event=self._event,
-            history=tuple(self._ledger.history()),
-            parts=self._parts,
-            expected_batch_size=self._scheme.expected_size,
-            strategy=self._described_strategy(),
-            seeded=self._seeded,
-            probed=self._independence is not None,
+        """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file."""
+        told = [About.from_dict(about) for about in self._ledger.about]
+        before = told[:-1] if self._described else told  # the last one is of this sitting
+        return statement.of_releases(
+            self._ledger.history(),
+            self._event,
+            self._delta,
+            run=self._ledger.run,
+            sittings=(*before, self._about()),
+            dataset_size=self._scheme.dataset_size,
         )
 
     # ------------------------------------------------- stopping and going on
@@ -504,6 +513,20 @@ class Private:
             "groups": groups,
         }
 
+    def _about(self) -> About:
+        """What a statement of this run needs and its releases do not tell."""
+        return About(
+            strategy=self._described_strategy(),
+            parts=self._parts,
+            divisor=self._scheme.expected_size,
+            arithmetic=self._clipper.arithmetic.name,
+            delta=self._delta,
+            budget=None if self._budget is None else self._budget.epsilon,
+            seeded=self._seeded,
+            probed=self._independence is not None,
+            versions=versions(),
+        )
+
     def _described_strategy(self) -> dict[str, Any]:
         """Its configuration, and what it has learned from releases."""
         return self._strategy.describe() | self._clipper.state_dict()
@@ -523,6 +546,7 @@ def make_private(
     clipping: Strategy | None = None,
     batch_size: int | None = None,
     sample_rate: float | None = None,
+    max_batch_size: int | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     epsilon: float | None = None,
@@ -550,12 +574,14 @@ def make_private(
         clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
         batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
+        max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
+            part is left out. By default so high that this costs no privacy.
         epochs: how long you will train, or `steps`: what the noise is calibrated for.
         epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned
             steps just fit; a step beyond what fits raises `BudgetExhausted`.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
             debugging, and reports epsilon = inf.
-        sampling: "poisson", "fixed-size", "partition", "shuffled" or "full".
+        sampling: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or "full".
         adjacency: by default the one that the sampling scheme goes with.
         noise: "standard": tail-exact Gaussian noise.
         max_physical_batch_size: hand batches out in pieces of at most this size; changes no result.
@@ -579,8 +605,9 @@ def make_private(
     if noise != "standard":
         raise ConfigurationError(f"noise={noise!r} is not known: use 'standard'.")
     size = Fetcher(dataset, collate_fn).dataset_size
-    scheme = make_scheme(sampling, size, batch_size, sample_rate)
+    scheme = make_scheme(sampling, size, batch_size, sample_rate, max_batch_size=max_batch_size)
     relation = adjacency_of(adjacency, scheme.sampling)
+    require_public_size(relation)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)

@@ -57,6 +57,12 @@ class Ledger(ABC):
         with self._lock:
             return self._book.total - self._left
 
+    @property
+    def about(self) -> tuple[Mapping[str, JSON], ...]:
+        """What runs said about themselves with `describe`, in order."""
+        with self._lock:
+            return tuple(self._book.about)
+
     def history(self) -> list[Entry]:
         """The releases charged so far, run-length coded, never merged across a restart."""
         with self._lock:
@@ -72,6 +78,13 @@ class Ledger(ABC):
             if not (same and self._left):
                 self._reserve(event, min(2 * self._size, self._book.block) if same else 1)
             self._left -= 1
+
+    def describe(self, about: Mapping[str, JSON]) -> None:
+        """Keep what a run says about itself: `about` is public, compared with nothing, and charges nothing."""
+        with self._usable():
+            told = json.loads(encode(about))
+            if self._book.about[-1:] != [told]:
+                self._append({"kind": "about", "about": told})
 
     def restart(self) -> None:
         """A new noise key begins: what follows is not merged with what came before."""
@@ -250,6 +263,7 @@ class Snapshot:
         position: their number.
         clean: whether the last writer has ended cleanly.
         torn: whether the last line is torn; if so, the largest block is counted for it.
+        about: what the run said about itself each time it began or went on; empty in older files.
     """
 
     run: str
@@ -258,21 +272,26 @@ class Snapshot:
     position: int
     clean: bool
     torn: bool
+    about: tuple[Mapping[str, JSON], ...] = ()
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
     """What the ledger at `path` says. Neither changes nor locks the file, which may be in use."""
     path = Path(path)
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, for ever
+            raise LedgerError(f"{path} cannot be read as a ledger: it is not a regular file.")
         data = path.read_bytes()
-    except OSError as error:
-        raise LedgerError(f"{path} cannot be read as a ledger: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LedgerError(f"{path} cannot be read as a ledger: {reason}.") from error
     if not data:
         raise LedgerError(f"{path} is empty: no run has begun in it.")
     book, recovery, torn = replay(data, path)
     if recovery is not None:
         book.apply(recovery)
-    return Snapshot(book.run, book.header, book.entries, book.total, recovery is None, torn)
+    about = tuple(book.about)
+    return Snapshot(book.run, book.header, book.entries, book.total, recovery is None, torn, about)
 
 
 def _open_locked(path: Path) -> FileIO:

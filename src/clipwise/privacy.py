@@ -21,10 +21,13 @@ class Adjacency(str, Enum):
 
     ZERO_OUT: one unit is replaced by an empty one, which is removed before anything is computed. The
     size of the data set is public. Under Poisson sampling the accounting is that of add/remove.
+    ADD_REMOVE: one unit is added or removed, so the size of the data set is not public. For accounting only:
+    a run under it would have to take its rate and its number of steps from elsewhere.
     REPLACE_ONE: one unit is replaced by any other; a clipped sum then moves by up to twice its bound.
     """
 
     ZERO_OUT = "zero-out"
+    ADD_REMOVE = "add-remove"
     REPLACE_ONE = "replace-one"
 
     def __str__(self) -> str:
@@ -45,13 +48,16 @@ class Unit(str, Enum):
 class Sampling(str, Enum):
     """How a batch is drawn.
 
-    POISSON: every unit by its own coin. FIXED_SIZE: a uniform subset of constant size.
-    PARTITION: one block, uniformly, of a partition fixed beforehand and independent of the data.
+    POISSON: every unit by its own coin.
+    TRUNCATED_POISSON: the same, but of more units than a public limit a uniform subset of that size is kept.
+    FIXED_SIZE: a uniform subset of constant size.
+    PARTITION: one block or several, uniformly, of a partition fixed beforehand and independent of the data.
     SHUFFLED: each unit once an epoch, in random order; no amplification is claimed.
     FULL: every unit in every step.
     """
 
     POISSON = "poisson"
+    TRUNCATED_POISSON = "truncated-poisson"
     FIXED_SIZE = "fixed-size"
     PARTITION = "partition"
     SHUFFLED = "shuffled"
@@ -64,7 +70,8 @@ class Sampling(str, Enum):
 # The pairs for which a sensitivity and an accountant are both proven; every other pair is refused.
 # The first adjacency of a scheme is its default.
 SUPPORTED: Mapping[Sampling, tuple[Adjacency, ...]] = {
-    Sampling.POISSON: (Adjacency.ZERO_OUT,),
+    Sampling.POISSON: (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE),
+    Sampling.TRUNCATED_POISSON: (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE),
     Sampling.FIXED_SIZE: (Adjacency.REPLACE_ONE,),
     Sampling.PARTITION: (Adjacency.REPLACE_ONE,),
     Sampling.SHUFFLED: (Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE),
@@ -95,6 +102,7 @@ class Event:
         sample_rate: the probability that a given unit is in the batch. For SHUFFLED it is 1 / period;
             for FULL it is 1.
         period: for SHUFFLED, the number of steps in which each unit takes part exactly once; else 1.
+        excess: for TRUNCATED_POISSON, the probability that more units are drawn than the limit; else 0.
     """
 
     sampling: Sampling
@@ -103,6 +111,7 @@ class Event:
     noise_multiplier: float
     sample_rate: float
     period: int = 1
+    excess: float = 0.0
 
     def __post_init__(self) -> None:
         require_supported(self.sampling, self.adjacency)
@@ -114,10 +123,18 @@ class Event:
             raise ConfigurationError("period must be at least 1, and is 1 unless sampling is 'shuffled'.")
         if self.sampling is Sampling.FULL and self.sample_rate != 1:
             raise ConfigurationError("sampling='full' takes every unit: its sample_rate is 1.")
+        if not 0 <= self.excess <= 1:
+            raise ConfigurationError("excess is a probability: it must lie in [0, 1].")
+        if self.excess > 0 and self.sampling is not Sampling.TRUNCATED_POISSON:
+            raise ConfigurationError("excess must be 0 unless sampling is 'truncated-poisson'.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The event in plain types, for the ledger, a checkpoint or a statement."""
-        return {key: str(v) if isinstance(v, Enum) else v for key, v in asdict(self).items()}
+        """The event in plain types, for the ledger, a checkpoint or a statement; an excess of 0 is left out."""
+        return {
+            key: str(v) if isinstance(v, Enum) else v
+            for key, v in asdict(self).items()
+            if key != "excess" or v > 0
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Event:
@@ -129,6 +146,7 @@ class Event:
             noise_multiplier=float(data["noise_multiplier"]),
             sample_rate=float(data["sample_rate"]),
             period=int(data["period"]),
+            excess=float(data.get("excess", 0.0)),
         )
 
 

@@ -1,106 +1,277 @@
-"""The privacy statement of a run: what is promised, to whom, and what is not."""
+"""The privacy statement of a run: what is promised, to whom, on what grounds, and what is not promised.
+
+It covers what the field asks of a report: the setting, the unit and the neighbours, which data accesses and
+which outputs are covered, how it was accounted and under which assumptions, the figures, and the software.
+docs/accounting.md explains every field.
+"""
 
 from __future__ import annotations
 
-import platform
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from clipwise.privacy import Adjacency, Entry, Event, Part, Spent, rounded_up
+from clipwise import accounting, ledger, wording
+from clipwise.about import About, plain, versions
+from clipwise.arguments import delta_of
+from clipwise.errors import LedgerError
+from clipwise.privacy import Entry, Event, Spent, Unit, rounded_up
+from clipwise.risk import Risk
 
-NOT_COVERED = (
-    "data-dependent preprocessing and feature selection",
-    "hyper-parameters chosen by looking at the same data",
-    "anything printed or logged from private batches, such as the training loss",
-    "side channels such as the time a step takes",
-)
+FORMAT = 1
+NOT_RECORDED = "not recorded (the ledger was written by an older version)"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A privacy statement, for people (`str`) and for machines (`to_dict`)."""
+    """A privacy statement, for people (`str`) and for machines (`to_dict`).
 
+    Args:
+        run: the id of the run.
+        spent: the figures of the guarantee.
+        history: all releases.
+        risk: what they mean for an attacker.
+        sittings: what the run said about itself each time it began or went on; the last one is in force.
+        dataset_size: the number of units, which is public; None if not recorded.
+        exact: whether just what was released is counted. If a run goes on, or did not end cleanly, its ledger
+            counts all that it may have released.
+    """
+
+    run: str
     spent: Spent
-    event: Event
     history: tuple[Entry, ...]
-    parts: tuple[Part, ...]
-    expected_batch_size: float
-    strategy: dict[str, Any]
-    seeded: bool
-    probed: bool
-    not_covered: tuple[str, ...] = NOT_COVERED
+    risk: Risk
+    sittings: tuple[About, ...]
+    dataset_size: int | None = None
+    exact: bool = True
+
+    @property
+    def about(self) -> About:
+        """What the latest sitting said about itself."""
+        return self.sittings[-1] if self.sittings else About()
+
+    @property
+    def seeded(self) -> bool | None:
+        """Whether any sitting took noise and sampling from a given seed; None if that is not recorded."""
+        told = [sitting.seeded for sitting in self.sittings]
+        return True if True in told else None if None in told or not told else False
+
+    @property
+    def probed(self) -> bool | None:
+        """Whether every sitting was examined for coupled losses; None if that is not recorded."""
+        told = [sitting.probed for sitting in self.sittings]
+        return False if False in told else None if None in told or not told else True
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What the guarantee rests on and no computation has shown."""
+        probed = {
+            True: "probed on the first batches, not proven",
+            False: "not probed, not proven",
+            None: "not recorded whether it was probed",
+        }[self.probed]
+        several = (
+            ": who has several records in it is protected less" if self.spent.unit is Unit.RECORD else ""
+        )
+        found = [
+            f"each loss depends on its own example only: {probed}",
+            f"one item of the data set is one {self.spent.unit}{several}",
+            "noise and sampling come from a given seed: the guarantee holds only while that seed is secret, and "
+            "no changed program uses it on the same data"
+            if self.seeded
+            else "noise and sampling are as random as the operating system, and their key stays secret",
+        ]
+        if len(self._releases()) > 1:
+            found.append(
+                "how many steps of each kind to take was not decided by looking at what was released"
+            )
+        return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON."""
-        spent = {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(self.spent).items()}
-        return {
-            "spent": spent,
-            "event": self.event.to_dict(),
+        """In plain types, for JSON; what is infinite or not recorded is None."""
+        s, about = self.spent, self.about
+        content = {
+            "format": FORMAT,
+            "run": self.run,
+            "count_is_exact": self.exact,
+            "definition": wording.DEFINITION,
+            "setting": wording.SETTING,
+            "released": wording.RELEASED,
+            "spent": {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(s).items()},
+            "neighbours": wording.neighbours(s.adjacency, s.unit),
+            "dataset_size": self.dataset_size,
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self.history],
-            "parts": [asdict(p) for p in self.parts],
-            "expected_batch_size": self.expected_batch_size,
-            "strategy": self.strategy,
+            "attacker": self.risk.to_dict(),
+            "parts": None if about.parts is None else [asdict(p) for p in about.parts],
+            "expected_batch_size": about.divisor,
+            "strategy": about.strategy,
+            "arithmetic": about.arithmetic,
+            "budget": about.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
-            "not_covered": list(self.not_covered),
-            "versions": _versions(),
+            "tuning": wording.TUNING,
+            "public_data": wording.PUBLIC_DATA,
+            "assumptions": self.assumptions(),
+            "not_covered": wording.not_covered(s.unit),
+            "versions": {"run": self._software(), "statement": versions()},
         }
+        result: dict[str, Any] = plain(content)
+        return result
 
     def __str__(self) -> str:
         s = self.spent
-        neighbours = (
-            f"one {s.unit} replaced by an empty one (the number of {s.unit}s is public)"
-            if s.adjacency is Adjacency.ZERO_OUT
-            else f"one {s.unit} replaced by another"
-        )
-        bounds = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in self.parts[:4])
-        counted = any(not p.parameters for p in self.parts)  # then the bounds adapt to what was counted
-        released = "the clipped sum and the counts" if counted else "the clipped sum"
-        bounds += f" and {len(self.parts) - 4} more parts" if len(self.parts) > 4 else ""
+        size = "" if self.dataset_size is None else f", {self.dataset_size} of them"
         lines = [
-            "Privacy statement",
-            f"  guarantee    ({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model",
-            f"  neighbours   {neighbours}",
-            *(
-                f"  releases     {count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g}, each a Gaussian "
-                f"mechanism on {released} with noise multiplier {e.noise_multiplier:.4g}"
-                for e, count in self._releases().items()
+            (
+                "guarantee",
+                f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model",
             ),
-            f"  sensitivity  {bounds}"
-            + (
-                " (of the next step: max_norm adapts to the released counts, and the noise to it)"
-                if counted
-                else ""
+            ("setting", wording.SETTING),
+            ("released", wording.RELEASED),
+            ("unit", f"one {s.unit}{size}"),
+            ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
+            *(("releases", text) for text in self._steps()),
+            ("sensitivity", self._sensitivity()),
+            ("divisor", self._divisor()),
+            (
+                "accountant",
+                f"{s.accountant}, an upper bound; steps add up, all parts of a step are one release",
             ),
-            f"  divisor      {self.expected_batch_size:g}, a public constant",
-            f"  accountant   {s.accountant}",
-            f"  not covered  {'; '.join(self.not_covered)}",
-            "  assumption   each loss depends on its own example only: "
-            + ("probed on the first batches, not proven" if self.probed else "not probed, not proven"),
+            *self._budget(),
+            ("attacker", self._attacker()),
+            ("tuning", wording.TUNING),
+            ("public data", wording.PUBLIC_DATA),
+            *(("assumption", text) for text in self.assumptions()),
+            *(("not covered", text) for text in wording.not_covered(s.unit)),
+            *(("software", _listed(found)) for found in self._software()),
+            ("read with", _listed(versions())),
         ]
-        if self.seeded:
-            lines.append(
-                "  seed         noise and sampling come from a given seed: the guarantee holds only while that "
-                "seed is secret, and no changed program uses it on the same data"
-            )
-        versions = ", ".join(f"{name} {v}" for name, v in _versions().items())
-        lines.append(f"  software     {versions}")
-        return "\n".join(lines)
+        if not self.exact:
+            state = "the run goes on or did not end cleanly: all that it may have released is counted"
+            lines.insert(1, ("state", state))
+        return "\n".join(["Privacy statement", *_labelled(lines)])
 
     def _releases(self) -> dict[Event, int]:
         """How often each kind of step was taken: more than one if runs have joined or changed."""
         counts: dict[Event, int] = {}
-        for entry in self.history or (Entry(self.event, 0),):
+        for entry in self.history:
             counts[entry.event] = counts.get(entry.event, 0) + entry.count
         return counts
 
+    def _steps(self) -> list[str]:
+        return [self._step(event, count) for event, count in self._releases().items()] or ["none so far"]
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("clipwise", "torch", "numpy", "dp-accounting"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    def _step(self, e: Event, count: int) -> str:
+        counted = any(not p.parameters for p in self.about.parts or ())
+        what = "the clipped sum and the counts" if counted else "the clipped sum"
+        return (
+            f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
+            f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
+        )
+
+    def _sensitivity(self) -> str:
+        parts = self.about.parts
+        if parts is None:
+            return NOT_RECORDED
+        text = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in parts[:4])
+        text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
+        if any(not p.parameters for p in parts):  # then the bounds adapt to what was counted
+            text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
+        return text
+
+    def _divisor(self) -> str:
+        divisor = self.about.divisor
+        return NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"
+
+    def _budget(self) -> list[tuple[str, str]]:
+        budget = self.about.budget
+        return (
+            []
+            if budget is None
+            else [("budget", f"epsilon {budget:g}: a step that would pass it is refused")]
+        )
+
+    def _attacker(self) -> str:
+        found = ", ".join(f"{percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
+        return (
+            f"who knows all other {self.spent.unit}s detects the change with probability at most {found} false alarms; "
+            f"advantage at most {percent(self.risk.advantage)}"
+        )
+
+    def _software(self) -> list[dict[str, str]]:
+        """What the run ran on, once for each change."""
+        found: list[dict[str, str]] = []
+        for sitting in self.sittings:
+            if sitting.versions and dict(sitting.versions) not in found:
+                found.append(dict(sitting.versions))
+        return found
+
+
+def of_releases(
+    history: Sequence[Entry], event: Event, delta: float, accountant: str = "pld", **facts: Any
+) -> Statement:
+    """The statement of what was released: the figures, and the facts that `Statement` takes besides.
+
+    Args:
+        history: all releases.
+        event: the kind of step to name if there are none yet.
+        delta: of the guarantee.
+        accountant: by which it is stated.
+    """
+    event = history[-1].event if history else event
+    spent = Spent(
+        epsilon=accounting.epsilon_of(history, delta, accountant),
+        delta=delta,
+        adjacency=event.adjacency,
+        unit=event.unit,
+        sampling=event.sampling,
+        steps=sum(entry.count for entry in history),
+        accountant=accountant,
+    )
+    return Statement(spent=spent, history=tuple(history), risk=Risk.of(history), **facts)
+
+
+def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> Statement:
+    """The statement of the run in a ledger file, which is only read.
+
+    Args:
+        path: the file.
+        delta: by default the one that the run was made for, or one well below 1 / size of the data set.
+    """
+    found = ledger.read(path)
+    if not found.history:
+        raise LedgerError(f"{path} holds no release yet: there is nothing to state.")
+    sittings = tuple(About.from_dict(about) for about in found.about)
+    size = found.header.get("dataset_size")
+    size = size if isinstance(size, int) else None
+    if delta is None:
+        delta = sittings[-1].delta if sittings else None
+    if delta is None:
+        delta = delta_of(None, None, size or 1)
+    return of_releases(
+        found.history,
+        found.history[-1].event,
+        delta,
+        run=found.run,
+        sittings=sittings,
+        dataset_size=size,
+        exact=found.clean,
+    )
+
+
+def percent(share: float) -> str:
+    """To four digits, never below what was proven."""
+    return f"{rounded_up(100 * share)}%"
+
+
+def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
+    """A label stands before the first of the lines that it is for."""
+    labels = [""] + [name for name, _ in lines]
+    return [
+        f"  {'' if name == before else name:<12} {text}"
+        for before, (name, text) in zip(labels, lines, strict=False)
+    ]
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {v}" for name, v in found.items())

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clipwise import accounting
-from clipwise.accounting import gaussian
+from clipwise.accounting import arguments, gaussian
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Sampling
 
@@ -25,6 +26,22 @@ def test_the_three_questions_agree() -> None:
     assert delta == pytest.approx(1e-5, rel=1e-3)
     z = accounting.noise_multiplier(epsilon=epsilon, delta=1e-5, sample_rate=0.01, steps=1000)
     assert z == pytest.approx(1.0, rel=1e-3)
+
+
+def test_any_unknown_can_be_asked_for() -> None:
+    run: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5}
+    most = accounting.steps(epsilon=2.0, sample_rate=0.01, **run)
+    assert accounting.epsilon(sample_rate=0.01, steps=most, **run) <= 2.0
+    assert accounting.epsilon(sample_rate=0.01, steps=most + 1, **run) > 2.0
+    rate = accounting.sample_rate(epsilon=2.0, steps=1000, **run)
+    assert accounting.epsilon(sample_rate=rate, steps=1000, **run) <= 2.0
+    assert accounting.epsilon(sample_rate=1.002 * rate, steps=1000, **run) > 2.0
+    rate = accounting.sample_rate(epsilon=2.0, epochs=10, sampling="fixed-size", **run)
+    assert (
+        accounting.epsilon(sample_rate=rate, steps=math.ceil(10 / rate), sampling="fixed-size", **run) <= 2.0
+    )
+    with pytest.raises(ConfigurationError, match=r"^sampling='full'.*'poisson', 'fixed-size', 'partition'"):
+        accounting.sample_rate(epsilon=2.0, steps=10, sampling="full", **run)
 
 
 def test_accountants_and_histories(entry: Make) -> None:
@@ -65,9 +82,11 @@ def test_no_steps_and_no_noise() -> None:
         ("sample_rate", [0.0, -0.1, 1.1, math.nan, None, True], r"\(0, 1\]"),
         ("steps", [-1, 1.5, math.nan, math.inf, None, "3", True, 10**30], "whole number"),
         ("delta", [0.0, 1.0, -1e-5, math.nan, None], "greater than 0 and less than 1"),
-        ("sampling", ["uniform", None, 3], "'poisson', 'fixed-size', 'partition', 'shuffled', 'full'"),
-        ("adjacency", ["add-remove", 3], "'zero-out', 'replace-one'"),
-        ("accountant", ["gdp", None], "'pld', 'rdp'"),
+        ("sampling", ["uniform", None, 3], "'poisson', 'truncated-poisson', 'fixed-size'"),
+        ("adjacency", ["bounded", 3], "'zero-out', 'add-remove', 'replace-one'"),
+        ("unit", ["token", None], "'record', 'mini-set', 'user'"),
+        ("max_batch_size", [30], "unless sampling is 'truncated-poisson'"),
+        ("accountant", ["moments", None], "'pld', 'rdp'"),
         ("period", [3], "unless sampling is 'shuffled'"),
     ],
 )
@@ -78,7 +97,7 @@ def test_wrong_arguments_are_named(argument: str, values: list[Any], allowed: st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("given", "named"),
     [
         ({"sampling": "full"}, "sample_rate"),
         ({"sampling": "shuffled", "sample_rate": None}, "period"),
@@ -88,9 +107,81 @@ def test_wrong_arguments_are_named(argument: str, values: list[Any], allowed: st
         ({"adjacency": "replace-one"}, "adjacency"),
     ],
 )
-def test_arguments_that_do_not_fit_together_are_named(arguments: dict[str, Any], named: str) -> None:
+def test_arguments_that_do_not_fit_together_are_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{named}="):
-        accounting.epsilon(**{**ORDINARY, **arguments})
+        accounting.epsilon(**{**ORDINARY, **given})
+
+
+def test_a_schedule_is_the_history_of_its_steps(entry: Make) -> None:
+    run = {key: value for key, value in ORDINARY.items() if key not in ("noise_multiplier", "steps")}
+    schedule = [1.0, 1.5, 1.0, 2.0] * 50
+    by_hand = [entry("poisson", 0.01, z, n) for z, n in ((1.0, 100), (1.5, 50), (2.0, 50))]
+    for accountant in ("pld", "rdp"):
+        expected = accounting.epsilon_of(by_hand, 1e-5, accountant)
+        for given in (schedule, tuple(schedule), np.array(schedule)):
+            assert accounting.epsilon(noise_multiplier=given, **run, accountant=accountant) == expected
+    assert accounting.epsilon(noise_multiplier=schedule, steps=200, **run) == accounting.epsilon_of(
+        by_hand, 1e-5
+    )
+    assert accounting.delta(noise_multiplier=schedule, sample_rate=0.01, epsilon=1.0) == accounting.delta_of(
+        by_hand, 1.0
+    )
+    assert accounting.epsilon(noise_multiplier=[1.0] * 1000, **run) == accounting.epsilon(**ORDINARY)
+    assert accounting.epsilon(noise_multiplier=[], **run) == 0
+    assert accounting.epsilon(noise_multiplier=[1.0, 0.0], **run) == math.inf
+
+
+def test_a_long_schedule_is_rounded_to_less_noise_and_hardly_costs_more() -> None:
+    schedule = np.random.default_rng(0).uniform(0.7, 6.0, 200_000)
+    entries = arguments.history(schedule, None, 0.001, "poisson")
+    assert len(entries) <= arguments.MOST_MULTIPLIERS and sum(entry.count for entry in entries) == 200_000
+    rounded = np.repeat([e.event.noise_multiplier for e in entries], [e.count for e in entries])
+    assert (rounded <= np.sort(schedule)).all()
+    assert (rounded >= np.sort(schedule) * (1 - 1e-3)).all()
+    silent = arguments.history(np.append(schedule, 0.0), None, 0.001, "poisson")
+    assert silent[0].event.noise_multiplier == 0 and silent[0].count == 1
+
+
+def test_a_shuffled_schedule_counts_each_epoch_at_its_least_noise() -> None:
+    shuffled = {"sampling": "shuffled", "period": 3, "delta": 1e-5}
+    found = accounting.epsilon(noise_multiplier=[4, 2, 4, 5, 5, 5, 3], **shuffled)  # type: ignore[arg-type]
+    assert found == pytest.approx(gaussian.epsilon(1e-5, math.sqrt(1 / 4 + 1 / 25 + 1 / 9)), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "schedule", [[1.0, -1.0], [1.0, math.nan], [1.0, math.inf], [[1.0], [2.0]], [1.0, "x"], [1.0, None]]
+)
+def test_a_schedule_holds_multipliers(schedule: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^noise_multiplier"):
+        accounting.epsilon(noise_multiplier=schedule, sample_rate=0.1, delta=1e-5)
+
+
+def test_a_schedule_is_as_long_as_the_run() -> None:
+    with pytest.raises(ConfigurationError, match=r"^steps=4.*3, the length of noise_multiplier"):
+        accounting.epsilon(noise_multiplier=[1.0, 2.0, 3.0], steps=4, sample_rate=0.1, delta=1e-5)
+    with pytest.raises(ConfigurationError, match=r"^steps=None"):
+        accounting.epsilon(noise_multiplier=1.0, sample_rate=0.1, delta=1e-5)
+
+
+def test_truncated_poisson_needs_the_number_of_units() -> None:
+    cut = {**ORDINARY, "sampling": "truncated-poisson"}
+    with pytest.raises(ConfigurationError, match=r"^dataset_size=None"):
+        accounting.epsilon(**cut)
+    free = accounting.epsilon(**cut, dataset_size=10_000)
+    assert free == pytest.approx(accounting.epsilon(**ORDINARY), rel=1e-5)
+    assert accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=10_000) == accounting.epsilon(
+        **ORDINARY
+    )
+    some = accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=170)
+    assert free < some < math.inf
+    assert accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=100) == math.inf
+    kept = {key: value for key, value in cut.items() if key != "noise_multiplier"}
+    z = accounting.noise_multiplier(epsilon=2.0, **kept, dataset_size=10_000, max_batch_size=170)
+    assert (
+        accounting.epsilon(**{**cut, "noise_multiplier": z}, dataset_size=10_000, max_batch_size=170) <= 2.0
+    )
+    with pytest.raises(ConfigurationError, match=r"^max_batch_size is too small"):
+        accounting.noise_multiplier(epsilon=2.0, **kept, dataset_size=10_000, max_batch_size=110)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf, None])

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clipwise.accounting.composition import Amplification, Step, compose
 from clipwise.errors import ConfigurationError, UnsupportedEventError
-from clipwise.privacy import Adjacency, Entry, Unit
+from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
 Make = Callable[..., Entry]
 
@@ -69,3 +72,22 @@ def test_an_unknown_scheme_is_refused(entry: Make) -> None:
 def test_a_count_is_a_whole_number(entry: Make, count: float) -> None:
     with pytest.raises(ConfigurationError, match="count"):
         compose([Entry(entry("poisson", 0.1, 1.0, 1).event, count)])  # type: ignore[arg-type]
+
+
+def test_what_is_cut_adds_up() -> None:
+    event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.1, 1, 1e-9)
+    assert compose([Entry(event, 300), Entry(event, 200)]).excess == pytest.approx(5e-7, rel=1e-15)
+    assert compose([Entry(event, 10**12)]).excess == 1
+    plain = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.1)
+    assert compose([Entry(event, 3)]).steps == compose([Entry(plain, 3)]).steps
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(1, 10**9)), min_size=1, max_size=20))
+def test_mu_is_rounded_up(releases: list[tuple[float, int]]) -> None:
+    entries = [
+        Entry(Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, z, 1.0), count) for z, count in releases
+    ]
+    exact = sum(Fraction(count) / Fraction(z) ** 2 for z, count in releases)
+    found = compose(entries).mu
+    assert Fraction(found) ** 2 >= exact
+    assert found == pytest.approx(math.sqrt(exact), rel=1e-14)

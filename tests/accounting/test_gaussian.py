@@ -71,3 +71,41 @@ def test_known_values(mu: float, epsilon: float) -> None:
 def test_a_huge_mu_is_still_bounded_from_above(mu: float) -> None:
     """The exact value is mu^2 / 2 + 4.26 mu, where the second term is lost in the first."""
     assert gaussian.epsilon(1e-5, mu) > mu * mu / 2
+
+
+def exact_back(epsilon: float, rate: float, z: float) -> mpmath.mpf:
+    """The curve of the other order, by the textbook formula in 60 digits."""
+    with mpmath.workdps(60):
+        e, q, s = mpmath.mpf(epsilon), mpmath.mpf(rate), mpmath.mpf(z)
+        r = mpmath.exp(-e) - 1 + q
+        if r <= 0:
+            return mpmath.mpf(0)
+        t = s * s * mpmath.log(r / q) + mpmath.mpf(1) / 2
+
+        def cdf(x: mpmath.mpf) -> mpmath.mpf:
+            return mpmath.erfc(-x / mpmath.sqrt(2)) / 2
+
+        return mpmath.exp(e) * (r * cdf(t / s) - q * cdf((t - 1) / s))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.floats(-12, -1e-9).map(lambda x: 10**x), st.floats(-2, 6).map(lambda x: 10**x), st.floats(-5, 37))
+def test_both_curves_keep_their_promised_precision(rate: float, z: float, deviations: float) -> None:
+    with mpmath.workdps(60):
+        epsilon = max(0.0, gaussian.loss_at(deviations, rate, z))
+        found = mpmath.mpf(float(gaussian.hockey_stick(np.array([epsilon]), rate, z)[0]))
+        exact = exact_hockey_stick(epsilon, rate, z)
+        assert abs(found - exact) <= 0.5 * gaussian.precision(z) * exact + 1e-305
+        epsilon = max(0.0, -float(gaussian.loss(np.array([-deviations * z]), rate, z)[0]))
+        back = mpmath.mpf(float(gaussian.hockey_stick_back(np.array([epsilon]), rate, z)[0]))
+        assert back >= exact_back(epsilon, rate, z) * (1 - 0.5 * gaussian.precision(z)) - 1e-305
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-7, 8).map(lambda x: 10**x), st.floats(-30, -0.1).map(lambda x: 10**x))
+def test_the_closed_form_is_rounded_up(mu: float, delta: float) -> None:
+    epsilon = gaussian.epsilon(delta, mu)
+    with mpmath.workdps(80):
+        e, m = mpmath.mpf(epsilon), mpmath.mpf(mu)
+        true = mpmath.ncdf(m / 2 - e / m) - mpmath.exp(e) * mpmath.ncdf(-m / 2 - e / m)
+        assert true <= delta

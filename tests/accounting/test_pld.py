@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft, special
 
-from clipwise.accounting import gaussian, pld, rdp
+from clipwise.accounting import gaussian, interpret, pld, rdp
 from clipwise.accounting.composition import Step, compose
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
@@ -33,10 +33,10 @@ TABLE = [
 
 @pytest.mark.parametrize(("z", "rate", "steps", "poisson", "fixed"), TABLE)
 def test_known_values(entry: Make, z: float, rate: float, steps: int, poisson: float, fixed: float) -> None:
-    assert pld.epsilon([entry("poisson", rate, z, steps)], DELTA) == pytest.approx(poisson, rel=2e-3)
-    found = pld.epsilon([entry("fixed-size", rate, z, steps)], DELTA)
+    assert interpret.epsilon([entry("poisson", rate, z, steps)], DELTA) == pytest.approx(poisson, rel=2e-3)
+    found = interpret.epsilon([entry("fixed-size", rate, z, steps)], DELTA)
     assert 0.989 * fixed <= found <= 1.001 * fixed
-    assert pld.epsilon([entry("partition", rate, z, steps)], DELTA) == found
+    assert interpret.epsilon([entry("partition", rate, z, steps)], DELTA) == found
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,19 @@ def test_poisson_lies_between_an_optimistic_and_a_pessimistic_reference(
     grid = {"sampling_prob": rate, "value_discretization_interval": interval}
     below = reference.from_gaussian_mechanism(z, pessimistic_estimate=False, use_connect_dots=False, **grid)
     below, above = (p.self_compose(steps) for p in (below, reference.from_gaussian_mechanism(z, **grid)))
-    assert below.get_epsilon_for_delta(DELTA) <= pld.epsilon(history, DELTA)
-    assert pld.epsilon(history, DELTA) == pytest.approx(above.get_epsilon_for_delta(DELTA), rel=1e-3)
+    assert below.get_epsilon_for_delta(DELTA) <= interpret.epsilon(history, DELTA)
+    assert interpret.epsilon(history, DELTA) == pytest.approx(above.get_epsilon_for_delta(DELTA), rel=1e-3)
     for epsilon in (0.0, 0.1, 1.0):
-        assert below.get_delta_for_epsilon(epsilon) <= pld.delta(history, epsilon)
-        assert pld.delta(history, epsilon) == pytest.approx(above.get_delta_for_epsilon(epsilon), rel=2e-3)
+        assert below.get_delta_for_epsilon(epsilon) <= interpret.delta(history, epsilon)
+        assert interpret.delta(history, epsilon) == pytest.approx(
+            above.get_delta_for_epsilon(epsilon), rel=2e-3
+        )
 
 
 def test_each_direction_of_poisson_agrees_with_the_reference(entry: Make) -> None:
     """A maximum over directions hides an error in the smaller one."""
     rate, z, steps, interval = 0.05, 0.9, 40, 2.0**-12
-    ours = pld._directions(compose([entry("poisson", rate, z, steps)]), interval)
+    ours = pld._directions(compose([entry("poisson", rate, z, steps)]), interval, 2)
     theirs = reference.from_gaussian_mechanism(
         z, sampling_prob=rate, value_discretization_interval=interval
     ).self_compose(steps)
@@ -104,7 +106,7 @@ def test_fixed_size_lies_between_roundings(
 ) -> None:
     below, above = (bucketed_draw(rate, z, steps, 2e-5, upwards) for upwards in (False, True))
     assert above - below < width
-    found = pld.epsilon([entry("fixed-size", rate, z, steps)], DELTA)
+    found = interpret.epsilon([entry("fixed-size", rate, z, steps)], DELTA)
     assert below <= found <= above
     assert found == pytest.approx((above + below) / 2, rel=1e-3)
 
@@ -114,22 +116,22 @@ def test_fixed_size_lies_between_roundings(
 def test_one_step_is_the_closed_form(entry: Make, sampling: str, z: float, rate: float) -> None:
     for epsilon in (0.0, 0.05, 0.3):
         exact = gaussian.hockey_stick(np.array([epsilon]), rate, z)[0]
-        found = pld.delta([entry(sampling, rate, z, 1)], epsilon)
+        found = interpret.delta([entry(sampling, rate, z, 1)], epsilon)
         assert exact <= found <= exact * 1.002 + 1e-12
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
 def test_a_rate_towards_one_becomes_the_gaussian(entry: Make, sampling: str) -> None:
     exact = gaussian.epsilon(DELTA, math.sqrt(10) / 1.5)
-    assert pld.epsilon([entry(sampling, 1.0, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-9)
-    assert pld.epsilon([entry(sampling, 1 - 1e-9, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-3)
+    assert interpret.epsilon([entry(sampling, 1.0, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-9)
+    assert interpret.epsilon([entry(sampling, 1 - 1e-9, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-3)
 
 
 def test_unamplified_histories_are_exact(entry: Make) -> None:
     history = [entry("full", 1.0, 3.0, 9), entry("shuffled", 0.05, 2.0, 41, period=20)]
     mu = math.sqrt(9 / 9 + 3 / 4)
-    assert pld.epsilon(history, DELTA) == pytest.approx(gaussian.epsilon(DELTA, mu), rel=1e-9)
-    assert pld.delta(history, 1.0) == pytest.approx(gaussian.delta(1.0, mu), rel=1e-9)
+    assert interpret.epsilon(history, DELTA) == pytest.approx(gaussian.epsilon(DELTA, mu), rel=1e-9)
+    assert interpret.delta(history, 1.0) == pytest.approx(gaussian.delta(1.0, mu), rel=1e-9)
 
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
@@ -137,9 +139,11 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
     """Equal z is equal privacy without sampling; dp-accounting's PLD would take z / 2 under replace-one."""
     z = 2.0
     exact = gaussian.epsilon(DELTA, 1 / z)
-    assert pld.epsilon([entry("full", 1.0, z, 1, adjacency=adjacency)], DELTA) == pytest.approx(exact)
+    assert interpret.epsilon([entry("full", 1.0, z, 1, adjacency=adjacency)], DELTA) == pytest.approx(exact)
     if adjacency is Adjacency.REPLACE_ONE:
-        assert pld.epsilon([entry("fixed-size", 1 - 1e-9, z, 1)], DELTA) == pytest.approx(exact, rel=1e-3)
+        assert interpret.epsilon([entry("fixed-size", 1 - 1e-9, z, 1)], DELTA) == pytest.approx(
+            exact, rel=1e-3
+        )
         doubled = reference.from_gaussian_mechanism(
             2 * z, neighboring_relation=reference.NeighborRel.REPLACE_ONE
         )
@@ -155,8 +159,8 @@ def test_mixed_histories_compose(entry: Make) -> None:
         .compose(reference.from_gaussian_mechanism(3.0, sampling_prob=0.1).self_compose(50))
     )
     expected = by_reference.get_epsilon_for_delta(DELTA)
-    assert pld.epsilon(history, DELTA) == pytest.approx(expected, rel=1e-3)
-    assert pld.epsilon(history[::-1], DELTA) == pld.epsilon(history, DELTA)
+    assert interpret.epsilon(history, DELTA) == pytest.approx(expected, rel=1e-3)
+    assert interpret.epsilon(history[::-1], DELTA) == interpret.epsilon(history, DELTA)
 
 
 def test_mixed_replace_one_histories_compose(entry: Make) -> None:
@@ -164,13 +168,17 @@ def test_mixed_replace_one_histories_compose(entry: Make) -> None:
     draws = entry("fixed-size", 0.05, 1.0, 100)
     full = entry("full", 1.0, 2.0, 3, adjacency=Adjacency.REPLACE_ONE)
     almost = entry("partition", 1 - 1e-9, 2.0, 3)
-    assert pld.epsilon([draws, full], DELTA) == pytest.approx(pld.epsilon([draws, almost], DELTA), rel=1e-3)
-    assert pld.epsilon([draws, full], DELTA) > max(pld.epsilon([draws], DELTA), pld.epsilon([full], DELTA))
+    assert interpret.epsilon([draws, full], DELTA) == pytest.approx(
+        interpret.epsilon([draws, almost], DELTA), rel=1e-3
+    )
+    assert interpret.epsilon([draws, full], DELTA) > max(
+        interpret.epsilon([draws], DELTA), interpret.epsilon([full], DELTA)
+    )
 
 
 def test_entries_of_one_event_add_up(entry: Make) -> None:
     split = [entry("poisson", 0.01, 1.0, 300), entry("poisson", 0.01, 1.0, 700)]
-    assert pld.epsilon(split, DELTA) == pld.epsilon([entry("poisson", 0.01, 1.0, 1000)], DELTA)
+    assert interpret.epsilon(split, DELTA) == interpret.epsilon([entry("poisson", 0.01, 1.0, 1000)], DELTA)
 
 
 schemes = st.sampled_from(["poisson", "fixed-size"])
@@ -183,18 +191,18 @@ counts = st.integers(1, 3000)
 @given(schemes, rates, noises, counts)
 def test_monotone_and_below_rdp(entry: Make, sampling: str, rate: float, z: float, steps: int) -> None:
     history = [entry(sampling, rate, z, steps)]
-    epsilon = pld.epsilon(history, DELTA)
+    epsilon = interpret.epsilon(history, DELTA)
     slack = 1 + 5e-4
-    assert epsilon <= pld.epsilon([entry(sampling, rate, z, 2 * steps)], DELTA) * slack
-    assert epsilon <= pld.epsilon([entry(sampling, min(1.0, 1.3 * rate), z, steps)], DELTA) * slack
-    assert epsilon <= pld.epsilon([entry(sampling, rate, z / 1.2, steps)], DELTA) * slack
+    assert epsilon <= interpret.epsilon([entry(sampling, rate, z, 2 * steps)], DELTA) * slack
+    assert epsilon <= interpret.epsilon([entry(sampling, min(1.0, 1.3 * rate), z, steps)], DELTA) * slack
+    assert epsilon <= interpret.epsilon([entry(sampling, rate, z / 1.2, steps)], DELTA) * slack
     assert epsilon <= gaussian.epsilon(DELTA, math.sqrt(steps) / z)
-    assert epsilon <= rdp.epsilon(history, DELTA) * slack
-    assert pld.delta(history, epsilon) <= DELTA * slack
+    assert epsilon <= interpret.epsilon(history, DELTA, "rdp") * slack
+    assert interpret.delta(history, epsilon) <= DELTA * slack
 
 
 def test_replace_one_costs_more_than_zero_out(entry: Make) -> None:
-    fixed, poisson = (pld.epsilon([entry(s, 0.01, 1.0, 500)], DELTA) for s in ("fixed-size", "poisson"))
+    fixed, poisson = (interpret.epsilon([entry(s, 0.01, 1.0, 500)], DELTA) for s in ("fixed-size", "poisson"))
     assert fixed > 1.05 * poisson
 
 
@@ -218,41 +226,71 @@ EXTREME = [
 @pytest.mark.parametrize(("z", "rate", "steps"), EXTREME)
 def test_extreme_inputs_are_bounded(entry: Make, sampling: str, z: float, rate: float, steps: int) -> None:
     history = [entry(sampling, rate, z, steps)]
-    epsilon = pld.epsilon(history, DELTA)
+    epsilon = interpret.epsilon(history, DELTA)
     assert epsilon >= 0
     # One step bounds many from below; giving up amplification bounds them from above.
-    one_step = pld.epsilon([entry(sampling, rate, z, 1)], DELTA)
+    one_step = interpret.epsilon([entry(sampling, rate, z, 1)], DELTA)
     assert epsilon >= one_step * (1 - 1e-9)
     assert epsilon <= gaussian.epsilon(DELTA, math.sqrt(steps) / z) * (1 + 1e-9)
     if math.isfinite(epsilon):
-        assert 0 <= pld.delta(history, epsilon) <= DELTA * 1.01
+        by_rdp = steps > pld.MOST_STEPS  # which rounds a little at such numbers
+        assert 0 <= interpret.delta(history, epsilon) <= DELTA * (1.5 if by_rdp else 1.01)
 
 
 @pytest.mark.parametrize("delta", [1e-30, 1e-14, 1e-12, 0.5, 0.999])
 def test_any_delta_has_a_bound(entry: Make, delta: float) -> None:
     history = [entry("poisson", 0.01, 1.0, 100)]
-    epsilon = pld.epsilon(history, delta)
+    epsilon = interpret.epsilon(history, delta)
     assert math.isfinite(epsilon)
-    assert pld.epsilon(history, delta / 2) >= epsilon >= 0
+    assert interpret.epsilon(history, delta / 2) >= epsilon >= 0
     # One step's closed form bounds from below also where only RDP is left.
     assert gaussian.hockey_stick(np.array([epsilon]), 0.01, 1.0)[0] <= delta
 
 
-def test_many_different_steps_fall_back_to_a_bound(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = [entry("poisson", 0.01, 1 + 0.01 * i, 10) for i in range(4)]
-    tight = pld.epsilon(history, DELTA)
-    monkeypatch.setattr(pld, "MOST_KINDS", 3)
-    assert tight < pld.epsilon(history, DELTA) == rdp.epsilon(history, DELTA)
-    assert pld.delta(history, 1.0) == rdp.delta(history, 1.0)
+def test_figures_do_without_the_rdp_library(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that no grid suits is bounded by the closed form then, and others are as before."""
+
+    def missing(*args: object) -> float:
+        raise ImportError
+
+    usual, hard = [entry("poisson", 0.01, 1.0, 100)], [entry("poisson", 0.01, 2.0, 10**12)]
+    before = interpret.epsilon(usual, DELTA)
+    with_rdp = interpret.epsilon(hard, DELTA), interpret.delta(hard, 1e9)
+    monkeypatch.setattr(rdp, "epsilon", missing)
+    monkeypatch.setattr(rdp, "delta", missing)
+    assert interpret.epsilon(usual, DELTA) == before
+    assert with_rdp[0] < interpret.epsilon(hard, DELTA) <= gaussian.epsilon(DELTA, 1e6 / 2) * (1 + 1e-9)
+    assert with_rdp[1] <= interpret.delta(hard, 1e9) <= 1
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
+def test_a_profile_is_the_deltas_at_many_epsilons(entry: Make, sampling: str) -> None:
+    total = compose([entry(sampling, 0.01, 1.0, 500), entry(sampling, 0.02, 2.0, 100)])
+    epsilons = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 3.0])
+    found = pld.profile(total, epsilons)
+    one_by_one = np.array([pld.delta(total, float(e)) for e in epsilons])
+    assert found == pytest.approx(one_by_one, rel=1e-3)
+    assert np.all(np.diff(found) <= 0)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
+@pytest.mark.parametrize("delta", [1e-9, 1e-15, 1e-22, 1e-30])
+def test_small_deltas_of_one_step_are_tight(entry: Make, sampling: str, delta: float) -> None:
+    total = compose([entry(sampling, 0.01, 1.0, 1)])
+    epsilon = pld.epsilon(total, delta)
+    for factor, within in ((1.0, True), (0.998, False)):
+        true = float(gaussian.hockey_stick(np.array([factor * epsilon]), 0.01, 1.0)[0])
+        assert (true <= delta) is within
+    assert pld.delta(total, epsilon) <= delta * 1.001
 
 
 def test_no_noise_and_no_history(entry: Make) -> None:
-    assert pld.epsilon([], DELTA) == 0 and pld.delta([], 0.0) == 0
+    assert interpret.epsilon([], DELTA) == 0 and interpret.delta([], 0.0) == 0
     for z in (0.0, 1e-170):
         silent = [entry("poisson", 0.1, 1.0, 5), entry("poisson", 0.1, z, 1)]
-        assert pld.epsilon(silent, DELTA) == math.inf and pld.delta(silent, 100.0) == 1
+        assert interpret.epsilon(silent, DELTA) == math.inf and interpret.delta(silent, 100.0) == 1
 
 
 def test_an_amplification_without_a_bound_is_refused() -> None:
     with pytest.raises(UnsupportedEventError, match="PLD"):
-        pld._of_step(Step("hope", 0.1, 1.0), 0.01)  # type: ignore[arg-type]
+        pld._of_step(Step("hope", 0.1, 1.0), 0.01, 9)  # type: ignore[arg-type]

@@ -16,9 +16,27 @@ from scipy import stats
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
-from clipwise.sampling import FixedSize, Full, Partition, Poisson, Scheme, Shuffled, make_scheme, schemes
+from clipwise.sampling import (
+    FixedSize,
+    Full,
+    Partition,
+    Poisson,
+    Scheme,
+    Shuffled,
+    TruncatedPoisson,
+    make_scheme,
+    schemes,
+)
 
-ALL = [Poisson(50, 0.1), FixedSize(50, 7), Partition(50, 7), Shuffled(50, 7), Full(50)]
+ALL = [
+    Poisson(50, 0.1),
+    TruncatedPoisson(50, 0.1, 9),
+    FixedSize(50, 7),
+    Partition(50, 7),
+    Partition(50, 6, mini_sets=3),
+    Shuffled(50, 7),
+    Full(50),
+]
 EPOCH = sha256(b"epoch").digest()
 ACCEPT = 1e-3  # the secrets are fixed, so a test that passes once always passes
 
@@ -65,7 +83,10 @@ def test_a_caller_may_write_into_a_draw_without_changing_the_next(scheme: Scheme
         (Poisson(10, 1.0), 1.0, 1, 10.0, 1),
         (Poisson(10, 0.3), 0.3, 4, 3.0, 1),
         (FixedSize(10, 4), 0.4, 3, 4.0, 1),
+        (TruncatedPoisson(10, 0.3, 5), 0.3, 4, 3.0, 1),
         (Partition(10, 4), 1 / 3, 3, 10 / 3, 1),
+        (Partition(10, 4, mini_sets=2), 2 / 5, 3, 4.0, 1),
+        (Partition(12, 10, mini_sets=2), 2 / 3, 2, 8.0, 1),
         (Shuffled(10, 4), 1 / 3, 3, 10 / 3, 3),
         (Shuffled(12, 4), 1 / 3, 3, 4.0, 3),
         (Full(10), 1.0, 1, 10.0, 1),
@@ -94,7 +115,9 @@ def test_event_carries_what_the_scheme_does(scheme: Scheme) -> None:
         noise_multiplier=1.5,
         sample_rate=scheme.sample_rate,
         period=8 if scheme.sampling is Sampling.SHUFFLED else 1,
+        excess=scheme.excess,
     )
+    assert (event.excess > 0) == (scheme.sampling is Sampling.TRUNCATED_POISSON)
     for adjacency in Adjacency:
         if adjacency in SUPPORTED[scheme.sampling]:
             event = scheme.event(0.0, adjacency, Unit.USER)
@@ -170,6 +193,38 @@ def test_fixed_size_has_no_repetition_in_a_large_data_set(batch_size: int) -> No
     assert len(np.unique(drawn)) == len(drawn) == batch_size
 
 
+# -- truncated Poisson
+
+
+def test_truncated_poisson_is_the_law_of_a_cut_poisson_draw() -> None:
+    """All subsets up to the limit: q^k (1-q)^(N-k), and at the limit the rest of the mass, shared equally."""
+    size, rate, limit, count = 5, 0.4, 3, 20_000
+    seen = Counter(tuple(d.tolist()) for d in draws(TruncatedPoisson(size, rate, limit), count))
+    subsets = [s for k in range(limit + 1) for s in itertools.combinations(range(size), k)]
+    assert set(seen) <= set(subsets)
+    law = stats.binom(size, rate)
+    shares = [law.pmf(k) / math.comb(size, k) for k in range(limit)] + [
+        law.sf(limit - 1) / math.comb(size, limit)
+    ]
+    assert chi_square([seen[s] for s in subsets], [count * shares[len(s)] for s in subsets]) > ACCEPT
+
+
+def test_truncated_poisson_draws_like_poisson_below_the_limit() -> None:
+    plain, cut = Poisson(1000, 0.05), make_scheme("truncated-poisson", 1000, 50)
+    for one, other in zip(draws(plain, 50), draws(cut, 50), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_the_default_limit_costs_nothing_and_a_limit_below_the_mean_is_refused() -> None:
+    scheme = make_scheme("truncated-poisson", 60000, 256)
+    assert isinstance(scheme, TruncatedPoisson)
+    assert 256 + 8 * 16 < scheme.max_batch_size < 256 + 12 * 16
+    assert 0 < scheme.excess < 1e-18
+    assert make_scheme("truncated-poisson", 60000, 256, max_batch_size=60000).excess == 0
+    with pytest.raises(ConfigurationError, match=f"max_batch_size=255.*give {scheme.max_batch_size}"):
+        make_scheme("truncated-poisson", 60000, 256, max_batch_size=255)
+
+
 # -- partition
 
 
@@ -187,6 +242,15 @@ def test_partition_chooses_each_block_with_equal_probability() -> None:
     seen = Counter(int(d[0]) for d in draws(scheme, 8000))
     assert set(seen) == {0, 3, 6, 9}
     assert chi_square(list(seen.values()), [2000.0] * 4) > ACCEPT
+
+
+def test_partition_of_several_mini_sets_is_uniform_over_choices_of_blocks() -> None:
+    scheme = Partition(11, 6, mini_sets=3)  # blocks of 2, the last of 1
+    seen = Counter(tuple(d.tolist()) for d in draws(scheme, 8000))
+    blocks = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10,)]
+    choices = [tuple(itertools.chain(*chosen)) for chosen in itertools.combinations(blocks, 3)]
+    assert set(seen) == set(choices)
+    assert chi_square([seen[c] for c in choices], [8000 / 20] * 20) > ACCEPT
 
 
 # -- shuffled
@@ -285,7 +349,8 @@ def test_make_scheme_takes_numpy_numbers_and_gives_plain_events() -> None:
         (("full", 50, None, 1.0), "full"),
         (("full", 0), "dataset_size"),
         (("poisson", 0, None, 0.1), "dataset_size"),
-        (("truncated-poisson", 50, 5), "'poisson', 'fixed-size', 'partition', 'shuffled', 'full'"),
+        (("balls-and-bins", 50, 5), "'poisson', 'truncated-poisson', 'fixed-size'"),
+        (("truncated-poisson", 50), "exactly one"),
     ],
 )
 def test_make_scheme_refuses(arguments: tuple[object, ...], message: str) -> None:
@@ -300,6 +365,11 @@ def test_make_scheme_refuses(arguments: tuple[object, ...], message: str) -> Non
         lambda: Poisson(5, 0.0),
         lambda: FixedSize(5, 6),
         lambda: Partition(5, 0),
+        lambda: Partition(5, 4, mini_sets=3),
+        lambda: Partition(5, 4, mini_sets=0),
+        lambda: TruncatedPoisson(5, 0.5, 0),
+        lambda: make_scheme("poisson", 5, 2, max_batch_size=5),
+        lambda: make_scheme("fixed-size", 5, 2, mini_sets=2),
         lambda: Shuffled(0, 1),
         lambda: Full(0),
     ],

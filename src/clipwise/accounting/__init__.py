@@ -5,68 +5,115 @@ bound is refused. Every figure is an upper bound:
 
 - `pld` (privacy loss distributions) is tight, and takes milliseconds to tenths of a second;
 - `rdp` (Renyi divergences) is looser, and takes microseconds for a new step: a live figure while training;
+- `zcdp` (zero-concentrated DP) and `gdp` (Gaussian DP, exact) are for steps that every unit takes part in;
 - `dp-accounting` is that library's own PLD, a second opinion on the first, without fixed-size batches.
 
+Beyond one run of fixed steps: `search` bounds a search over hyper-parameters, `Filter` a schedule that is
+chosen from released values, and `tradeoff` says what an attacker can do.
+
+`central_limit` gives the Gaussian approximation of the f-DP literature, which is no bound: a diagnostic.
+
 A noise multiplier is always the noise's standard deviation over the sensitivity under the adjacency in
-question: std / C for a clipped sum under zero-out, std / 2C under replace-one.
+question: std / C for a clipped sum under zero-out and add-remove, std / 2C under replace-one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from clipwise.accounting import arguments, calibrate, pld, rdp, reference
-from clipwise.privacy import Adjacency, Entry, Event, Sampling
+from clipwise.accounting import arguments, calibrate, interpret, repeat, truncation
+from clipwise.accounting.central_limit import CentralLimit
+from clipwise.accounting.central_limit import of as central_limit_of
+from clipwise.accounting.composition import compose
+from clipwise.accounting.filter import Filter
+from clipwise.accounting.repeat import Repetitions
+from clipwise.accounting.tradeoff import Tradeoff
+from clipwise.accounting.tradeoff import of as tradeoff_of
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
-__all__ = ["delta", "delta_of", "epsilon", "epsilon_of", "noise_multiplier", "steps_within"]
-
-_ACCOUNTANTS = {"pld": pld, "rdp": rdp, "dp-accounting": reference}
+__all__ = [
+    "CentralLimit",
+    "Filter",
+    "Repetitions",
+    "Tradeoff",
+    "central_limit",
+    "central_limit_of",
+    "delta",
+    "delta_of",
+    "epsilon",
+    "epsilon_of",
+    "noise_multiplier",
+    "sample_rate",
+    "search",
+    "smallest_noise",
+    "steps",
+    "steps_within",
+    "tradeoff",
+    "tradeoff_of",
+]
 
 
 def epsilon(
     *,
-    noise_multiplier: float,
+    noise_multiplier: float | Sequence[float],
     sample_rate: float | None = None,
-    steps: int,
+    steps: int | None = None,
     delta: float,
     sampling: str | Sampling = "poisson",
     adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
     period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
     accountant: str = "pld",
 ) -> float:
     """Epsilon of `steps` private steps at `delta`.
 
     Args:
         noise_multiplier: the noise's standard deviation over the sensitivity under `adjacency`. 0 is allowed,
-            and costs an infinite epsilon.
+            and costs an infinite epsilon. A sequence is a schedule fixed beforehand, one multiplier a step.
         sample_rate: the probability that a given unit is in a batch.
-        steps: how many steps.
+        steps: how many steps; may be left out for a schedule.
         delta: the delta of the guarantee.
-        sampling: how batches are drawn: "poisson", "fixed-size", "partition", "shuffled" or "full".
-        adjacency: "zero-out" or "replace-one"; by default that of the scheme.
+        sampling: how batches are drawn: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or
+            "full".
+        adjacency: "zero-out", "add-remove" or "replace-one"; by default that of the scheme.
+        unit: what is protected: "record", "mini-set" or "user". It does not change the figure, because the
+            multiplier and the rate are those of the unit.
         period: for "shuffled", the number of steps in an epoch; sample_rate is then 1 / period.
-        accountant: "pld" (tight), "rdp" (cheap) or "dp-accounting" (a second opinion).
+        dataset_size: for "truncated-poisson", the number of units, or a bound on it.
+        max_batch_size: for "truncated-poisson", the most units of a batch; by default so many that cutting
+            batches costs nothing.
+        accountant: "pld" (tight), "rdp" (cheap), "zcdp" or "gdp" (without amplification), or "dp-accounting" (a
+            second opinion).
     """
-    event = arguments.event(noise_multiplier, sample_rate, sampling, adjacency, period)
-    return epsilon_of([Entry(event, arguments.whole("steps", steps))], delta, accountant)
+    history = arguments.history(
+        noise_multiplier, steps, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size
+    )
+    return epsilon_of(history, delta, accountant)
 
 
 def delta(
     *,
-    noise_multiplier: float,
+    noise_multiplier: float | Sequence[float],
     sample_rate: float | None = None,
-    steps: int,
+    steps: int | None = None,
     epsilon: float,
     sampling: str | Sampling = "poisson",
     adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
     period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
     accountant: str = "pld",
 ) -> float:
     """Delta of `steps` private steps at `epsilon`; the other arguments are those of `epsilon`."""
-    event = arguments.event(noise_multiplier, sample_rate, sampling, adjacency, period)
-    return delta_of([Entry(event, arguments.whole("steps", steps))], epsilon, accountant)
+    history = arguments.history(
+        noise_multiplier, steps, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size
+    )
+    return delta_of(history, epsilon, accountant)
 
 
 def noise_multiplier(
@@ -77,31 +124,202 @@ def noise_multiplier(
     steps: int,
     sampling: str | Sampling = "poisson",
     adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
     period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
 ) -> float:
     """The smallest noise multiplier for which `steps` steps cost at most `epsilon` at `delta`.
 
     Rounded up by less than 0.1 percent; the PLD accountant confirms the value returned. The other arguments
     are those of `epsilon`.
     """
-    event = arguments.event(1.0, sample_rate, sampling, adjacency, period)
-    return calibrate.smallest_noise(
-        event,
-        arguments.whole("steps", steps),
-        arguments.number("epsilon", epsilon, above=0, below=math.inf),
+    event = arguments.event(1.0, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size)
+    count = arguments.whole("steps", steps)
+    budget = arguments.budget(epsilon)
+    probability = arguments.number("delta", delta, above=0, below=1)
+    return smallest_noise(event, count, budget, probability)
+
+
+def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> float:
+    """`noise_multiplier` of `steps` events like `event`, whose own multiplier does not matter."""
+    truncation.require_room(epsilon, delta, steps * event.excess)
+    return calibrate.smallest_noise(event, steps, epsilon, delta)
+
+
+def steps(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    sample_rate: float | None = None,
+    sampling: str | Sampling = "poisson",
+    adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
+    period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> int:
+    """The largest number of steps that cost at most `epsilon` at `delta`; an error if not even one does.
+
+    Large numbers are rounded down a little. The other arguments are those of `epsilon`.
+    """
+    return calibrate.most_steps(
+        arguments.event(
+            noise_multiplier, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size
+        ),
+        arguments.budget(epsilon),
         arguments.number("delta", delta, above=0, below=1),
     )
 
 
+def sample_rate(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    steps: int | None = None,
+    epochs: float | None = None,
+    sampling: str | Sampling = "poisson",
+    adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
+) -> float:
+    """The largest sampling rate for which a run costs at most `epsilon` at `delta`; an error if none does.
+
+    Args:
+        epsilon: the budget.
+        delta: its delta.
+        noise_multiplier: as for `epsilon`.
+        steps: how many steps the run has, whatever the rate; or
+        epochs: how many passes over the data it makes: epochs / rate steps.
+        sampling: "poisson", "fixed-size" or "partition".
+        adjacency: as for `epsilon`.
+        unit: as for `epsilon`.
+    """
+    scheme = arguments.one_of("sampling", sampling, calibrate.SEARCHABLE)
+    return calibrate.largest_rate(
+        arguments.event(noise_multiplier, 1.0, scheme, adjacency, None, unit),
+        arguments.budget(epsilon),
+        arguments.number("delta", delta, above=0, below=1),
+        steps=None if steps is None else arguments.whole("steps", steps),
+        epochs=None if epochs is None else arguments.number("epochs", epochs, above=0, below=math.inf),
+    )
+
+
+def tradeoff(
+    *,
+    noise_multiplier: float | Sequence[float],
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    sampling: str | Sampling = "poisson",
+    adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
+    period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> Tradeoff:
+    """The trade-off function (f-DP) of `steps` private steps, from below; the arguments are those of `epsilon`."""
+    return tradeoff_of(
+        arguments.history(
+            noise_multiplier,
+            steps,
+            sample_rate,
+            sampling,
+            adjacency,
+            period,
+            unit,
+            dataset_size,
+            max_batch_size,
+        )
+    )
+
+
+def central_limit(
+    *,
+    noise_multiplier: float | Sequence[float],
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    sampling: str | Sampling = "poisson",
+    adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
+    period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> CentralLimit:
+    """The Gaussian approximation of `steps` private steps: no guarantee. The arguments are those of `epsilon`."""
+    return central_limit_of(
+        arguments.history(
+            noise_multiplier,
+            steps,
+            sample_rate,
+            sampling,
+            adjacency,
+            period,
+            unit,
+            dataset_size,
+            max_batch_size,
+        )
+    )
+
+
+def search(
+    history: Sequence[Entry] | None = None,
+    *,
+    mean: float,
+    shape: float = 1.0,
+    delta: float,
+    noise_multiplier: float | Sequence[float] | None = None,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    sampling: str | Sampling = "poisson",
+    adjacency: str | Adjacency | None = None,
+    unit: str | Unit = "record",
+    period: int | None = None,
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> float:
+    """Epsilon at `delta` of a search: a random number of runs, of which only the best is released.
+
+    By RDP. It holds if the number of runs is drawn beforehand by `Repetitions(mean, shape).draw()` and kept
+    secret, and each run takes a candidate drawn at random from the same distribution.
+
+    Args:
+        history: what one run releases, the most expensive candidate if they differ; or describe it by the
+            arguments of `epsilon`.
+        mean: the mean number of runs.
+        shape: 1 for a geometric number of runs, 0 for a logarithmic one, any number above -1 for a truncated
+            negative binomial one, infinity for a Poisson one.
+        delta: the delta of the guarantee.
+    """
+    repetitions = Repetitions(mean, shape)
+    if history is None:
+        history = arguments.history(
+            noise_multiplier,
+            steps,
+            sample_rate,
+            sampling,
+            adjacency,
+            period,
+            unit,
+            dataset_size,
+            max_batch_size,
+        )
+    elif noise_multiplier is not None or steps is not None:
+        raise ConfigurationError(
+            "history says what a run releases: give it alone, or describe a run without it."
+        )
+    return repeat.epsilon(compose(history), arguments.number("delta", delta, above=0, below=1), repetitions)
+
+
 def epsilon_of(history: Sequence[Entry], delta: float, accountant: str = "pld") -> float:
     """Epsilon at `delta` of everything in a history; 0 for an empty one, inf if anything had no noise."""
-    return float(_named(accountant).epsilon(history, arguments.number("delta", delta, above=0, below=1)))
+    return interpret.epsilon(history, arguments.number("delta", delta, above=0, below=1), accountant)
 
 
 def delta_of(history: Sequence[Entry], epsilon: float, accountant: str = "pld") -> float:
     """Delta at `epsilon` of everything in a history."""
     target = arguments.number("epsilon", epsilon, above=0, below=math.inf, open_end=False)
-    return float(_named(accountant).delta(history, target))
+    return interpret.delta(history, target, accountant)
 
 
 def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
@@ -117,7 +335,3 @@ def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: 
         arguments.number("delta", delta, above=0, below=1),
         arguments.whole("at_most", at_most),
     )
-
-
-def _named(accountant: str) -> Any:
-    return _ACCOUNTANTS[arguments.one_of("accountant", accountant, _ACCOUNTANTS)]

@@ -12,10 +12,10 @@ adjacency (2C for a clipped sum under replace-one), and so is the z of a `Step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Entry, Event, Sampling
@@ -47,6 +47,9 @@ class Step(NamedTuple):
     z: float
 
 
+Steps: TypeAlias = "tuple[tuple[Step, int], ...]"
+
+
 @dataclass(frozen=True)
 class Composition:
     """A history as accountants see it.
@@ -56,11 +59,14 @@ class Composition:
         steps: the amplified steps, each with the number of times it was taken.
         unamplified_mu: mu of the whole history if no amplification is claimed for any of it: an upper bound
             in closed form, whatever the numbers.
+        excess: a bound on the probability that any batch was cut (truncated Poisson sampling). The rest says
+            what the history costs if none is; interpret.py adds what cutting costs.
     """
 
     mu: float
-    steps: tuple[tuple[Step, int], ...]
+    steps: Steps
     unamplified_mu: float
+    excess: float = 0.0
 
     @property
     def count(self) -> int:
@@ -70,9 +76,11 @@ class Composition:
 
 def compose(history: Sequence[Entry]) -> Composition:
     """Reduce a history to what accountants know how to bound, or refuse it."""
-    _require_one_guarantee(history)
-    squared_mu = squared_mu_of_steps = 0.0
+    require_one_guarantee(history)
     steps: dict[Step, int] = {}
+    unamplified: dict[float, int] = {}  # how often a unit takes part, by noise multiplier
+    amplified: dict[float, int] = {}
+    excess: dict[float, int] = {}
     for entry in history:
         if entry.count < 0 or entry.count != int(entry.count):
             raise ConfigurationError("history: the count of an entry is a whole number that is not negative.")
@@ -80,17 +88,33 @@ def compose(history: Sequence[Entry]) -> Composition:
             continue
         step = _amplified_step(entry.event)
         participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts
-        inverse = 1 / entry.event.noise_multiplier if entry.event.noise_multiplier > 0 else math.inf
+        z, cut = entry.event.noise_multiplier, entry.event.excess
+        excess[cut] = excess.get(cut, 0) + entry.count
         if step is None:
-            squared_mu += participations * inverse * inverse
+            unamplified[z] = unamplified.get(z, 0) + participations
         else:
-            squared_mu_of_steps += participations * inverse * inverse
+            amplified[z] = amplified.get(z, 0) + participations
             steps[step] = steps.get(step, 0) + entry.count
     in_order = tuple(sorted(steps.items(), key=lambda item: (item[0].amplification.value, *item[0][1:])))
-    return Composition(math.sqrt(squared_mu), in_order, math.sqrt(squared_mu + squared_mu_of_steps))
+    return Composition(
+        mu=_mu(unamplified),
+        steps=in_order,
+        unamplified_mu=_mu(unamplified, amplified),
+        excess=min(1.0, math.fsum(count * cut for cut, count in excess.items())),
+    )
 
 
-def _require_one_guarantee(history: Sequence[Entry]) -> None:
+def _mu(*participations: Mapping[float, int]) -> float:
+    """mu = sqrt(sum count / z^2), rounded up: each term and the root carry a few roundings of 2^-53."""
+    squares = [
+        count * (1 / z) * (1 / z) if z > 0 else math.inf
+        for part in participations
+        for z, count in part.items()
+    ]
+    return math.sqrt(math.fsum(squares)) * (1 + 2.0**-50)
+
+
+def require_one_guarantee(history: Sequence[Entry]) -> None:
     """Releases compose only if all of them protect the same unit under the same adjacency."""
     if len({(entry.event.adjacency, entry.event.unit) for entry in history}) > 1:
         raise UnsupportedEventError(
@@ -103,7 +127,7 @@ def _amplified_step(event: Event) -> Step | None:
     """The amplified step that an event is, or None for a Gaussian mechanism that every unit is in."""
     if event.sampling in (Sampling.FULL, Sampling.SHUFFLED):
         return None
-    if event.sampling is Sampling.POISSON:
+    if event.sampling in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
         amplification = Amplification.COIN
     elif event.sampling in (Sampling.FIXED_SIZE, Sampling.PARTITION):
         amplification = Amplification.DRAW

@@ -1,9 +1,17 @@
 """Privacy losses on a grid: the discrete pairs that stand in for true ones, their sums, and what they cost.
 
 A pair (P, Q) of output distributions enters composition only through the distribution of the loss
-l = log(P / Q) under P. `connect_dots` replaces it by one on a grid whose curve delta(epsilon) lies on or above
-the true one everywhere (Doroshenko et al., "Connect the Dots", 2022). That holds for any grid, so a coarse one
-costs tightness and never validity; and a composition of dominating pairs dominates the composition.
+l = log(P / Q) under P. It is replaced by one on a grid whose curve delta(epsilon) lies on or above the true one
+everywhere (dots.py), and a composition of dominating pairs dominates the composition. Rounding is on the same
+side. A curve is linear in the masses, with weights that are not negative, so every mass is rounded up by what
+floating point may have taken off it; the masses then sum up to a little over 1.
+
+Composition is a sum of losses, by FFT. That rounds relative to the largest mass, and delta is in the tail, so
+the masses are tilted first: the one at position j is multiplied by e^(theta j - kappa), with kappa such that they
+sum up to 1 again. The sum of tilted losses is the tilted sum, e^(theta j - K) times the masses wanted, with K the
+sum of the kappas; theta puts its bulk where delta is. After the FFT every mass is raised by a bound on its
+error (spectrum.py) and tilted back. The result is a bound at every epsilon, and tight around the delta that it
+was made for, however small.
 """
 
 from __future__ import annotations
@@ -16,9 +24,20 @@ import numpy as np
 from scipy import fft, signal
 
 from clipwise.accounting.gaussian import Array
+from clipwise.accounting.spectrum import ROOM, UNIT_ROUNDOFF, Spectrum
 
-# Mass that a sum may leave out at either end; what is left out above is counted as lost.
-TAIL_MASS = 1e-15
+# The part of delta that tails may cost, and the part of the tilted mass that may lie outside of the window.
+TAIL_SHARE = 1e-7
+# Tails are cut at least as thin as for this level.
+TAIL_LEVEL = 1e-6
+# Positions further than this from the mean are gathered, in steps that widen by this factor.
+NEAR = 1024
+WIDENING = 0.01
+# By how much a tilt may lengthen the window, and how long it may get if there is no way without.
+LENGTHENING = 1.2
+LONGEST = 2**20
+# No tilt changes a mass by more than this power of e.
+STEEPEST = 600.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +45,7 @@ class Losses:
     """The distribution of a privacy loss under P.
 
     Args:
-        interval: the spacing h of the grid.
+        interval: the spacing h of the grid, a power of two: every multiple of it is exact.
         first: the lowest loss, in units of h.
         masses: the probabilities of the losses first h, (first + 1) h, ...
         lost: the probability of an infinite loss.
@@ -37,29 +56,40 @@ class Losses:
     masses: Array
     lost: float
 
+    @property
+    def rounding(self) -> float:
+        """A sum over all masses, none of them negative, is good to this part of it, in whatever order."""
+        return 4 * UNIT_ROUNDOFF * (len(self.masses) + 8)
+
     def delta(self, epsilon: float) -> float:
-        """delta(epsilon) = lost + sum_l m(l) max(0, 1 - e^(epsilon - l))."""
-        above = max(0, math.floor(epsilon / self.interval) + 1 - self.first)
-        losses = grid(self.first + above, self.first + len(self.masses) - 1, self.interval)
-        return self.lost + float(self.masses[above:] @ -np.expm1(epsilon - losses))
+        """delta(epsilon) = lost + sum_l m(l) max(0, 1 - e^(epsilon - l)), rounded up."""
+        size = len(self.masses)
+        above = max(0, math.floor(min(epsilon / self.interval - self.first, size)) + 1)
+        losses = grid(self.first + above, self.first + size - 1, self.interval)
+        return (self.lost + float(self.masses[above:] @ -np.expm1(epsilon - losses))) * (1 + self.rounding)
 
     def epsilon(self, delta: float) -> float:
-        """The smallest epsilon >= 0 with delta(epsilon) <= delta.
+        """The smallest epsilon >= 0 with delta(epsilon) <= delta, rounded up.
 
         On the grid, with U_j = lost + sum_{i >= j} m_i and W_j = sum_{i >= j} m_i e^(l_j - l_i),
         delta(l_j) = U_j - W_j, and between l_{j-1} and l_j it is U_j - e^(epsilon - l_j) W_j.
         """
-        if self.lost > delta:
+        if not self.lost * (1 + 2 * self.rounding) <= delta:
             return math.inf
-        if self.delta(0.0) <= delta:
-            return 0.0
         masses = self.masses[max(0, -self.first) :][::-1]  # of losses >= 0, the largest first
         upper = self.lost + np.cumsum(masses)
         weighted = signal.lfilter([1.0], [1.0, -math.exp(-self.interval)], masses)
-        beyond = np.flatnonzero(upper - weighted > delta)
-        j = int(beyond[0]) - 1 if len(beyond) else len(masses) - 1
+        aim = delta / (1 + 4 * self.rounding)
+        beyond = np.flatnonzero(upper - weighted > aim)
+        j = max(0, int(beyond[0]) - 1) if len(beyond) else len(masses) - 1
         loss = self.interval * (self.first + len(self.masses) - 1 - j)
-        return max(0.0, loss + min(0.0, math.log((upper[j] - delta) / weighted[j])))
+        share = max(upper[j] - aim, 0.0) / weighted[j] if weighted[j] > 0 else 1.0
+        found = max(0.0, loss + (math.log(share) if 0 < share < 1 else 0.0))
+        # U - W has lost digits: move up to where `delta`, which has not, agrees.
+        step = max(1e-10 * found, 1e-9 * self.interval)
+        while self.delta(found) > delta:
+            found, step = found + step, 2 * step
+        return found
 
 
 def grid(first: int, last: int, interval: float) -> Array:
@@ -67,37 +97,55 @@ def grid(first: int, last: int, interval: float) -> Array:
     return interval * np.arange(first, last + 1, dtype=np.float64)
 
 
-def connect_dots(deltas: Array, interval: float) -> tuple[Array, float]:
-    """Masses and lost mass of the pair whose curve passes through `deltas` and is linear in e^epsilon between.
-
-    With drops g_i = delta_i - delta_{i+1} the mass at point i is (e^h g_{i-1} - g_i) / (e^h - 1). Below the
-    grid the curve is joined to delta = 1 at epsilon = -inf, above it stays at the last delta.
-    """
-    deltas = np.minimum.accumulate(deltas)
-    drops = -np.diff(deltas)
-    before = np.concatenate([[(1 - deltas[0]) * -math.expm1(-interval)], drops])
-    after = np.concatenate([drops, [0.0]])
-    masses = (math.exp(interval) * before - after) / math.expm1(interval)
-    return np.maximum(masses, 0.0), float(deltas[-1])
+def tail_mass(level: float) -> float:
+    """What a sum that is to be good for deltas around `level` may leave out at the upper end."""
+    return TAIL_SHARE * min(level, TAIL_LEVEL)
 
 
-def add_up(parts: Sequence[tuple[Losses, int]]) -> Losses:
+def add_up(parts: Sequence[tuple[Losses, int]], level: float = 1.0) -> Losses:
     """The distribution of the sum of independent losses, each taken a number of times.
 
-    Masses are convolved by FFT on a window that leaves out at most TAIL_MASS at either end. What lies above
-    the window is counted as lost (and what wraps around is counted once more, never missed).
+    Masses are convolved by FFT on a window. What lies above it is counted as lost, what lies below is moved up to
+    its lowest point (and what wraps around is counted once more, never missed).
+
+    Args:
+        parts: losses on grids of one spacing, and how often each is taken.
+        level: the delta that the result is to be tight for. It is valid for any, and tight for those around.
     """
-    parts = [(_trimmed(part, TAIL_MASS / count), count) for part, count in parts]
-    low, high = _window(parts)
-    size = max(high - low + 1, max(len(part.masses) for part, _ in parts))
-    size = fft.next_fast_len(size, real=True)
-    spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
-    for part, count in parts:
-        spectrum *= fft.rfft(part.masses, size) ** count
-    masses = np.roll(fft.irfft(spectrum, size), -low)[: high - low + 1]
-    kept = sum(count * math.log1p(-part.lost) for part, count in parts)
-    first = sum(count * part.first for part, count in parts) + low
-    return Losses(parts[0][0].interval, first, masses, TAIL_MASS - math.expm1(kept))
+    total = sum(count for _, count in parts)
+    trimmed = [(_trimmed(part, tail_mass(level) / total), count) for part, count in parts]
+    tables = [_Table(part, count) for part, count in trimmed]
+    theta = _affordable(tables, _tilt(tables, level), level)
+    tilted = [table.tilted(theta) for table in tables]
+    K = math.fsum(table.count * kappa for table, (_, kappa) in zip(tables, tilted, strict=True))
+    low, high = _window(tables, theta, K, level)
+    size = max(high - low + 1, max(len(table.masses) for table in tables))
+    spectrum = Spectrum(fft.next_fast_len(size, real=True))
+    slack = 0.0
+    for table, (weights, kappa) in zip(tables, tilted, strict=True):
+        spectrum.multiply(weights, table.count)
+        reach = theta * len(table.masses) + abs(kappa)
+        slack += 4 * UNIT_ROUNDOFF * table.count * (reach + 4)
+    origin = low + sum(table.count * table.centre for table in tables)
+    found = spectrum.masses(origin)[: high - low + 1]
+    untilt = K - theta * np.arange(low, high + 1, dtype=np.float64)
+    slack += 4 * UNIT_ROUNDOFF * float(np.abs(untilt).max() + abs(K))
+    masses = found * np.exp(np.minimum(untilt + slack, 700.0))
+    masses[0] += 1.0 if theta > 0 else ROOM * tail_mass(level)
+    first = sum(table.count * (table.first + table.centre) for table in tables) + low
+    return Losses(parts[0][0].interval, first, masses, ROOM * tail_mass(level) + _lost(trimmed))
+
+
+def _lost(parts: Sequence[tuple[Losses, int]]) -> float:
+    """The mass of sums with an infinite loss among their terms: with parts of mass 1, 1 - prod (1 - lost).
+
+    Parts that were rounded up have a little more than 1, and so has that.
+    """
+    largest = 1 - UNIT_ROUNDOFF
+    kept = sum(count * math.log1p(-min(part.lost, largest)) for part, count in parts)
+    masses = [(float(part.masses.sum()) + part.lost, count) for part, count in parts]
+    growth = sum(count * math.log(mass) for mass, count in masses if mass > 1)
+    return -math.expm1(kept) * math.exp(min(growth, 700.0)) * (1 + 1e-9)
 
 
 def _trimmed(part: Losses, tail: float) -> Losses:
@@ -106,41 +154,143 @@ def _trimmed(part: Losses, tail: float) -> Losses:
     start = min(int(np.searchsorted(np.cumsum(part.masses), tail)), size - 1)
     stop = max(size - int(np.searchsorted(np.cumsum(part.masses[::-1]), tail)), start + 1)
     masses = part.masses[start:stop].copy()
-    masses[0] += part.masses[:start].sum()
+    masses[0] += part.masses[:start].sum() * (1 + 1e-9)
     return Losses(part.interval, part.first + start, masses, part.lost + float(part.masses[stop:].sum()))
 
 
-def _window(parts: Sequence[tuple[Losses, int]]) -> tuple[int, int]:
-    """Where the sum of the positions on the grids lies, but for TAIL_MASS at either end.
+class _Table:
+    """One of the losses to be summed, with positions counted from its mean."""
 
-    Chernoff: P(sum >= x) <= e^(K(t) - t x) with K the sum of the logarithms of the moment generating functions,
-    so x = (K(t) - log TAIL_MASS) / t is high enough for any t > 0, and low enough for any t < 0.
+    def __init__(self, part: Losses, count: int) -> None:
+        self.masses, self.first, self.count = part.masses, part.first, count
+        index = np.arange(len(part.masses), dtype=np.float64)
+        self.centre = round(float(part.masses @ index) / float(part.masses.sum()))
+        self.positions = index - self.centre
+        self._knots, masses = _gathered(self.positions, self.masses)
+        with np.errstate(divide="ignore"):
+            self._logs = np.log(masses)
+
+    def tilted(self, theta: float) -> tuple[Array, float]:
+        """The masses times e^(theta j - kappa), which sum up to 1, and kappa."""
+        shift = theta * max(float(self.positions[-1]), 0.0)
+        weights = self.masses * np.exp(theta * self.positions - shift)
+        total = float(weights.sum())
+        return weights / total, shift + math.log(total)
+
+    def cumulants(self, t: float) -> tuple[float, float, float]:
+        """log sum m e^(t j), and the mean and variance of j under these weights, all from above."""
+        exponents = self._logs + t * self._knots
+        largest = float(exponents.max())
+        weights = np.exp(exponents - largest)
+        total = float(weights.sum())
+        mean = float(weights @ self._knots) / total
+        return largest + math.log(total), mean, float(weights @ (self._knots - mean) ** 2) / total
+
+
+def _gathered(positions: Array, masses: Array) -> tuple[Array, Array]:
+    """Fewer positions, close around 0 and wider apart further out, with every mass split between its neighbours.
+
+    A split keeps the mean, so it can only raise the sum of m e^(t j), for either sign of t.
     """
-    low, high = 0, sum(count * (len(part.masses) - 1) for part, count in parts)
-    with np.errstate(divide="ignore"):
-        tables = [(np.log(part.masses), np.arange(len(part.masses)), count) for part, count in parts]
-    deviation = math.sqrt(sum(count * _variance(part) for part, count in parts))
-    longest = max(len(part.masses) for part, _ in parts)
+    reach = max(abs(float(positions[0])), abs(float(positions[-1])))
+    if reach <= 2 * NEAR:
+        return positions, masses
+    far = np.geomspace(NEAR, reach + 1, math.ceil(math.log((reach + 1) / NEAR) / WIDENING))
+    far = np.unique(np.ceil(far))
+    knots = np.concatenate([-far[::-1], np.arange(-NEAR + 1.0, NEAR), far])
+    knots = knots[
+        np.searchsorted(knots, positions[0], "right") - 1 : np.searchsorted(knots, positions[-1]) + 1
+    ]
+    below = np.clip(np.searchsorted(knots, positions, "right") - 1, 0, len(knots) - 2)
+    share = (positions - knots[below]) / (knots[below + 1] - knots[below])
+    size = len(knots)
+    gathered = np.zeros(size)
+    gathered += np.bincount(below, masses * (1 - share), size)
+    gathered += np.bincount(below + 1, masses * share, size)
+    return knots, gathered
+
+
+def _cumulants(tables: Sequence[_Table], t: float) -> tuple[float, float, float]:
+    """Those of the sum: K(t), K'(t) and K''(t)."""
+    found = [(table.count, *table.cumulants(t)) for table in tables]
+    return (
+        math.fsum(count * k for count, k, _, _ in found),
+        math.fsum(count * mean for count, _, mean, _ in found),
+        math.fsum(count * variance for count, _, _, variance in found),
+    )
+
+
+def _affordable(tables: Sequence[_Table], theta: float, level: float) -> float:
+    """The tilt, or a gentler one where it would bring so much of a heavy tail to light that the window explodes.
+
+    Not so gentle that rounding would show: it leaves about e^(K - theta x) times 1e-12 a step beyond x, and
+    matters where the tail mass falls to `level`.
+    """
+    low, high = _window(tables, 0.0, _cumulants(tables, 0.0)[0], level)
+    longest = LENGTHENING * max(high - low, *(len(table.masses) for table in tables))
+    rounding = math.log(1e-12 * sum(table.count for table in tables))
+    while theta > 0:
+        low, high = _window(tables, theta, _cumulants(tables, theta)[0], level)
+        gentler = theta / 2 if theta * high > 1e-3 else 0.0
+        shown = rounding + _cumulants(tables, gentler)[0] - gentler * _reach(tables, level)
+        if high - low <= (LONGEST if shown > math.log(1e-4 * level) else longest):
+            break
+        theta = gentler
+    return theta
+
+
+def _reach(tables: Sequence[_Table], level: float) -> float:
+    """About where the tail mass of the sum falls to `level`, by Chernoff's bound."""
+    depth = -math.log(level)
+    deviation = math.sqrt(max(_cumulants(tables, 0.0)[2], 1e-6))
+    orders = math.sqrt(2 * depth) / deviation * 2.0 ** np.arange(-12, 3)
+    return min((_cumulants(tables, float(t))[0] + depth) / float(t) for t in orders)
+
+
+def _tilt(tables: Sequence[_Table], level: float) -> float:
+    """The theta whose tilted sum lies half way out to `level`: theta K' - K = -log(level) / 2.
+
+    The left side is the exponent of Chernoff's bound at K'. It rises with theta, for a Gaussian sum as theta^2.
+    Any theta gives a bound, so a rough one will do, and half the way is close enough for all digits that matter.
+    """
+    target = -0.5 * math.log(level)
+    if target == 0:
+        return 0.0
+    steepest = STEEPEST / max(len(table.masses) for table in tables)
+    low, high = 0.0, steepest
+    theta = min(math.sqrt(2 * target / max(_cumulants(tables, 0.0)[2], 1e-6)), steepest)
+    for _ in range(40):
+        K, mean, _ = _cumulants(tables, theta)
+        depth = theta * mean - K
+        if 0.8 * target < depth < 1.2 * target or (theta == steepest and depth < target):
+            break
+        low, high = (theta, high) if depth < target else (low, theta)
+        theta *= math.sqrt(target / max(depth, target / 16))
+        if not low < theta < high:
+            theta = 0.5 * (low + high)
+    return theta
+
+
+def _window(tables: Sequence[_Table], theta: float, K: float, level: float) -> tuple[int, int]:
+    """Where the tilted sum lies but for TAIL_SHARE of it, and the sum itself but for tail_mass(level) above.
+
+    K is K(theta). Chernoff: of the tilted sum the part above x is at most e^(K(theta + t) - K - t x), so
+    x = (K(theta + t) - K - log TAIL_SHARE) / t is high enough for any t > 0, and low enough for any t < 0.
+    """
+    variance = _cumulants(tables, theta)[2]
+    lowest = -sum(table.count * table.centre for table in tables)
+    highest = lowest + sum(table.count * (len(table.masses) - 1) for table in tables)
+    tail = math.log(tail_mass(level))
+    share = math.log(TAIL_SHARE) if theta > 0 else tail
     # From what suits a sum as heavy-tailed as its longest term to twice the best order for a Gaussian sum.
-    largest = 2 * math.sqrt(-2 * math.log(TAIL_MASS)) / max(deviation, 1e-3)
-    smallest = min(1 / longest, largest / 8)
-    for order in np.geomspace(smallest, largest, 1 + math.ceil(math.log(largest / smallest, 3))):
-        for t in (order, -order):
-            K = sum(count * _log_sum_exp(logs + t * positions) for logs, positions, count in tables)
-            bound = (K - math.log(TAIL_MASS)) / t
-            if t > 0:
-                high = min(high, math.ceil(bound))
-            else:
-                low = max(low, math.floor(bound))
-    return low, max(low, high)
-
-
-def _variance(part: Losses) -> float:
-    positions = np.arange(len(part.masses))
-    mean = float(part.masses @ positions)
-    return float(part.masses @ (positions - mean) ** 2)
-
-
-def _log_sum_exp(exponents: Array) -> float:
-    largest = float(exponents.max())
-    return largest + math.log(float(np.exp(exponents - largest).sum()))
+    largest = 2 * math.sqrt(-2 * tail) / max(math.sqrt(variance), 1e-3)
+    smallest = min(1 / max(len(table.masses) for table in tables), largest / 8)
+    orders = np.geomspace(smallest, largest, 1 + math.ceil(math.log(largest / smallest, 3)))
+    high = tilted_high = math.inf
+    low = -math.inf
+    for t in map(float, orders):
+        high = min(high, (_cumulants(tables, t)[0] - tail) / t)
+        tilted_high = min(tilted_high, (_cumulants(tables, theta + t)[0] - K - share) / t)
+        low = max(low, -(_cumulants(tables, theta - t)[0] - K - share) / t)
+    first, last = max(lowest, math.floor(low)), min(highest, math.ceil(max(high, tilted_high)))
+    return first, max(first, last)

@@ -1,27 +1,30 @@
 """The tight accountant: privacy loss distributions on a grid, composed by FFT.
 
-Everything that is discretised is an upper bound (losses.py); the rounding of the FFT is taken off delta.
-A figure takes 5 to 300 ms. Where a grid would have to be longer than `LARGEST_GRID` (very many or very uneven
-steps) it is made coarser; with more than `MOST_KINDS` different steps or `MOST_STEPS` of them it is left out.
-Then, and where rounding is not small against delta, the answer is the least of what is at hand: this bound,
-RDP, and the closed form without amplification.
+Everything that is discretised or rounded is an upper bound (dots.py, losses.py, spectrum.py), for any delta. A
+figure takes 5 to 100 ms. More than `MOST_KINDS` different steps are rounded to fewer (schedule.py). Where a
+grid would have to be longer than `LARGEST_GRID` (very many or very uneven steps) it is made coarser; with
+more than `MOST_STEPS` it is left out. Then the answer is the least of what is at hand: this bound, RDP, and the
+closed form without amplification.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
-from clipwise.accounting import gaussian, rdp
-from clipwise.accounting.composition import Amplification, Composition, Step, compose
-from clipwise.accounting.losses import Losses, add_up, connect_dots, grid
+from clipwise.accounting import gaussian, rdp, schedule
+from clipwise.accounting.composition import Amplification, Composition, Step
+from clipwise.accounting.dots import both_orders
+from clipwise.accounting.gaussian import Array
+from clipwise.accounting.losses import Losses, add_up, grid, tail_mass
+from clipwise.accounting.spectrum import UNIT_ROUNDOFF
+from clipwise.accounting.table import Table
 from clipwise.errors import UnsupportedEventError
-from clipwise.privacy import Entry
 
 # Interval over the root mean square loss of a step: puts epsilon within about 0.03 percent.
 FINENESS = 0.05
@@ -29,46 +32,107 @@ LARGEST_GRID = 2**19
 LARGEST_INTERVAL = 64.0
 MOST_KINDS = 256
 MOST_STEPS = 10**10
-UNIT_ROUNDOFF = 2.0**-53
+# From here on the rounding of so many steps begins to show.
+MANY_STEPS = 10**9
+# Distributions are made for deltas around 10^-0, 10^-3, 10^-6, ..., and found again in the cache.
+DECADES = 3
+DEEPEST = 90
+PROFILE_DEPTHS = (0, 2)  # tight from 1 down to 1e-10
+FAR_OUT = 38  # standard deviations; what is further out is below 1e-315
 
 
-def epsilon(history: Sequence[Entry], delta: float) -> float:
-    """The smallest epsilon of a history, from above and within about 0.1 percent in ordinary cases."""
-    total = compose(history)
+def epsilon(total: Composition, delta: float) -> float:
+    """The smallest epsilon of a composition, from above and within about 0.1 percent in ordinary cases."""
     best = gaussian.epsilon(delta, total.unamplified_mu)
     if not total.steps or best in (0.0, math.inf):
         return best
-    spacing = _spacing(total)
-    room = delta - _rounding(total)
-    if spacing.possible and room > 0.5 * delta:
-        best = min(best, max(losses.epsilon(room) for losses in _directions(total, spacing.interval)))
-    if not spacing.fine or room < 0.9 * delta:
-        best = min(best, rdp.epsilon_of(total, delta))
+    total = schedule.with_few_kinds(total, MOST_KINDS)
+    spacing = _spacing(total, _depth(delta))
+    if spacing.possible:
+        found = _directions(total, spacing.interval, _depth(delta))
+        best = min(best, max(losses.epsilon(delta) for losses in found))
+    if not spacing.fine:
+        best = min(best, _if_installed(rdp.epsilon, total, delta, otherwise=math.inf))
     return best
 
 
-def delta(history: Sequence[Entry], epsilon: float) -> float:
-    """The smallest delta of a history, from above."""
-    total = compose(history)
+def delta(total: Composition, epsilon: float) -> float:
+    """The smallest delta of a composition, from above."""
     best = gaussian.delta(epsilon, total.unamplified_mu)
     if not total.steps or best == 0:
         return best
-    spacing = _spacing(total)
-    rounding = _rounding(total)
-    if spacing.possible:
-        by_losses = max(losses.delta(epsilon) for losses in _directions(total, spacing.interval))
-        best = min(best, max(by_losses, 0.0) + rounding)
-    if not spacing.fine or rounding > 0.1 * best:
-        best = min(best, rdp.delta_of(total, epsilon))
+    total = schedule.with_few_kinds(total, MOST_KINDS)
+    by_losses, fine = _focused_delta(total, epsilon)
+    best = min(best, by_losses)
+    if not fine:
+        best = min(best, _if_installed(rdp.delta, total, epsilon, otherwise=1.0))
     return best
 
 
-def _rounding(total: Composition) -> float:
-    """What the FFT may have taken off delta: its T-th power turns an error u into T u.
+def profile(total: Composition, epsilons: Array) -> Array:
+    """The smallest deltas at many epsilons >= 0, from above: `delta` for a whole curve in few passes."""
+    mu = total.unamplified_mu
+    best = np.array([gaussian.delta(float(e), mu) for e in epsilons])
+    if not total.steps or math.isinf(mu):
+        return best
+    total = schedule.with_few_kinds(total, MOST_KINDS)
+    fine = True
+    for depth in PROFILE_DEPTHS:
+        spacing = _spacing(total, depth)
+        fine = fine and spacing.fine
+        if spacing.possible:
+            for_both = [_rounded_up(table, epsilons) for table in _tables(total, spacing.interval, depth)]
+            best = np.minimum(best, np.max(for_both, axis=0))
+    if not fine:
+        best = np.minimum(best, [_if_installed(rdp.delta, total, float(e), otherwise=1.0) for e in epsilons])
+    return best
 
-    Against the closed form of the Gaussian mechanism the error stays below a tenth of this.
-    """
-    return 1e-13 + 8 * UNIT_ROUNDOFF * total.count
+
+def _if_installed(
+    ask: Callable[[Composition, float], float], total: Composition, at: float, otherwise: float
+) -> float:
+    """What another accountant says, or `otherwise` where the library that it needs is missing."""
+    try:
+        return float(ask(total, at))
+    except ImportError:
+        return otherwise
+
+
+def _depth(delta: float) -> int:
+    """Which of the distributions suits a delta best."""
+    return min(DEEPEST, round(-math.log10(delta) / DECADES)) if delta > 0 else DEEPEST
+
+
+def _level(depth: int) -> float:
+    return float(10.0 ** (-DECADES * depth))
+
+
+def _focused_delta(total: Composition, epsilon: float) -> tuple[float, bool]:
+    """Ask the distribution for everyday deltas, then the one for the delta that it names; and was its grid fine?"""
+    best, depth = 1.0, 2
+    asked: set[int] = set()
+    while True:
+        asked.add(depth)
+        spacing = _spacing(total, depth)
+        if not spacing.possible:
+            return best, False
+        found = max(losses.delta(epsilon) for losses in _directions(total, spacing.interval, depth))
+        best = min(best, found)
+        # Close to the mass that tails may cost nothing is known but that delta is smaller.
+        at_the_floor = found < 100 * tail_mass(_level(depth))
+        depth = min(DEEPEST, 2 * depth + 1) if at_the_floor else _depth(best)
+        if depth in asked:
+            return best, spacing.fine
+
+
+def _rounded_up(table: Table, epsilons: Array) -> Array:
+    """The table's deltas. They are differences U - W, good to 4 n u U, and U(e) <= delta(e - 1) / (1 - 1/e)."""
+    return np.maximum(table(epsilons), 0.0) + 2.0**-29 * np.maximum(table(epsilons - 1), 0.0)
+
+
+@lru_cache(maxsize=8)
+def _tables(total: Composition, interval: float, depth: int) -> tuple[Table, ...]:
+    return tuple(Table(losses) for losses in _directions(total, interval, depth))
 
 
 class _Spacing(NamedTuple):
@@ -79,31 +143,31 @@ class _Spacing(NamedTuple):
     possible: bool
 
 
-def _spacing(total: Composition) -> _Spacing:
+def _spacing(total: Composition, depth: int) -> _Spacing:
     """Choose the spacing: a power of two, so that steps are found again in the cache.
 
     On a grid of spacing h a loss is split between its two neighbours, which adds up to h^2 / 6 to its variance
     and h^2 / 12 to its mean. FINENESS keeps both small against what all steps sum up to. Coarser, if the grid
     would be too long, or so fine that the rounding of delta, about u q, shows in masses of q / h times it.
     """
-    mu = total.mu
+    mu, tail = total.mu, _tail(total, depth)
     count, mean, variance = 1, mu * mu / 2, mu * mu
-    span, noise = 2 * mu * (gaussian.TAIL + mu / 2), 0.0
+    longest, noise = 0.0, 0.0
     for step, times in total.steps:
         step_mean, step_variance = _loss_moments(step)
         count += times
         mean += times * step_mean
         variance += times * step_variance
-        span += 3 * gaussian.loss_at(gaussian.TAIL, step.rate, step.z)
+        longest = max(longest, gaussian.loss_at(tail, step.rate, step.z))
         noise += times * step.rate * UNIT_ROUNDOFF * gaussian.loss_at(3.0, step.rate, step.z)
-    span += 2 * gaussian.TAIL * math.sqrt(variance)
+    span = 2 * mu * (tail + mu / 2) + 3 * longest + 2 * tail * math.sqrt(variance)
     wanted = FINENESS * math.sqrt(min(variance, 2 * mean) / count)
     needed = max(span / LARGEST_GRID, math.sqrt(1e3 * noise))
     if math.isinf(needed):
         return _Spacing(math.inf, fine=False, possible=False)
     interval = 2.0 ** math.floor(math.log2(max(wanted, needed)))
-    possible = len(total.steps) <= MOST_KINDS and count <= MOST_STEPS and interval <= LARGEST_INTERVAL
-    return _Spacing(interval, possible and needed <= 16 * wanted, possible)
+    possible = count <= MOST_STEPS and interval <= LARGEST_INTERVAL
+    return _Spacing(interval, possible and count <= MANY_STEPS and needed <= 16 * wanted, possible)
 
 
 @lru_cache(maxsize=256)
@@ -111,60 +175,54 @@ def _loss_moments(step: Step) -> tuple[float, float]:
     return gaussian.loss_moments(step.rate, step.z)
 
 
-@lru_cache(maxsize=4)
-def _directions(total: Composition, interval: float) -> tuple[Losses, ...]:
+@lru_cache(maxsize=8)
+def _directions(total: Composition, interval: float, depth: int) -> tuple[Losses, ...]:
     """The losses of a whole history: those of one symmetric pair, or those of both directions."""
-    parts = [(_of_step(step, interval), count) for step, count in total.steps]
+    tail = _tail(total, depth)
+    parts = [(_of_step(step, interval, tail), count) for step, count in total.steps]
     if total.mu > 0:
-        parts.append(((_of_gaussian(1 / total.mu, interval),), 1))
-    asymmetric = any(len(directions) == 2 for directions, _ in parts)
+        parts.append((_of_gaussian(1 / total.mu, interval, tail), 1))
+    symmetric = all(directions[0] is directions[1] for directions, _ in parts)
     return tuple(
-        add_up([(directions[-1 if back else 0], count) for directions, count in parts])
-        for back in ((False, True) if asymmetric else (False,))
+        add_up([(directions[order], count) for directions, count in parts], _level(depth))
+        for order in ((0,) if symmetric else (0, 1))
     )
 
 
+def _tail(total: Composition, depth: int) -> int:
+    """How many standard deviations out the tails of all steps are small enough for the deltas of a depth."""
+    participations = 1 + sum(count * step.rate for step, count in total.steps)
+    out = -float(special.ndtri(tail_mass(_level(depth)) / participations))
+    return math.ceil(min(out, FAR_OUT))
+
+
 @lru_cache(maxsize=32)
-def _of_step(step: Step, interval: float) -> tuple[Losses, ...]:
-    """The losses of one amplified step: of one symmetric pair, or of both directions."""
+def _of_step(step: Step, interval: float, tail: int) -> tuple[Losses, Losses]:
+    """The losses of one amplified step, in both directions; one and the same for a symmetric pair."""
+    curve = _curve(step.rate, step.z, interval, tail)
     if step.amplification is Amplification.COIN:
-        return _of_coin(step.rate, step.z, interval)
+        # Poisson sampling: the pairs (P, Q) and (Q, P).
+        lowest = float(gaussian.loss(np.array([-tail * step.z]), step.rate, step.z)[0])
+        losses = grid(0, math.ceil(-lowest / interval) + 1, interval)
+        back = gaussian.hockey_stick_back(losses, step.rate, step.z) * (1 + gaussian.precision(step.z))
+        return both_orders(curve, back, interval)
     if step.amplification is Amplification.DRAW:
-        return (_of_draw(step.rate, step.z, interval),)
+        # Fixed-size batches under replace-one: C_p, symmetric, with the curve of (P, Q) for epsilon >= 0.
+        return _symmetric(curve, interval)
     raise UnsupportedEventError(f"The PLD accountant has no bound for {step.amplification}.")
 
 
-def _of_coin(rate: float, z: float, interval: float) -> tuple[Losses, Losses]:
-    """Poisson sampling: the pair (P, Q), and (Q, P), which is the same discrete pair read backwards.
-
-    A mass m at loss l under P is a mass m e^-l under Q, at loss -l of the other direction; what Q has below
-    the grid is lost to that direction.
-    """
-    first = math.floor(gaussian.loss_at(-gaussian.TAIL - 1 / z, rate, z) / interval)
-    last = math.ceil(gaussian.loss_at(gaussian.TAIL, rate, z) / interval)
-    losses = grid(first, last, interval)
-    masses, lost = connect_dots(gaussian.hockey_stick(losses, rate, z), interval)
-    backwards = (masses * np.exp(-losses))[::-1]
-    below = float(special.ndtr(-gaussian.TAIL))
-    return Losses(interval, first, masses, lost), Losses(interval, -last, backwards, below)
-
-
-def _of_draw(rate: float, z: float, interval: float) -> Losses:
-    """Fixed-size batches under replace-one: C_p, whose curve is that of (P, Q) for epsilon >= 0.
-
-    Symmetry gives the rest: the mass at -l is e^-l times that at l, and what is left lies at loss 0.
-    """
-    last = math.ceil(gaussian.loss_at(gaussian.TAIL, rate, z) / interval)
-    losses = grid(0, last, interval)
-    masses, lost = connect_dots(gaussian.hockey_stick(losses, rate, z), interval)
-    positive, negative = masses[1:], (masses * np.exp(-losses))[:0:-1]
-    at_zero = max(0.0, 1 - lost - float(positive.sum() + negative.sum()))
-    return Losses(interval, -last, np.concatenate([negative, [at_zero], positive]), lost)
-
-
-def _of_gaussian(z: float, interval: float) -> Losses:
+def _of_gaussian(z: float, interval: float, tail: int) -> tuple[Losses, Losses]:
     """The Gaussian mechanism, which is symmetric."""
-    last = math.ceil(gaussian.loss_at(gaussian.TAIL, 1.0, z) / interval)
-    losses = grid(-last, last, interval)
-    masses, lost = connect_dots(gaussian.hockey_stick(losses, 1.0, z), interval)
-    return Losses(interval, -last, masses, lost)
+    return _symmetric(_curve(1.0, z, interval, tail), interval)
+
+
+def _curve(rate: float, z: float, interval: float, tail: int) -> Array:
+    """delta(epsilon) of (P, Q) on the grid from 0 to the tail, rounded up."""
+    losses = grid(0, math.ceil(gaussian.loss_at(tail, rate, z) / interval) + 1, interval)
+    return gaussian.hockey_stick(losses, rate, z) * (1 + gaussian.precision(z))
+
+
+def _symmetric(curve: Array, interval: float) -> tuple[Losses, Losses]:
+    losses, _ = both_orders(curve, curve, interval)
+    return losses, losses

@@ -7,35 +7,32 @@ cross-check or for an auditor who asks for the field's own library, not for a li
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from clipwise.accounting import library
-from clipwise.accounting.composition import Amplification, compose
+from clipwise.accounting.composition import Amplification, Composition
 from clipwise.errors import UnsupportedEventError
-from clipwise.privacy import Entry
 
 INTERVAL = 1e-4  # of the grid of privacy losses; dp-accounting's own default
 
 
-def epsilon(history: Sequence[Entry], delta: float) -> float:
-    """The smallest epsilon of a history, from above."""
-    distribution = _distribution(history)
+def epsilon(total: Composition, delta: float) -> float:
+    """The smallest epsilon of a composition, from above."""
+    distribution = _distribution(total)
     return distribution if isinstance(distribution, float) else distribution.get_epsilon_for_delta(delta)
 
 
-def delta(history: Sequence[Entry], epsilon: float) -> float:
-    """The smallest delta of a history, from above."""
-    distribution = _distribution(history)
+def delta(total: Composition, epsilon: float) -> float:
+    """The smallest delta of a composition, from above."""
+    distribution = _distribution(total)
     if isinstance(distribution, float):
         return 0.0 if distribution == 0 else 1.0
     return float(distribution.get_delta_for_epsilon(epsilon))
 
 
-def _distribution(history: Sequence[Entry]) -> Any:
+def _distribution(total: Composition) -> Any:
     """The composed distribution, or epsilon itself where there is nothing to compose: 0 or infinity."""
-    total = compose(history)
     if math.isinf(total.mu):
         return math.inf
     found = [] if total.mu == 0 else [_of_step(1.0, 1 / total.mu)]

@@ -1,26 +1,29 @@
-"""`clipwise epsilon`: what training costs, or what a ledger says that it has cost."""
+"""`clipwise epsilon`: what a run costs, planned or in a ledger."""
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from clipwise import accounting, ledger
-from clipwise.commands import plan
-from clipwise.commands.output import in_words, rounded_up, say, stdout
-from clipwise.errors import ConfigurationError, LedgerError, UnsupportedEventError
-from clipwise.ledger import Snapshot
-from clipwise.privacy import Entry, Event, Sampling, Unit
+from clipwise import accounting, figures
+from clipwise.commands import accountants, plan, subject
+from clipwise.commands.output import in_words, remark, rounded_up, say, stdout
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Entry, Sampling, Unit
+
+
+class Picture(str, Enum):
+    """What --plot draws."""
+
+    STEPS = "steps"
+    PROFILE = "profile"
 
 
 def epsilon(
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum."),
-    ] = None,
+    noise_multiplier: plan.NoiseMultiplier = None,
     sample_rate: plan.SampleRate = None,
     batch_size: plan.BatchSize = None,
     dataset_size: plan.DatasetSize = None,
@@ -29,10 +32,28 @@ def epsilon(
     delta: plan.Delta = 1e-5,
     sampling: plan.HowSampled = Sampling.POISSON,
     adjacency: plan.Neighbours = None,
-    ledger_path: Annotated[
-        Path | None,
-        typer.Option("--ledger", help="In place of all but --delta: count what is in this ledger file."),
+    unit: plan.Protected = Unit.RECORD,
+    max_batch_size: plan.MaxBatchSize = None,
+    mini_sets: plan.MiniSets = None,
+    ledger: subject.Ledgers = None,
+    at_epsilon: Annotated[float | None, typer.Option(help="Tell the delta for this epsilon as well.")] = None,
+    repetitions: Annotated[
+        float | None,
+        typer.Option(
+            help="The run is tried so many times on average, a random number, and the best result kept."
+        ),
     ] = None,
+    repetitions_shape: Annotated[
+        float | None,
+        typer.Option(
+            help="How that number is drawn: 1 is geometric (the default), 0 logarithmic, inf Poisson."
+        ),
+    ] = None,
+    second_opinion: accountants.SecondOpinion = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this file, which ends in .png or .svg.")] = None,
+    plot_kind: Annotated[
+        Picture, typer.Option(help="Draw epsilon over the steps, or delta for every epsilon.")
+    ] = Picture.STEPS,
 ) -> None:
     """What a training run costs: the smallest epsilon at the given delta.
 
@@ -40,69 +61,69 @@ def epsilon(
 
         clipwise epsilon --noise-multiplier 1.1 --batch-size 256 --dataset-size 60000 --epochs 60
 
-    For a run that has happened (the file is only read, never changed, and may be in use):
+    For a run that has happened (the file is only read, never changed, and may be in use), or for several on the
+    same data, whose costs add up:
 
-        clipwise epsilon --ledger runs/demo/epsilon-8/ledger
+        clipwise epsilon --ledger runs/demo/epsilon-8/ledger --ledger runs/demo/epsilon-3/ledger
 
     Smaller is more private: below 1 is strong, 1 to 10 is usual for trained models, and far above that little
-    is promised. Both figures are upper bounds. PLD is the tight one and the one that counts; RDP is looser
-    and cheap, which is why progress bars show it.
+    is promised. All figures are upper bounds but the one in brackets. PLD is the tight one and the one that
+    counts; RDP is looser and cheap, which is why progress bars show it.
     """
-    if ledger_path is not None:
-        others = (noise_multiplier, sample_rate, batch_size, dataset_size, steps, epochs, adjacency)
-        if any(value is not None for value in others) or sampling is not Sampling.POISSON:
-            raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")
-        _of_ledger(ledger_path, delta)
-        return
-    if noise_multiplier is None:
-        raise ConfigurationError("Give --noise-multiplier and the run, or --ledger and a file.")
-    run = plan.plan_of(
+    asked = plan.Asked(
         sampling=sampling,
         adjacency=adjacency,
+        unit=unit,
         sample_rate=sample_rate,
         batch_size=batch_size,
         dataset_size=dataset_size,
+        max_batch_size=max_batch_size,
+        mini_sets=mini_sets,
         steps=steps,
         epochs=epochs,
-        delta=delta,
     )
-    event = Event(run.sampling, run.adjacency, Unit.RECORD, noise_multiplier, run.sample_rate, run.period)
-    _print([Entry(event, run.steps)], delta, f"{run}, noise multiplier {noise_multiplier:g}")
-
-
-def _of_ledger(path: Path, delta: float) -> None:
-    found = ledger.read(path)
-    if not found.history:
-        raise LedgerError(f"{path} holds no release yet: nothing was spent.")
-    for entry in found.history:
-        e = entry.event
-        say(
-            f"{entry.count} releases: {e.sampling} sampling at rate {e.sample_rate:.6g}, {e.adjacency}, "
-            f"noise multiplier {e.noise_multiplier:g}"
+    if repetitions is None and repetitions_shape is not None:
+        raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
+    about = subject.subject_of(ledger, noise_multiplier, asked, delta)
+    if plot is not None:  # first, because a file that cannot be drawn is refused at once
+        _draw(about, delta, plot_kind, plot)
+    about.describe()
+    stdout().print(accountants.table_of(about.history, delta, second_opinion))
+    _print_each_run(about, delta)
+    if at_epsilon is not None:
+        found = accounting.delta_of(about.history, at_epsilon)
+        say(f"At epsilon {at_epsilon:g} delta is {rounded_up(found)} (PLD).")
+    cost = accounting.epsilon_of(about.history, delta)
+    curve = accounting.tradeoff_of(about.history)
+    say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
+    if repetitions is not None:
+        _print_search(
+            about.history, delta, repetitions, 1.0 if repetitions_shape is None else repetitions_shape
         )
-    _print(found.history, delta, f"{found.position} releases of run {found.run}")
-    _explain_end(found)
 
 
-def _explain_end(found: Snapshot) -> None:
-    if found.torn:
-        say(
-            "The last line of the ledger is torn, by a crash or by damage. The most it can stand for is counted."
-        )
-    elif not found.clean:
-        say("The run is still going on, or did not end cleanly. All that it may have released is counted.")
+def _draw(about: subject.Subject, delta: float, kind: Picture, file: Path) -> None:
+    if kind is Picture.STEPS:
+        figures.epsilon_over_steps(about.history, delta, file)
+    else:
+        figures.delta_profile(about.history, file)
+    remark(f"Drawn to {file}")
 
 
-def _print(history: list[Entry], delta: float, heading: str) -> None:
-    tight = accounting.epsilon_of(history, delta, "pld")
+def _print_each_run(about: subject.Subject, delta: float) -> None:
+    """Beside the total: what each run would cost if it were the only one."""
+    for run in about.runs if len(about.runs) > 1 else ():
+        alone = accounting.epsilon_of(run.found.history, delta)
+        say(f"{run.path} alone: epsilon {rounded_up(alone)} (PLD)")
+
+
+def _print_search(history: list[Entry], delta: float, mean: float, shape: float) -> None:
     try:
-        loose = rounded_up(accounting.epsilon_of(history, delta, "rdp"))
-    except UnsupportedEventError:
-        loose = "no bound"
-    table = Table("accountant", f"epsilon at delta {delta:g}", "")
-    table.add_row("PLD", rounded_up(tight), "the one that counts", style="bold")
-    table.add_row("RDP", loose, "a looser bound, shown while training")
-    say(heading)
-    stdout().print(table)
-    guarantee = history[0].event  # the accountants refuse a history that mixes adjacencies or units
-    say(in_words(tight, delta, guarantee.adjacency, guarantee.unit))
+        whole = accounting.search(history, mean=mean, shape=shape, delta=delta)
+    except ImportError as error:
+        raise ConfigurationError(f"--repetitions: {error}") from error
+    say(
+        f"The whole search, {mean:g} such runs on average of which only the best is released: epsilon "
+        f"{rounded_up(whole)} (RDP). It holds if accounting.Repetitions({mean:g}, {shape:g}).draw() says how many runs "
+        "there are, and each takes its hyper-parameters at random."
+    )

@@ -7,11 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from clipwise.accounting.arguments import MOST_STEPS
 from clipwise.arguments import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError
-from clipwise.privacy import Adjacency, Sampling
-from clipwise.sampling import make_scheme
+from clipwise.privacy import Adjacency, Entry, Sampling, Unit
+from clipwise.sampling import Scheme, TruncatedPoisson, make_scheme
 
+NoiseMultiplier = Annotated[
+    float | None,
+    typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum."),
+]
 SampleRate = Annotated[
     float | None,
     typer.Option(help="The chance that a given record is in a batch, between 0 and 1."),
@@ -23,6 +28,15 @@ BatchSize = Annotated[
 DatasetSize = Annotated[
     int | None,
     typer.Option(help="The number of records in the data set, which is public."),
+]
+MaxBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        help="For truncated-poisson: the most records in a batch; by default so many that it costs nothing."
+    ),
+]
+MiniSets = Annotated[
+    int | None, typer.Option(help="For partition: how many mini-sets make a batch; 1 by default.")
 ]
 Steps = Annotated[int | None, typer.Option(help="The number of batches to train on.")]
 Epochs = Annotated[
@@ -40,64 +54,127 @@ Neighbours = Annotated[
         "--adjacency", help="Which data sets shall look alike; by default what the sampling goes with."
     ),
 ]
+Protected = Annotated[Unit, typer.Option("--unit", help="What one item of the data set stands for.")]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a planned run, as they were given. None is "left out"."""
+
+    sampling: Sampling = Sampling.POISSON
+    adjacency: Adjacency | None = None
+    unit: Unit = Unit.RECORD
+    sample_rate: float | None = None
+    batch_size: int | None = None
+    dataset_size: int | None = None
+    max_batch_size: int | None = None
+    mini_sets: int | None = None
+    steps: int | None = None
+    epochs: float | None = None
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether all of it was left out."""
+        return self == Asked()
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether it says how large a batch is."""
+        return self.sampling is Sampling.FULL or self.sample_rate is not None or self.batch_size is not None
+
+    @property
+    def has_length(self) -> bool:
+        """Whether it says how long the run is."""
+        return self.steps is not None or self.epochs is not None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an accountant needs to know of a run, besides noise and budget."""
+    """A run that is definite but for its noise."""
 
-    sampling: Sampling
+    scheme: Scheme
     adjacency: Adjacency
-    sample_rate: float
-    period: int
+    unit: Unit
     steps: int
 
+    def history(self, noise_multiplier: float) -> list[Entry]:
+        """The releases of the run with that much noise."""
+        return [Entry(self.scheme.event(noise_multiplier, self.adjacency, self.unit), self.steps)]
+
     def arguments(self) -> dict[str, Any]:
-        """As the functions of `clipwise.accounting` take it."""
-        return {
-            "sampling": str(self.sampling),
+        """The kind of step, as the functions of `clipwise.accounting` take it."""
+        found = {
+            "sampling": str(self.scheme.sampling),
             "adjacency": str(self.adjacency),
-            "sample_rate": self.sample_rate,
-            "period": self.period,
-            "steps": self.steps,
+            "unit": str(self.unit),
+            "sample_rate": self.scheme.sample_rate,
+            "period": self.scheme.period,
         }
+        if isinstance(self.scheme, TruncatedPoisson):
+            found |= {
+                "dataset_size": self.scheme.dataset_size,
+                "max_batch_size": self.scheme.max_batch_size,
+            }
+        return found
 
     def __str__(self) -> str:
         return (
-            f"{self.steps} steps, {self.sampling} sampling at rate {self.sample_rate:.6g}, {self.adjacency}"
+            f"{self.steps} steps, {self.scheme.sampling} sampling at rate {self.scheme.sample_rate:.6g}, "
+            f"{self.adjacency}" + ("" if self.unit is Unit.RECORD else f" of one {self.unit}")
         )
 
 
-def plan_of(
-    *,
-    sampling: Sampling,
-    adjacency: Adjacency | None,
-    sample_rate: float | None,
-    batch_size: int | None,
-    dataset_size: int | None,
-    steps: int | None,
-    epochs: float | None,
-    delta: float,
-) -> Plan:
-    """Make the options definite, by the same rules as `make_private`, or refuse them."""
-    if dataset_size is None and batch_size is not None:
+def plan_of(asked: Asked, delta: float, steps: int | None = None) -> Plan:
+    """Make the options definite, by the same rules as `make_private`, or refuse them.
+
+    Args:
+        asked: the options.
+        delta: for its warning, where it is too large for so many records.
+        steps: the length of the run, if the options leave it out.
+    """
+    if asked.dataset_size is None and asked.batch_size is not None:
         raise ConfigurationError(
             "--batch-size needs --dataset-size: what counts is the rate between the two."
         )
-    if sampling is not Sampling.FULL and sample_rate is None and batch_size is None:
+    if asked.dataset_size is None and asked.sampling is Sampling.TRUNCATED_POISSON:
+        raise ConfigurationError(
+            "--sampling truncated-poisson needs --dataset-size: how often a batch is cut depends on it."
+        )
+    if not asked.has_rate:
         raise ConfigurationError("Give --sample-rate, or --batch-size and --dataset-size.")
-    if steps is None and epochs is None:
+    if not asked.has_length and steps is None:
         raise ConfigurationError("Give --steps or --epochs: every step costs privacy.")
-    if dataset_size is not None:
-        delta_of(delta, None, dataset_size)  # for its warning: delta may be too large for so many records
+    extras: dict[str, Any] = {"max_batch_size": asked.max_batch_size}
+    if asked.mini_sets is not None:
+        extras["mini_sets"] = asked.mini_sets
     # A rate alone is enough for the cost: the number of records then plays no part.
-    scheme = make_scheme(sampling, 1 if dataset_size is None else dataset_size, batch_size, sample_rate)
-    planned = planned_steps(epochs, steps, scheme)
-    assert planned is not None  # one of the two was given
-    return Plan(
-        sampling=scheme.sampling,
-        adjacency=adjacency_of(adjacency, scheme.sampling),
-        sample_rate=scheme.sample_rate,
-        period=scheme.period,
-        steps=planned,
-    )
+    size = 1 if asked.dataset_size is None else asked.dataset_size
+    scheme = make_scheme(asked.sampling, size, asked.batch_size, asked.sample_rate, **extras)
+    _require_epochs(scheme)
+    if asked.dataset_size is not None:  # for its warning: delta may be too large for so many records
+        delta_of(delta, None, asked.dataset_size)
+    planned = _length(asked, scheme) if asked.has_length else steps
+    assert planned is not None  # one of them was given
+    return Plan(scheme, adjacency_of(asked.adjacency, scheme.sampling), asked.unit, planned)
+
+
+def _length(asked: Asked, scheme: Scheme) -> int:
+    """The number of steps, if it can be counted."""
+    try:
+        planned = planned_steps(asked.epochs, asked.steps, scheme)
+    except OverflowError:
+        planned = None
+    if planned is None or planned > MOST_STEPS:
+        raise ConfigurationError(
+            f"The run would have more than {MOST_STEPS:g} steps: give fewer epochs or a larger rate."
+        )
+    return planned
+
+
+def _require_epochs(scheme: Scheme) -> None:
+    try:
+        _ = scheme.steps_per_epoch
+    except OverflowError as error:  # 1 / rate is beyond every number
+        raise ConfigurationError(
+            f"--sample-rate {scheme.sample_rate:g} is too small: an epoch would never end."
+        ) from error

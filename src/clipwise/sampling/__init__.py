@@ -2,7 +2,16 @@
 
 from clipwise.sampling.fetch import Fetcher, pieces
 from clipwise.sampling.loader import Piece, PrivateLoader
-from clipwise.sampling.schemes import FixedSize, Full, Partition, Poisson, Scheme, Shuffled, make_scheme
+from clipwise.sampling.schemes import (
+    FixedSize,
+    Full,
+    Partition,
+    Poisson,
+    Scheme,
+    Shuffled,
+    TruncatedPoisson,
+    make_scheme,
+)
 
 __all__ = [
     "Fetcher",
@@ -14,6 +23,7 @@ __all__ = [
     "PrivateLoader",
     "Scheme",
     "Shuffled",
+    "TruncatedPoisson",
     "make_scheme",
     "pieces",
 ]

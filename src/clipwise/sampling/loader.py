@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.privacy import Sampling
 from clipwise.sampling.fetch import Fetcher, pieces
 from clipwise.sampling.schemes import Indices, Scheme, whole
 
@@ -83,7 +82,7 @@ class PrivateLoader:
             whole("prefetch_factor", prefetch_factor, least=1)
             if num_workers == 0:
                 raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
-        if scheme.sampling is Sampling.POISSON:
+        if scheme.has_random_size:
             fetcher.empty()  # it may be drawn at any step: if it cannot be made, say so before the first
         self.current: Piece | None = None
         self._scheme = scheme

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clipwise.accounting.truncation import default_limit, excess
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
 
@@ -53,6 +54,10 @@ class Scheme(Protocol):
     def has_random_size(self) -> bool:
         """Whether the size of a batch is left to chance."""
 
+    @property
+    def excess(self) -> float:
+        """The probability that more units are drawn than a batch may hold, and the batch is cut."""
+
     def event(
         self, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
     ) -> Event:
@@ -73,7 +78,12 @@ class _Steps:
     @property
     def has_random_size(self: Scheme) -> bool:
         """Only where every unit has a coin of its own."""
-        return self.sampling is Sampling.POISSON
+        return self.sampling in (Sampling.POISSON, Sampling.TRUNCATED_POISSON)
+
+    @property
+    def excess(self) -> float:
+        """The probability that a draw is cut; 0 where none is."""
+        return 0.0
 
     def event(
         self: Scheme, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
@@ -86,6 +96,7 @@ class _Steps:
             noise_multiplier=noise_multiplier,
             sample_rate=self.sample_rate,
             period=self.period,
+            excess=self.excess,
         )
 
 
@@ -121,6 +132,39 @@ class Poisson(_Steps):
         """
         random = _generator(step_secret)
         return _subset(random, self.dataset_size, int(random.binomial(self.dataset_size, self.sample_rate)))
+
+
+@dataclass(frozen=True)
+class TruncatedPoisson(Poisson):
+    """A Poisson draw, of which a uniform subset of `max_batch_size` is kept if it is larger.
+
+    For where memory is limited. That a batch was cut is as secret as its size. By default the limit is so
+    high that cutting costs nothing: about 9.5 standard deviations above the mean.
+    """
+
+    sampling: ClassVar[Sampling] = Sampling.TRUNCATED_POISSON
+    max_batch_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("max_batch_size", self.max_batch_size, least=1)
+        if self.max_batch_size < self.expected_size:
+            raise ConfigurationError(
+                f"max_batch_size={self.max_batch_size} is below the expected batch size {self.expected_size:g}: most "
+                f"batches would be cut. Leave it out, or give {default_limit(self.dataset_size, self.sample_rate)} "
+                "or a little less."
+            )
+
+    @cached_property
+    def excess(self) -> float:
+        """P[Binomial(N, q) > max_batch_size], rounded up."""
+        return excess(self.dataset_size, self.sample_rate, self.max_batch_size)
+
+    def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
+        """As `Poisson` draws. A uniform subset of a uniform subset is uniform, so it is enough to cut the size."""
+        random = _generator(step_secret)
+        size = int(random.binomial(self.dataset_size, self.sample_rate))
+        return _subset(random, self.dataset_size, min(size, self.max_batch_size))
 
 
 @dataclass(frozen=True)
@@ -165,32 +209,53 @@ class FixedSize(_OfBatchSize):
 
 @dataclass(frozen=True)
 class Partition(_OfBatchSize):
-    """One block, chosen uniformly in each step, of the units 0..B-1, B..2B-1, and so on.
+    """A uniform choice, in each step, of `mini_sets` blocks of a partition into blocks of B / mini_sets units.
 
-    The blocks depend on positions alone. When B does not divide N the last block is shorter.
+    The blocks are the units 0..b-1, b..2b-1, and so on: they depend on positions alone. When b does not
+    divide N the last block is shorter. A unit changes one block only, so choosing k of n blocks is choosing k
+    of n units: the subsampling operator at rate k / n covers it.
     """
 
     sampling: ClassVar[Sampling] = Sampling.PARTITION
+    mini_sets: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("mini_sets", self.mini_sets, least=1)
+        if self.batch_size % self.mini_sets:
+            raise ConfigurationError(
+                f"mini_sets={self.mini_sets} must divide batch_size={self.batch_size}: mini-sets are equally large."
+            )
+
+    @property
+    def mini_set_size(self) -> int:
+        """b = B / mini_sets."""
+        return self.batch_size // self.mini_sets
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, ceil(N / B)."""
-        return self.steps_per_epoch
+        """The number of blocks, n = ceil(N / b)."""
+        return -(-self.dataset_size // self.mini_set_size)
 
     @property
     def sample_rate(self) -> float:
-        """1 / blocks."""
-        return 1 / self.blocks
+        """k / n."""
+        return self.mini_sets / self.blocks
 
     @property
     def expected_size(self) -> float:
-        """L = N / blocks."""
-        return self.dataset_size / self.blocks
+        """L = k N / n."""
+        return self.mini_sets * self.dataset_size / self.blocks
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The indices of one block."""
-        first = int(_generator(step_secret).integers(self.blocks)) * self.batch_size
-        return np.arange(first, min(first + self.batch_size, self.dataset_size), dtype=np.int64)
+        """The indices of the blocks chosen."""
+        random, size = _generator(step_secret), self.mini_set_size
+        if self.mini_sets == 1:
+            chosen = random.integers(self.blocks, size=1)
+        else:
+            chosen = _subset(random, self.blocks, self.mini_sets)
+        units = (chosen[:, None] * size + np.arange(size)).ravel()
+        return units[units < self.dataset_size].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -260,14 +325,20 @@ def make_scheme(
     dataset_size: int,
     batch_size: int | None = None,
     sample_rate: float | None = None,
+    *,
+    max_batch_size: int | None = None,
+    mini_sets: int = 1,
 ) -> Scheme:
     """The scheme of that name.
 
     Args:
-        sampling: 'poisson', 'fixed-size', 'partition', 'shuffled' or 'full'.
+        sampling: 'poisson', 'truncated-poisson', 'fixed-size', 'partition', 'shuffled' or 'full'.
         dataset_size: N, the number of units; public.
         batch_size: B; for 'poisson' the expected size, q = B / N. 'full' takes none.
-        sample_rate: q, in place of `batch_size`, for 'poisson' only.
+        sample_rate: q, in place of `batch_size`, for 'poisson' and 'truncated-poisson' only.
+        max_batch_size: for 'truncated-poisson', the most units of a batch. By default so many that cutting
+            costs nothing.
+        mini_sets: for 'partition', how many blocks make up a batch.
     """
     try:
         kind = Sampling(sampling)
@@ -275,27 +346,34 @@ def make_scheme(
         names = ", ".join(repr(str(s)) for s in Sampling)
         raise ConfigurationError(f"sampling={sampling!r} is not known: use one of {names}.") from None
     dataset_size = whole("dataset_size", dataset_size, least=1)
+    if max_batch_size is not None and kind is not Sampling.TRUNCATED_POISSON:
+        raise ConfigurationError("max_batch_size goes with sampling='truncated-poisson' only: leave it out.")
+    if mini_sets != 1 and kind is not Sampling.PARTITION:
+        raise ConfigurationError("mini_sets goes with sampling='partition' only: leave it out.")
     if kind is Sampling.FULL:
         if batch_size is not None or sample_rate is not None:
             raise ConfigurationError("sampling='full' takes every unit: give no batch_size or sample_rate.")
         return Full(dataset_size)
-    if batch_size is not None and sample_rate is None:
-        batch_size = whole("batch_size", batch_size, least=1)
-        fixed = FixedSize(dataset_size, batch_size)
+    if (batch_size is None) == (sample_rate is None):
+        raise ConfigurationError("Give exactly one of batch_size and sample_rate.")
+    if kind in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
+        if batch_size is not None:
+            sample_rate = FixedSize(dataset_size, whole("batch_size", batch_size, least=1)).sample_rate
+        poisson = Poisson(dataset_size, float(sample_rate or 0.0))
         if kind is Sampling.POISSON:
-            return Poisson(dataset_size, fixed.sample_rate)
-        if kind is Sampling.FIXED_SIZE:
-            return fixed
-        if kind is Sampling.PARTITION:
-            return Partition(dataset_size, batch_size)
-        return Shuffled(dataset_size, batch_size)
-    if sample_rate is not None and batch_size is None:
-        if kind is Sampling.POISSON:
-            return Poisson(dataset_size, float(sample_rate))
+            return poisson
+        limit = default_limit(dataset_size, poisson.sample_rate) if max_batch_size is None else max_batch_size
+        return TruncatedPoisson(dataset_size, poisson.sample_rate, limit)
+    if batch_size is None:
         raise ConfigurationError(
             f"sampling={str(kind)!r} needs a whole number of records: give batch_size, not sample_rate."
         )
-    raise ConfigurationError("Give exactly one of batch_size and sample_rate.")
+    batch_size = whole("batch_size", batch_size, least=1)
+    if kind is Sampling.FIXED_SIZE:
+        return FixedSize(dataset_size, batch_size)
+    if kind is Sampling.PARTITION:
+        return Partition(dataset_size, batch_size, whole("mini_sets", mini_sets, least=1))
+    return Shuffled(dataset_size, batch_size)
 
 
 def whole(name: str, value: int, least: int) -> int:

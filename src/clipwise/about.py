@@ -1,0 +1,84 @@
+"""What a run says about itself: all that a privacy statement needs and the releases do not tell.
+
+The engine writes it into the ledger with the first release of every sitting. It is public configuration, holds
+nothing of the data, and charges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from clipwise.privacy import Part
+
+PACKAGES = ("clipwise", "torch", "numpy", "scipy", "dp-accounting")
+
+
+@dataclass(frozen=True)
+class About:
+    """One sitting of a run. None is "not recorded": older ledgers say less.
+
+    Args:
+        strategy: how what one unit can do is bounded, and what was learned from releases.
+        parts: what a release holds; of the first one, if the strategy adapts.
+        divisor: the public constant that the noised sum is divided by.
+        arithmetic: in which the sums were formed.
+        delta: of the guarantee that the run was made for.
+        budget: the epsilon that it may not pass.
+        seeded: whether noise and sampling come from a given seed.
+        probed: whether the first batches were examined for losses that depend on other examples.
+        versions: of the software that it ran on.
+    """
+
+    strategy: Mapping[str, Any] | None = None
+    parts: tuple[Part, ...] | None = None
+    divisor: float | None = None
+    arithmetic: str | None = None
+    delta: float | None = None
+    budget: float | None = None
+    seeded: bool | None = None
+    probed: bool | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types that JSON knows."""
+        content: dict[str, Any] = plain(asdict(self))
+        return content
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> About:
+        """The inverse of `to_dict`; what is missing or of another version counts as not recorded."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        if known.get("parts") is not None:
+            known["parts"] = tuple(
+                Part(p["name"], tuple(p["parameters"]), p["sensitivity"], p["noise_std"])
+                for p in known["parts"]
+            )
+        return cls(**known)
+
+
+def versions() -> dict[str, str]:
+    """The software that is running now."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def plain(value: Any) -> Any:
+    """A value in the types of JSON, which has no infinity and no NaN: they become None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, (bool, int, str, type(None))) else str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

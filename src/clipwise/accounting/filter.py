@@ -1,0 +1,147 @@
+"""A budget for schedules that are chosen on the way, from what was already released.
+
+The accountants take a history whose multipliers and rates were fixed beforehand. If they are chosen from
+released values, how much is spent is itself random, and the sum over what happened bounds nothing by itself.
+A filter does: it decides before each step whether that step may still be made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from clipwise.accounting import rdp
+from clipwise.accounting.arguments import number, whole
+from clipwise.accounting.composition import compose, require_one_guarantee
+from clipwise.errors import BudgetExhausted, ConfigurationError
+from clipwise.privacy import Entry, Event
+
+# Of delta, kept for cut batches where the plan has some.
+FOR_CUTS = 1e-3
+
+
+class Filter:
+    """A Renyi filter: any schedule whose every step it allows is (epsilon, delta)-private, however it was chosen.
+
+    It sums the Renyi divergences of the steps at *one* order alpha, which is fixed in advance, and refuses
+    the step whose divergence would carry the sum past the B with
+
+        B + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1) = epsilon.
+
+    Then the whole run has divergence at most B at that order (Feldman and Zrnic, "Individual privacy accounting
+    via a Renyi filter", 2021): the product of the likelihood ratios, each to the power alpha and over e^((alpha - 1)
+    D_t), is a supermartingale, whatever rule chose the steps from what came before.
+
+    Why not several orders at once, going on as long as one of them still has room? Because then the order at
+    which the sum stays small depends on the releases. The supermartingale of each order bounds that order
+    alone; that each run meets the bound of *some* order does not say that one order's bound holds for all
+    runs.
+
+    Args:
+        epsilon: the budget.
+        delta: its delta.
+        order: alpha; by default the best one for `plan`.
+        plan: a run like the one to come, as a history. It decides the order, and binds nobody.
+    """
+
+    def __init__(
+        self, epsilon: float, delta: float, order: float | None = None, plan: Sequence[Entry] | None = None
+    ) -> None:
+        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.delta = number("delta", delta, above=0, below=1)
+        if (order is None) == (plan is None):
+            raise ConfigurationError(
+                "Give either order or plan: one order must be fixed before the first step."
+            )
+        cuts = plan is not None and any(entry.event.excess > 0 for entry in plan)
+        self._conversion = rdp.conversion(self.delta * (1 - FOR_CUTS) if cuts else self.delta)
+        self._most_excess = self.delta * FOR_CUTS / 2 * math.exp(-self.epsilon) if cuts else 0.0
+        self._place = _place_of(order) if plan is None else self._best_for(plan)
+        self._closed: list[Entry] = []
+        self._divergence = 0.0  # of the closed entries
+        self._open: Entry | None = None  # the last entry, which grows while steps are alike, as in a ledger
+        self._excess = 0.0
+
+    @property
+    def order(self) -> float:
+        """alpha."""
+        return float(rdp.ORDERS[self._place])
+
+    @property
+    def history(self) -> list[Entry]:
+        """What was charged, run-length coded."""
+        return [*self._closed, *([] if self._open is None else [self._open])]
+
+    @property
+    def spent(self) -> float:
+        """The epsilon with which the budget would be used up by what was charged."""
+        return 0.0 if self._open is None else max(0.0, self._epsilon(self._divergence, self._open))
+
+    def allows(self, event: Event, count: int = 1) -> bool:
+        """Whether `count` steps of `event` still fit. It charges nothing."""
+        divergence, entry = self._after(event, whole("count", count, at_least=1))
+        return (
+            self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
+        )
+
+    def charge(self, event: Event, count: int = 1) -> None:
+        """Count `count` steps of `event`, before they are made.
+
+        Raises:
+            BudgetExhausted: if they do not fit; nothing is counted then. A cheaper step may still fit.
+        """
+        if event.excess > 0 and self._most_excess == 0:
+            raise ConfigurationError(
+                "The step may cut its batch, which the filter's plan does not: give Filter a plan with such steps."
+            )
+        if not self.allows(event, count):
+            raise BudgetExhausted(
+                f"The step would pass epsilon={self.epsilon:g} at delta={self.delta:g}: do not make it. One with more "
+                "noise or a smaller rate may still fit."
+            )
+        divergence, entry = self._after(event, count)
+        if self._open is not None and self._open.event != event:
+            self._closed.append(self._open)
+        self._divergence, self._open, self._excess = divergence, entry, self._cuts(event, count)
+
+    def _best_for(self, plan: Sequence[Entry]) -> int:
+        """The order at which most of such plans fit."""
+        divergences = rdp.divergences(compose(plan))
+        if not 0 < divergences.min() < math.inf:
+            raise ConfigurationError("plan must hold at least one step, and every step needs noise.")
+        return int(np.argmax((self.epsilon - self._conversion) / divergences))
+
+    def _after(self, event: Event, count: int) -> tuple[float, Entry]:
+        """What would be closed and what open: the divergence of the one, rounded up, and the other."""
+        further = Entry(event, count)
+        if self._open is None:
+            return 0.0, further
+        if self._open.event == event:
+            return self._divergence, Entry(event, self._open.count + count)
+        require_one_guarantee([self._open, further])
+        return math.nextafter(self._divergence + self._of(self._open), math.inf), further
+
+    def _epsilon(self, divergence: float, entry: Entry) -> float:
+        total = divergence + self._of(entry)
+        return total * (1 + rdp.SLACK) + float(self._conversion[self._place])
+
+    def _of(self, entry: Entry) -> float:
+        return float(rdp.divergences(compose([entry]))[self._place])
+
+    def _cuts(self, event: Event, count: int) -> float:
+        """The probability that any batch was cut, rounded up."""
+        if event.excess == 0:
+            return self._excess
+        return (self._excess + count * event.excess) * (1 + 2.0**-50)
+
+
+def _place_of(order: float | None) -> int:
+    places = np.flatnonzero(np.isclose(rdp.ORDERS, np.nan if order is None else float(order), rtol=1e-9))
+    if len(places) != 1:
+        raise ConfigurationError(
+            f"order={order!r} is not possible: it must be one of 1.1, 1.2, ..., 10.9, 11, 12, ..., 63, 128, 256, 512, "
+            "1024. Give plan to have the best one chosen."
+        )
+    return int(places[0])

@@ -1,0 +1,337 @@
+"""Trade-off functions (f-DP): how well any test can tell two neighbouring data sets apart.
+
+f(alpha) is the least false-negative rate of a test with false-positive rate alpha (Dong, Roth and Su, "Gaussian
+differential privacy", 2022). f(alpha) = 1 - alpha is a blind guess, f = 0 is no privacy. Every `Tradeoff` lies
+on or below the true curve: it promises no more than holds.
+
+A guarantee covers both orders of the neighbours. Under Poisson sampling the two orders have different curves,
+f for "the unit was added" and its inverse for "the unit was removed". What holds for both is the largest
+trade-off function below both, the convex hull of the lower of the two; that is the curve of delta(epsilon), the
+larger of both orders' deltas. `Tradeoff.symmetric` makes it, and `of(history)` gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from scipy import special
+
+from clipwise.accounting import arguments, attack, gaussian, pld, refine, schedule, tensor, truncation
+from clipwise.accounting.composition import Composition, compose
+from clipwise.accounting.gaussian import Array
+from clipwise.accounting.hull import crossings, lower_hull
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Entry
+
+# Corners are computed to about this; curves are lowered by it.
+ROUNDING = 4 * 2.0**-53
+# Spacing of the tangents to a Gaussian's curve, in standard deviations of the test's threshold.
+TANGENTS = 0.01
+# Above, even a false-positive rate of 1e-300 leaves no test a false-negative rate that is worth a promise.
+LARGEST_MU = 50.0
+# Of more releases than this the losses are not added up on a grid.
+MOST_RELEASES = 10**8
+
+
+@dataclass(frozen=True, eq=False)
+class Tradeoff:
+    """A convex, falling, piecewise linear trade-off function. Call it: `f(0.01)`.
+
+    Build one by `of(history)`, `Tradeoff.gaussian(mu)`, `Tradeoff.from_profile(epsilons, deltas)` or
+    `Tradeoff.identity()`; the corners are not checked.
+
+    Args:
+        alphas: false-positive rates of the corners, rising from 0. Beyond the last, f is 0.
+        betas: f at the corners, falling to 0.
+    """
+
+    alphas: Array
+    betas: Array
+
+    @classmethod
+    def identity(cls) -> Tradeoff:
+        """Perfect privacy: 1 - alpha, a blind guess."""
+        return cls(np.array([0.0, 1.0]), np.array([1.0, 0.0]))
+
+    @classmethod
+    def nothing(cls) -> Tradeoff:
+        """No privacy at all: 0."""
+        return cls(np.zeros(1), np.zeros(1))
+
+    @classmethod
+    def gaussian(cls, mu: float) -> Tradeoff:
+        """G_mu, the curve of N(0, 1) against N(mu, 1): Phi(Phi^-1(1 - alpha) - mu).
+
+        By its tangents, so from below. A test at threshold t touches the one of epsilon = mu t - mu^2 / 2.
+        """
+        if mu == math.inf:
+            return cls.nothing()
+        mu = arguments.number("mu", mu, above=0, below=math.inf, open_end=False)
+        if mu == 0 or mu > LARGEST_MU:
+            return cls.nothing() if mu else cls.identity()
+        thresholds = np.arange(max(mu / 2, mu - gaussian.TAIL), mu + gaussian.TAIL, TANGENTS)
+        epsilons = mu * (thresholds - mu / 2)
+        epsilons = np.append(0.0, epsilons[(epsilons > 0) & (epsilons < refine.LARGEST)])
+        return cls.from_profile(epsilons, [gaussian.delta(float(e), mu) for e in epsilons])
+
+    @classmethod
+    def from_profile(cls, epsilons: Any, deltas: Any) -> Tradeoff:
+        """The curve of a mechanism that is (epsilon, delta)-private, for both orders, for each pair given.
+
+        f(alpha) = max over the pairs of 0, 1 - delta - e^epsilon alpha and e^-epsilon (1 - delta - alpha).
+        """
+        e, d = _checked_profile(epsilons, deltas)
+        # What holds at one epsilon holds at a larger one.
+        d = np.minimum(np.minimum.accumulate(d) + ROUNDING, 1.0)
+        alphas, betas = crossings(np.expm1(e), d)
+        # At alpha = 0 the line of the least delta is the highest. On the diagonal beta = (1 - delta) / (1 + e^epsilon).
+        start, middle = 1 - float(np.min(d)), float(np.max((1 - d) / (1 + np.exp(e))))
+        steep = (alphas < middle) & (betas > middle)
+        return cls._mirrored(
+            np.concatenate([[0.0], alphas[steep], [middle]]),
+            np.concatenate([[start], betas[steep], [middle]]),
+        )
+
+    @classmethod
+    def _mirrored(cls, alphas: Array, betas: Array) -> Tradeoff:
+        """The symmetric curve whose corners above the diagonal are among these points."""
+        points = np.concatenate([alphas, betas]), np.concatenate([betas, alphas])
+        x, y = lower_hull(*points)
+        left = x < y
+        on = x[x == y][:1]
+        return cls(np.concatenate([x[left], on, y[left][::-1]]), np.concatenate([y[left], on, x[left][::-1]]))
+
+    @overload
+    def __call__(self, alpha: float) -> float: ...
+    @overload
+    def __call__(self, alpha: Array) -> Array: ...
+    def __call__(self, alpha: float | Array) -> float | Array:
+        """The least false-negative rate at false-positive rate alpha, from below."""
+        at = np.asarray(alpha, dtype=np.float64)
+        if not bool(np.all((at >= 0) & (at <= 1))):
+            raise ConfigurationError("alpha is not possible: it is a false-positive rate, from 0 to 1.")
+        found = np.minimum(np.interp(at, self.alphas, self.betas, right=0.0), 1 - at)
+        return float(found) if at.ndim == 0 else found
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Is it the same for both orders of the neighbours?"""
+        return np.array_equal(self.alphas, self.betas[::-1])
+
+    def inverse(self) -> Tradeoff:
+        """The curve of the other order: false positives and false negatives change places."""
+        return Tradeoff(self.betas[::-1], self.alphas[::-1])
+
+    def symmetric(self) -> Tradeoff:
+        """The largest trade-off function that holds for both orders: the convex hull of f and its inverse."""
+        return self if self.is_symmetric else Tradeoff._mirrored(self.alphas, self.betas)
+
+    def diluted(self, rate: float) -> Tradeoff:
+        """rate f + (1 - rate) Id: the unit takes part by a coin of its own, and adds nothing if not.
+
+        One order of Poisson sampling. Compose such steps first, and make the result `symmetric` then.
+        """
+        p = _probability("rate", rate)
+        if p == 0:
+            return Tradeoff.identity()
+        alphas = self.alphas if self.alphas[-1] == 1 else np.append(self.alphas, 1.0)
+        betas = self.betas if self.alphas[-1] == 1 else np.append(self.betas, 0.0)
+        return _chain(alphas, (p * betas + (1 - p) * (1 - alphas)) * (1 - ROUNDING))
+
+    def subsample(self, rate: float) -> Tradeoff:
+        """C_p(f), p = rate: the mechanism on a random subset in which another unit stands in for one not drawn.
+
+        The convex hull of p f + (1 - p) Id and its inverse. For fixed-size batches under replace-one; one such
+        step is also the guarantee of one Poisson step, but several are not (see `diluted`).
+        """
+        return self.symmetric().diluted(rate).symmetric()
+
+    def tensor(self, *others: Tradeoff) -> Tradeoff:
+        """What all of these releases on the same data come to, from below."""
+        return _product([(self, 1), *((other, 1) for other in others)])
+
+    def repeated(self, count: int) -> Tradeoff:
+        """The tensor product of `count` copies."""
+        return _product([(self, arguments.whole("count", count))])
+
+    def delta(self, epsilon: float) -> float:
+        """The smallest delta at `epsilon` >= 0, for both orders: max 1 - beta - e^epsilon alpha."""
+        e = arguments.number("epsilon", epsilon, above=0, below=math.inf, open_end=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            pairs = ((self.alphas, self.betas), (self.betas, self.alphas))
+            gaps = [1 - b - np.where(a > 0, np.exp(np.float64(e)) * a, 0.0) for a, b in pairs]
+        return min(1.0, max(0.0, *(float(gap.max()) for gap in gaps)))
+
+    def epsilon(self, delta: float) -> float:
+        """The smallest epsilon >= 0 at `delta`, for both orders: log max (1 - beta - delta) / alpha."""
+        d = arguments.number("delta", delta, above=0, below=1)
+        steepest = 1.0
+        for a, b in ((self.alphas, self.betas), (self.betas, self.alphas)):
+            gap = 1 - b - d
+            if np.any((a == 0) & (gap > 0)):
+                return math.inf
+            steepest = max(steepest, float(np.max(gap[a > 0] / a[a > 0], initial=1.0)))
+        return math.log(steepest) * (1 + ROUNDING)
+
+    def mu(self, slack: float = 1e-5) -> float:
+        """The smallest mu for which f >= G_mu - slack everywhere; inf if there is none.
+
+        With slack = 0 that is Gaussian differential privacy itself, which few mechanisms but the Gaussian have:
+        no curve that lets a test succeed without any false positive, however seldom, is above a G_mu. f is
+        straight between corners and G_mu is convex, so the corners decide:
+        mu = max Phi^-1(1 - alpha) - Phi^-1(beta + slack).
+        """
+        allowed = arguments.number("slack", slack, above=0, below=1, open_end=False)
+        betas = self.betas + allowed
+        binding = (betas < 1) & (self.alphas < 1)
+        needed = -special.ndtri(self.alphas[binding]) - special.ndtri(betas[binding])
+        return max(0.0, float(np.max(needed, initial=0.0)))
+
+    def advantage(self) -> float:
+        """The largest detection rate minus false-positive rate of any test: max 1 - alpha - f(alpha)."""
+        return attack.advantage(self.alphas, self.betas)
+
+    def power(self, fpr: float) -> float:
+        """The largest detection (true-positive) rate of a test with this false-positive rate: 1 - f(fpr)."""
+        return 1 - self(_probability("fpr", fpr))
+
+    def accuracy(self, prior: float = 0.5) -> float:
+        """The largest probability of guessing rightly which data set was used (1 - the Bayes risk).
+
+        Args:
+            prior: the probability that the unit was in, before anything was released.
+        """
+        return attack.accuracy(self.alphas, self.betas, _probability("prior", prior))
+
+    def precision(self, fpr: float, prior: float = 0.5) -> float:
+        """How often an attacker can be right who says "in": the largest posterior after a positive test.
+
+        It bounds every test whose false-positive rate is *at least* fpr, since power(fpr) / fpr falls with fpr.
+
+        Args:
+            fpr: the rate at which the test says "in" for units that were not.
+            prior: the probability that the unit was in, before anything was released.
+        """
+        rate = _probability("fpr", fpr)
+        return attack.precision(self.power(rate), rate, _probability("prior", prior))
+
+    def odds_factor(self, tail: float) -> float:
+        """By what factor one outcome can raise the odds of "in" (or of "out"), rare outcomes left aside.
+
+        Bounded is the chance of an outcome with a larger factor: it is at most `tail`, whether the unit was in
+        or out. Single outcomes have no other bound, since Gaussian noise can, very rarely, tell everything.
+        inf if the curve cannot promise that for so small a tail.
+        """
+        t = arguments.number("tail", tail, above=0, below=1)
+        return max(
+            attack.odds_factor(self.alphas, self.betas, t),
+            attack.odds_factor(self.betas[::-1], self.alphas[::-1], t),
+        )
+
+    def posterior(self, prior: float, tail: float) -> float:
+        """The largest probability of "in" after seeing one outcome, rare outcomes left aside.
+
+        Its odds are prior / (1 - prior) times `odds_factor(tail)`; a larger one comes with a chance of at most
+        `tail`.
+        """
+        return attack.posterior(self.odds_factor(tail), _probability("prior", prior))
+
+    def __repr__(self) -> str:
+        return f"Tradeoff(advantage={self.advantage():.4g}, power at fpr 0.01={self.power(0.01):.4g})"
+
+
+def of(history: Sequence[Entry]) -> Tradeoff:
+    """The trade-off function of everything in a history, for both orders of the neighbours.
+
+    By the PLD accountant, from below and within 1e-3. Perfect privacy for an empty history; no privacy if
+    anything was released without noise.
+    """
+    total = compose(history)
+    if math.isinf(total.unamplified_mu):
+        return Tradeoff.nothing()
+    if not total.steps and total.excess == 0:
+        return Tradeoff.gaussian(total.mu)
+    total = schedule.with_few_kinds(total, pld.MOST_KINDS)
+    return Tradeoff.from_profile(*refine.refined(lambda epsilons: _profile(total, epsilons)))
+
+
+def profile(history: Sequence[Entry], epsilons: Array) -> Array:
+    """delta of everything in a history at many epsilons >= 0, by the PLD accountant, from above."""
+    return _profile(compose(history), epsilons)
+
+
+def _profile(total: Composition, epsilons: Array) -> Array:
+    of_cuts = [truncation.added_delta(float(e), total.excess) for e in epsilons] if total.excess else 0.0
+    return np.minimum(pld.profile(total, epsilons) + of_cuts, 1.0)
+
+
+def _product(factors: Sequence[tuple[Tradeoff, int]]) -> Tradeoff:
+    """The tensor product, through the privacy losses of the curves' straight pieces."""
+    counted = [(curve, count) for curve, count in factors if count > 0 and not _is_identity(curve)]
+    if not counted:
+        return Tradeoff.identity()
+    if len(counted) == 1 and counted[0][1] == 1:
+        return counted[0][0]
+    if any(curve.betas[0] <= ROUNDING for curve, _ in counted):
+        return Tradeoff.nothing()
+    if sum(count for _, count in counted) > MOST_RELEASES:
+        raise ConfigurationError(
+            f"count is not possible: at most {MOST_RELEASES:g} curves can be composed. For more steps of a run ask "
+            "accounting.tradeoff(...), which takes any number."
+        )
+    deltas_at = tensor.product([(curve.alphas, curve.betas, count) for curve, count in counted])
+    if all(curve.is_symmetric for curve, _ in counted):
+        return Tradeoff.from_profile(*refine.refined(lambda e: np.clip(deltas_at(e), 0.0, 1.0)))
+    epsilons, deltas = refine.refined(
+        lambda e: np.clip(np.maximum(deltas_at(e), -np.expm1(e)), 0.0, 1.0), both_signs=True
+    )
+    return _of_one_order(epsilons, deltas)
+
+
+def _of_one_order(epsilons: Array, deltas: Array) -> Tradeoff:
+    """The curve max(0, 1 - delta - e^epsilon alpha) of one order, from epsilons of both signs."""
+    d = np.minimum(deltas + ROUNDING, 1.0)
+    alphas, betas = crossings(np.expm1(epsilons), d)
+    end = min(1.0, float(np.max((1 - d) * np.exp(-epsilons))))  # where the last of the lines reaches 0
+    inside = (betas > 0) & (alphas < end)
+    return _chain(
+        np.concatenate([[0.0], alphas[inside], [end]]),
+        np.concatenate([[1 - float(np.min(d))], betas[inside], [0.0]]),
+    )
+
+
+def _chain(alphas: Array, betas: Array) -> Tradeoff:
+    """The curve through these points, up to the first that is not above 0."""
+    x, y = lower_hull(alphas, np.maximum(betas, 0.0))
+    stop = int(np.argmax(y <= 0)) + 1
+    return Tradeoff(x[:stop], y[:stop])
+
+
+def _is_identity(curve: Tradeoff) -> bool:
+    return len(curve.alphas) == 2 and curve.betas[0] == 1 and curve.alphas[1] == 1
+
+
+def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:
+    """Epsilons >= 0 and as many deltas in [0, 1], sorted by epsilon."""
+    e, d = np.atleast_1d(np.asarray(epsilons, np.float64)), np.atleast_1d(np.asarray(deltas, np.float64))
+    if e.ndim != 1 or e.shape != d.shape or not len(e):
+        raise ConfigurationError(
+            "epsilons and deltas are not possible: give as many of the one as of the other."
+        )
+    if not bool(np.all((e >= 0) & (e <= refine.LARGEST))):
+        raise ConfigurationError(f"epsilons is not possible: each must lie in [0, {refine.LARGEST:g}].")
+    if not bool(np.all((d >= 0) & (d <= 1))):
+        raise ConfigurationError("deltas is not possible: each must lie in [0, 1].")
+    order = np.argsort(e, kind="stable")
+    return e[order], d[order]
+
+
+def _probability(name: str, value: Any) -> float:
+    """`value` as a float in [0, 1]."""
+    if not isinstance(value, bool) and value == 1:
+        return 1.0
+    return arguments.number(name, value, above=0, below=1, open_end=False)

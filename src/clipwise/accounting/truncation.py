@@ -1,0 +1,109 @@
+"""What it costs that a batch is cut when more units are drawn than a limit (truncated Poisson sampling).
+
+A step that draws by coins and cuts batches above a limit differs from the step that does not cut only if the
+draw exceeds the limit. The number drawn is Binomial(N, q), so tau = P[Binomial(N, q) > limit] is the probability
+of that. On one data set, with the same coins, all steps together therefore differ with probability at most
+X = sum_t tau_t, whatever the earlier releases were. So for neighbours D and D', the mechanism M, its version M*
+without cuts, any set S of outputs and any (epsilon, delta) of M*,
+
+    P[M(D) in S] <= P[M*(D) in S] + X
+                 <= e^epsilon P[M*(D') in S] + delta + X
+                 <= e^epsilon P[M(D') in S] + delta + (1 + e^epsilon) X.
+
+Neither data set has more than N units that can be drawn, so one tau serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scipy import special
+
+from clipwise.errors import ConfigurationError
+
+# Below this, tau times e^epsilon times any number of steps is nothing against a delta that anyone asks for.
+NEGLIGIBLE = 1e-20
+# betainc is good to far more digits than this allows for.
+SLACK = 1e-6
+# No figure below this is told from 0.
+LEAST = 1e-290
+
+
+def excess(dataset_size: int, sample_rate: float, limit: int) -> float:
+    """tau, from above: the probability that more than `limit` of `dataset_size` coins come up."""
+    if limit >= dataset_size:
+        return 0.0
+    tail = float(special.betainc(limit + 1, dataset_size - limit, sample_rate)) * (1 + SLACK)
+    chernoff = math.exp(_log_chernoff(dataset_size, sample_rate, limit))
+    return min(1.0, max(tail if tail > LEAST else chernoff, LEAST))
+
+
+def default_limit(dataset_size: int, sample_rate: float) -> int:
+    """The smallest limit that is exceeded with probability at most NEGLIGIBLE, by Chernoff's bound.
+
+    About 9.5 standard deviations above the mean. A tighter limit would cost privacy: 6 standard deviations
+    are exceeded once in 10^8 steps, which a run of 10^4 steps at delta = 1e-5 cannot afford.
+    """
+    low, high = math.floor(dataset_size * sample_rate), dataset_size  # exceeded too often; never exceeded
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _log_chernoff(dataset_size, sample_rate, middle) <= math.log(NEGLIGIBLE):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _log_chernoff(dataset_size: int, sample_rate: float, limit: int) -> float:
+    """log P[Binomial(N, q) >= N a] <= -N (a log(a/q) + (1-a) log((1-a)/(1-q))) for a = (limit + 1) / N > q."""
+    a = (limit + 1) / dataset_size
+    if a <= sample_rate:
+        return 0.0
+    drawn = a * math.log(a / sample_rate)
+    left_out = (1 - a) * (math.log1p(-a) - math.log1p(-sample_rate)) if a < 1 else 0.0
+    rounding = 1e-14 * (abs(drawn) + abs(left_out))
+    return min(0.0, -dataset_size * (drawn + left_out - rounding))
+
+
+def added_delta(epsilon: float, total_excess: float) -> float:
+    """(1 + e^epsilon) X, rounded up."""
+    if total_excess == 0:
+        return 0.0
+    if epsilon > 700:  # e^epsilon may overflow; delta is never above 1
+        return 1.0
+    return min(1.0, (1 + math.exp(epsilon)) * total_excess * (1 + 1e-12))
+
+
+def require_room(epsilon: float, delta: float, total_excess: float) -> None:
+    """Refuse a budget that cut batches use up whatever the noise."""
+    if added_delta(epsilon, total_excess) > 0.99 * delta:
+        raise ConfigurationError(
+            f"max_batch_size is too small for epsilon={epsilon:g} at delta={delta:g}: batches are cut so often that no "
+            "noise would be enough. Leave it out, or give a larger one."
+        )
+
+
+def epsilon(untruncated: Callable[[float], float], delta: float, total_excess: float) -> float:
+    """The smallest epsilon with delta*(epsilon) + (1 + e^epsilon) X <= delta, from above; inf if there is none.
+
+    Args:
+        untruncated: E(d), the smallest epsilon of the steps without cuts at delta = d, or a bound above it.
+        delta: the delta of the guarantee.
+        total_excess: X.
+
+    delta* is convex in e^epsilon, and so is the left side: the epsilons sought are an interval, those with
+    E(delta - (1 + e^epsilon) X) <= epsilon. To find its left end, begin at 0 and move to what E asks for,
+    again and again: E only grows on the way, so no point of the interval is passed over. A little is added to
+    each point so that the search ends, and a point is returned only after E has confirmed it.
+    """
+    point = 0.0
+    for _ in range(60):
+        left = (delta - added_delta(point, total_excess)) * (1 - 1e-12)
+        if left <= 0:
+            return math.inf
+        needed = untruncated(left)
+        if needed <= point:
+            return point
+        point = needed * (1 + 1e-6)
+    return math.inf

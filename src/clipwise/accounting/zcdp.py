@@ -1,0 +1,105 @@
+"""Zero-concentrated differential privacy: one number, rho, that adds up.
+
+A release that every unit takes part in, with z = noise / sensitivity, is rho-zCDP for rho = 1 / (2 z^2): its
+Renyi divergence of every order alpha > 1 is at most rho alpha. Releases of one epoch on disjoint batches cost
+as much as one of them. Amplified steps have no finite rho worth stating, and are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scipy import optimize
+
+from clipwise.accounting.composition import Composition
+from clipwise.errors import UnsupportedEventError
+
+# Sums of a few terms, each good to 2^-53 of its size, are rounded up by this part of all sizes together.
+ROUNDING = 2.0**-49
+
+
+def rho(total: Composition) -> float:
+    """rho = sum_i 1 / (2 z_i^2), rounded up."""
+    if total.steps:
+        raise UnsupportedEventError(
+            "accountant='zcdp' has no bound for steps that are amplified by sampling, and this run has some: use "
+            "accountant='pld' or 'rdp', or sampling='full' or 'shuffled'."
+        )
+    return 0.5 * total.mu * total.mu * (1 + ROUNDING)
+
+
+def epsilon(total: Composition, delta: float) -> float:
+    """An upper bound on the smallest epsilon, by the tight conversion."""
+    return tight_epsilon(rho(total), delta)
+
+
+def delta(total: Composition, epsilon: float) -> float:
+    """An upper bound on the smallest delta, by the tight conversion."""
+    return tight_delta(rho(total), epsilon)
+
+
+def paper_epsilon(rho: float, delta: float) -> float:
+    """The conversion of the paper that introduced zCDP (Bun and Steinke, 2016): rho + 2 sqrt(rho log(1/delta))."""
+    if rho == 0 or math.isinf(rho):
+        return rho
+    return (rho + 2 * math.sqrt(-rho * math.log(delta))) * (1 + ROUNDING)
+
+
+def tight_epsilon(rho: float, delta: float) -> float:
+    """The best known conversion (Canonne, Kamath and Steinke, 2020), at the best order.
+
+    Any order alpha > 1 gives a bound, so a search that misses the best one costs tightness alone:
+
+        epsilon = rho alpha + log(1 - 1/alpha) - (log delta + log alpha) / (alpha - 1).
+    """
+    if rho == 0 or math.isinf(rho):
+        return rho
+
+    def bound(log_excess: float) -> float:
+        excess = math.exp(log_excess)  # alpha - 1
+        terms = [
+            rho,
+            rho * excess,
+            log_excess - math.log1p(excess),
+            -math.log(delta) / excess,
+            -math.log1p(excess) / excess,
+        ]
+        return math.fsum(terms) + ROUNDING * math.fsum(map(abs, terms))
+
+    # Without the two small terms the best alpha - 1 is sqrt(log(1/delta) / rho); they move it by little.
+    centre = 0.5 * (math.log(-math.log(delta)) - math.log(rho))
+    return max(0.0, min(_least(bound, centre), paper_epsilon(rho, delta)))
+
+
+def tight_delta(rho: float, epsilon: float) -> float:
+    """The same conversion read the other way, at the best order.
+
+    delta = exp((alpha - 1) (rho alpha - epsilon)) (1 - 1/alpha)^alpha / (alpha - 1).
+    """
+    if rho == 0 or math.isinf(rho):
+        return 0.0 if rho == 0 else 1.0
+
+    def bound(log_excess: float) -> float:
+        excess = math.exp(log_excess)
+        terms = [
+            excess * rho,
+            excess * excess * rho,
+            -excess * epsilon,
+            excess * log_excess,
+            -(1 + excess) * math.log1p(excess),
+        ]
+        return math.fsum(terms) + ROUNDING * math.fsum(map(abs, terms))
+
+    # The best alpha - 1 is about (epsilon - rho) / (2 rho), or small where that is none.
+    centre = math.log(max(epsilon / rho - 1, 0.1)) - math.log(2)
+    return min(1.0, math.exp(min(0.0, _least(bound, centre))))
+
+
+def _least(bound: Callable[[float], float], centre: float) -> float:
+    """The least value of a function with one valley that a search around `centre` comes upon."""
+    centre = min(max(centre, -300.0), 300.0)
+    found = optimize.minimize_scalar(
+        bound, bounds=(centre - 6, centre + 6), method="bounded", options={"xatol": 1e-9}
+    )
+    return min(float(found.fun), bound(centre))

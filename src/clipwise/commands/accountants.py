@@ -1,0 +1,53 @@
+"""A table of what each accountant says about the same releases, with the one that counts marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from clipwise import accounting
+from clipwise.commands.output import rounded_up
+from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Entry
+
+SecondOpinion = Annotated[
+    bool,
+    typer.Option("--second-opinion", help="Ask the library dp-accounting as well; it may take some seconds."),
+]
+
+# Beside PLD: name, heading, what its bound is good for, and why it has none where it has none.
+OTHERS = (
+    ("rdp", "RDP", "looser, shown while training", "no bound for this kind of step"),
+    ("zcdp", "zCDP", "looser", "no bound: batches are sampled"),
+    ("gdp", "GDP", "exact: nothing is sampled", "no bound: batches are sampled"),
+)
+SECOND = (
+    "dp-accounting",
+    "dp-accounting",
+    "its own PLD: a second opinion",
+    "no bound: batches of fixed size",
+)
+
+
+def table_of(history: Sequence[Entry], delta: float, second_opinion: bool = False) -> Table:
+    """Every accountant's epsilon at `delta`. The central limit is shown for comparison, and named for what it is."""
+    table = Table("accountant", f"epsilon at delta {delta:g}", "")
+    table.add_row(
+        "PLD", rounded_up(accounting.epsilon_of(history, delta)), "the one that counts", style="bold"
+    )
+    bounded = set()
+    for name, heading, good_for, why_not in (*OTHERS, *((SECOND,) if second_opinion else ())):
+        try:
+            table.add_row(heading, rounded_up(accounting.epsilon_of(history, delta, name)), good_for)
+            bounded.add(name)
+        except UnsupportedEventError:
+            table.add_row(heading, "-", why_not)
+        except ImportError:
+            table.add_row(heading, "-", "needs the package dp-accounting")
+    if "gdp" not in bounded:  # else the run is a Gaussian itself, and nothing is approximated
+        approximate = accounting.central_limit_of(history).epsilon_if_it_were_true(delta)
+        table.add_row("central limit", f"({approximate:.4g})", "no guarantee: may be too low")
+    return table

@@ -1,0 +1,82 @@
+"""Several runs on the same data: what their ledgers say together.
+
+Whoever sees the releases of two runs sees the releases of both, so their histories compose. That is right if the
+runs share records, and says too much if they share none.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipwise import ledger
+from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning
+from clipwise.ledger import Snapshot
+from clipwise.privacy import Entry
+
+
+@dataclass(frozen=True)
+class Run:
+    """One ledger file and what it says."""
+
+    path: Path
+    found: Snapshot
+
+
+def read(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """The runs in these ledger files, or an error that says why they cannot be counted together."""
+    if not paths:
+        raise ConfigurationError("Give at least one ledger file.")
+    runs = [Run(Path(path), ledger.read(path)) for path in paths]
+    for number, run in enumerate(runs):
+        for earlier in runs[:number]:
+            _require_another(earlier, run)
+    if not any(run.found.history for run in runs):
+        names = " and ".join(str(run.path) for run in runs)
+        raise LedgerError(f"{names} holds no release yet: nothing was spent.")
+    _require_one_guarantee(runs)
+    sizes = sorted(
+        {run.found.header["dataset_size"] for run in runs if "dataset_size" in run.found.header}, key=str
+    )
+    if len(sizes) > 1:
+        warnings.warn(
+            f"the ledgers tell of data sets of different sizes ({', '.join(map(str, sizes))} records). Runs need "
+            "to be counted together only as far as they share records; all of them are counted here.",
+            PrivacyWarning,
+            stacklevel=2,
+        )
+    return runs
+
+
+def history(runs: Sequence[Run]) -> list[Entry]:
+    """All releases of all runs, one run after the other."""
+    return [entry for run in runs for entry in run.found.history]
+
+
+def _require_another(first: Run, second: Run) -> None:
+    """Counting one run twice would say too much; two copies that differ, and nobody knows which to believe."""
+    if os.path.samefile(first.path, second.path):
+        raise ConfigurationError(f"{second.path} is given twice: name each ledger once.")
+    if first.found.run == second.found.run:
+        raise LedgerError(
+            f"{first.path} and {second.path} are copies of one ledger (run {first.found.run}): give only the one "
+            "that the run has written to last."
+        )
+
+
+def _require_one_guarantee(runs: Sequence[Run]) -> None:
+    """Name the two files whose releases protect different things: no single guarantee covers both."""
+    seen: dict[tuple[str, str], Path] = {}
+    for run in runs:
+        for entry in run.found.history:
+            seen.setdefault((str(entry.event.adjacency), str(entry.event.unit)), run.path)
+    if len(seen) > 1:
+        (one, first), (other, second) = list(seen.items())[:2]
+        where = f"{first} and {second} have" if first != second else f"{first} has"
+        raise LedgerError(
+            f"{where} releases under different adjacencies or units ({one[0]} of one {one[1]}, {other[0]} of one "
+            f"{other[1]}), so no single guarantee covers them: count each on its own."
+        )

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from clipwise.accounting import gaussian, interpret, truncation
+from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+
+
+def exact_excess(size: int, rate: float, limit: int) -> Fraction:
+    q = Fraction(rate)
+    return sum(
+        (math.comb(size, k) * q**k * (1 - q) ** (size - k) for k in range(limit + 1, size + 1)), Fraction(0)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.floats(1e-6, 1), st.data())
+def test_excess_is_the_tail_of_the_binomial_from_above(size: int, rate: float, data: st.DataObject) -> None:
+    limit = data.draw(st.integers(1, size))
+    exact, found = exact_excess(size, rate, limit), truncation.excess(size, rate, limit)
+    assert exact <= found <= 1
+    assert found <= float(exact) * (1 + 2e-6) + truncation.LEAST
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "limit"), [(10**4, 1e-3, 2000), (10**9, 1e-6, 10**6), (400, 0.1, 399)]
+)
+def test_an_excess_below_all_numbers_is_not_taken_for_zero(size: int, rate: float, limit: int) -> None:
+    assert stats.binom.logsf(limit, size, rate) < math.log(truncation.LEAST)
+    assert truncation.excess(size, rate, limit) == truncation.LEAST
+    assert truncation.excess(size, rate, size) == 0
+
+
+@given(st.integers(1, 10**7), st.floats(1e-7, 1))
+def test_the_default_limit_is_hardly_ever_exceeded(size: int, rate: float) -> None:
+    limit = truncation.default_limit(size, rate)
+    assert size * rate <= limit <= size
+    assert truncation.excess(size, rate, limit) <= truncation.NEGLIGIBLE * (1 + 1e-5)
+    spread = math.sqrt(size * rate * (1 - rate))
+    assert limit <= size * rate + 9.7 * spread + 40  # and is not far away
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.05, 3), st.floats(-9, -2), st.floats(-14, -3))
+def test_epsilon_is_the_left_end_of_what_is_admissible(
+    mu: float, log_delta: float, log_excess: float
+) -> None:
+    delta, excess = 10**log_delta, 10**log_excess
+
+    def admissible(epsilon: float) -> bool:
+        return gaussian.delta(epsilon, mu) + (1 + math.exp(epsilon)) * excess <= delta
+
+    found = truncation.epsilon(lambda d: gaussian.epsilon(d, mu), delta, excess)
+    if math.isfinite(found):
+        assert admissible(found)
+        assert found == 0 or not admissible(found * (1 - 1e-4) - 1e-9)
+    else:
+        # A sure sign would be that nothing is admissible; near the touching point the search may give up.
+        assert not any(admissible(e) for e in np.linspace(0, 30, 400) if admissible(e * 1.01 + 1e-3))
+
+
+def test_no_epsilon_where_cuts_alone_pass_delta() -> None:
+    assert truncation.epsilon(lambda d: 0.0, 1e-5, 6e-6) == math.inf
+    assert truncation.epsilon(lambda d: 0.0, 1e-5, 4e-6) == 0
+    assert truncation.epsilon(lambda d: 800.0, 1e-5, 1e-290) == math.inf
+    assert truncation.epsilon(lambda d: math.inf, 1e-5, 1e-20) == math.inf
+    assert truncation.added_delta(1e6, 1e-290) == 1 and truncation.added_delta(1e6, 0.0) == 0
+
+
+def hockey_sticks(epsilon: float, limit: int, rate: float, others: int, value: float, z: float) -> float:
+    """Exact delta of one truncated step, both directions: one unit of value 1 beside `others` of another value."""
+    x = np.linspace(-12 * z + min(0, others * value), 12 * z + max(1.0, others * value), 200_001)
+    law = stats.binom(others, rate)
+
+    def density(sums: dict[float, float]) -> np.ndarray:
+        return sum(mass * stats.norm.pdf(x, mean, z) for mean, mass in sums.items())  # type: ignore[return-value]
+
+    without: dict[float, float] = {}
+    present: dict[float, float] = {}
+    for k in range(others + 1):
+        mass = law.pmf(k)
+        cut = min(k, limit) * value
+        without[cut] = without.get(cut, 0) + mass
+        present[cut] = present.get(cut, 0) + mass * (1 - rate)
+        kept = min(1.0, limit / (k + 1))  # the unit is drawn; is it kept?
+        drawn = min(k + 1, limit)
+        for total, share in (((drawn - 1) * value + 1, kept), (drawn * value, 1 - kept)):
+            present[total] = present.get(total, 0) + mass * rate * share
+    p, q = density(present), density(without)
+    step = x[1] - x[0]
+    growth = math.exp(epsilon)
+    return max(float(np.maximum(a - growth * b, 0).sum() * step) for a, b in ((p, q), (q, p)))
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
+def test_a_truncated_step_costs_no_more_than_accounted(value: float) -> None:
+    """The other units are within the same bound, and make room or not for the one in question."""
+    rate, others, limit, z, plain_is_passed = 0.2, 2, 1, 1.0, False
+    excess = truncation.excess(others + 1, rate, limit)
+    event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, z, rate, 1, excess)
+    for epsilon in (0.0, 1.0, 2.0):
+        exact = hockey_sticks(epsilon, limit, rate, others, value, z)
+        assert exact <= interpret.delta([Entry(event, 1)], epsilon) * (1 + 1e-6)
+        plain = float(gaussian.hockey_stick(np.array([epsilon]), rate, z)[0])
+        plain_is_passed = plain_is_passed or exact > plain * (1 + 1e-6)
+    assert plain_is_passed == (value == -1.0)  # so what is added for cuts is needed
+
+
+def test_cuts_add_up_over_a_history(entry: Callable[..., Entry]) -> None:
+    event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01, 1, 1e-11)
+    cut, plain = [Entry(event, 600), Entry(event, 400)], [entry("poisson", 0.01, 1.0, 1000)]
+    for accountant in ("pld", "rdp", "dp-accounting"):
+        added = interpret.delta(cut, 2.0, accountant) - interpret.delta(plain, 2.0, accountant)
+        assert added == pytest.approx((1 + math.exp(2)) * 1e-8, rel=1e-3)
+        assert interpret.epsilon(cut, 1e-5, accountant) > interpret.epsilon(plain, 1e-5, accountant)
+        assert interpret.delta(cut, interpret.epsilon(cut, 1e-5, accountant), accountant) <= 1e-5 * (1 + 1e-9)
+    none = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01), 1000)]
+    assert interpret.epsilon(none, 1e-5) == interpret.epsilon(plain, 1e-5)
+    always = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1.0, 1, 1.0), 1)]
+    assert interpret.epsilon(always, 1e-5) == math.inf and interpret.delta(always, 1.0) == 1
