@@ -30,7 +30,7 @@ from clipwise import checks, faults
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
-from clipwise.release import buckets, noised
+from clipwise.release import buckets, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.structure import map_tensors, tensors_in
 
@@ -76,8 +76,10 @@ class CompiledStep:
         self._attempts = 0
         self._is_replaying = False
         self._captured: _Captured | None = None
-        # Bounds that are learned would stay what they were.
-        self._stays_ordinary = not _can_capture(self._device) or private._clipper.adapts
+        # Bounds that are learned would stay what they were, and so would random numbers.
+        clipper = private._clipper
+        is_constant = clipper.is_capturable and not (clipper.adapts or clipper.draws)
+        self._stays_ordinary = not (is_constant and _can_capture(self._device))
 
     def __call__(self, *batch: Any) -> bool:
         """One step on the batch that `private.loader` handed out; returns whether the optimizer stepped."""
@@ -292,13 +294,14 @@ class _Captured:
 
     def _write_gradients(self) -> None:
         """Noise, and the division: what the second graph holds."""
-        L, by_name = self._private._scheme.expected_size, dict(zip(self._names, self._sums, strict=True))
+        L, by_name = self._private._clipper.divisor, dict(zip(self._names, self._sums, strict=True))
         found: dict[str, Tensor] = {}
         first = 0
         for part, labels in zip(self._private._parts, self._labels, strict=True):
             draw = partial(self._draw, part.noise_std, first)
             sums = [by_name[name] for name in part.parameters]
-            found.update(zip(part.parameters, noised(sums, draw, L), strict=True))
+            scales = scales_of(part, part.parameters)
+            found.update(zip(part.parameters, noised(sums, draw, L, scales), strict=True))
             first += len(labels)
         self._keys.zero_()  # they have served
         parameters = self._private._parameters

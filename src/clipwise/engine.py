@@ -22,7 +22,7 @@ from clipwise import accounting, checkpoint, checks, faults, fingerprint, statem
 from clipwise.about import About, versions
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
 from clipwise.budget import Budget
-from clipwise.clipping import Clipper, PerExample, Strategy, noised_parts
+from clipwise.clipping import Clipper, PerExample, Site, Strategy, noised_parts
 from clipwise.compiled import CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -42,7 +42,7 @@ from clipwise.privacy import (
     Spent,
     effective_multiplier,
 )
-from clipwise.release import noised
+from clipwise.release import noised, scales_of
 from clipwise.sampling import Fetcher, PrivateLoader, Scheme, make_scheme
 from clipwise.statement import Statement
 
@@ -142,6 +142,8 @@ class Private:
         for p in self._parameters.values():
             p.grad = None  # what is there was released and used before: its memory is needed
         self._written.clear()
+        if self._clipper.draws:
+            self._clipper.secret = self._key.derive(f"clipper/{piece.index_in_batch}")
         clipped = self._clipper.clipped_sum(losses)
         if piece.index_in_batch == 0 or self._partial is None:
             self._partial = clipped
@@ -184,8 +186,7 @@ class Private:
         for name, p in self._parameters.items():
             p.grad = noised_sums[name].to(p.dtype)
         self._remember_written()
-        beside = [part.name for part in self._parts if not part.parameters]
-        if self._clipper.learn({name: noised_sums[name] for name in beside}):
+        if self._clipper.learn(noised_sums):
             self._parts = self._next_parts()
 
     def _charge(self) -> None:
@@ -211,16 +212,16 @@ class Private:
             self._parameters,
             self._event.noise_multiplier,
             self._strategy.split,
-            self._scheme.expected_size,
+            self._clipper.divisor,
         )
 
     def _noised(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
         """(sum + noise) / L, with L the expected size: for what is drawn is secret.
 
         A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part
-        without any is a number.
+        without any is a number. A scaled parameter is (m sum + noise) / (m L).
         """
-        L = self._scheme.expected_size
+        L = self._clipper.divisor
         for number, part in enumerate(self._parts):
             entries = part.parameters or (part.name,)
             if part.noise_std == 0:
@@ -230,9 +231,10 @@ class Private:
             for name in entries:
                 by_device.setdefault(total[name].device, []).append(name)
             for place, (device, names) in enumerate(by_device.items()):
+                scales = scales_of(part, names)
                 sums = [total.pop(n) for n in names]
                 draw = partial(self._draw, part.noise_std, f"noise/{number}/{place}", device)
-                total.update(zip(names, noised(sums, draw, L), strict=True))
+                total.update(zip(names, noised(sums, draw, L, scales), strict=True))
         return total
 
     def _draw(
@@ -518,7 +520,7 @@ class Private:
         return About(
             strategy=self._described_strategy(),
             parts=self._parts,
-            divisor=self._scheme.expected_size,
+            divisor=self._clipper.divisor,
             arithmetic=self._clipper.arithmetic.name,
             delta=self._delta,
             budget=None if self._budget is None else self._budget.epsilon,
@@ -611,8 +613,8 @@ def make_private(
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
-    clipper = strategy.attach(parameters, relation, strategy.unit, scheme.sampling)
-    parts = noised_parts(clipper.bounds, parameters, z, strategy.split, scheme.expected_size)
+    clipper = strategy.attach(Site(model, parameters, relation, strategy.unit, scheme))
+    parts = noised_parts(clipper.bounds, parameters, z, strategy.split, clipper.divisor)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, strategy.unit)
     header = {"dataset_size": size, "parameters": _signature(parameters)}

@@ -171,19 +171,29 @@ class Part:
         parameters: the names of the model's parameters that it holds.
         sensitivity: L2 sensitivity of the *sum* (before division), under the step's adjacency.
         noise_std: standard deviation of the noise on each coordinate of the sum.
+        scales: one for each parameter, if any: its sum is multiplied by this before the noise, and what comes
+            out is divided by it. Sensitivity and noise are those of the scaled sum.
+        alone: a unit that moves this part moves none of the others that are marked so.
     """
 
     name: str
     parameters: tuple[str, ...]
     sensitivity: float
     noise_std: float
+    scales: tuple[float, ...] = ()
+    alone: bool = False
 
 
 def effective_multiplier(parts: Sequence[Part]) -> float:
-    """z of the joint mechanism: all parts come from one sample, so (sum_k (S_k / s_k)^2)^(-1/2)."""
+    """z of the joint mechanism: all parts come from one sample, so (sum_k (S_k / s_k)^2)^(-1/2).
+
+    Of the parts that a unit moves alone, only the one counts that it moves most.
+    """
     if any(p.noise_std == 0 and p.sensitivity > 0 for p in parts):
         return 0.0
-    total = sum((p.sensitivity / p.noise_std) ** 2 for p in parts if p.sensitivity > 0)
+    moved = [p for p in parts if p.sensitivity > 0]
+    total = sum((p.sensitivity / p.noise_std) ** 2 for p in moved if not p.alone)
+    total += max(((p.sensitivity / p.noise_std) ** 2 for p in moved if p.alone), default=0.0)
     return total**-0.5 if total > 0 else math.inf
 
 

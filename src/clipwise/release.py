@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from clipwise.privacy import Part
+
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
 
 Draw = Callable[[int, int, torch.dtype], Tensor]  # the bucket, how many numbers, in which type
@@ -25,12 +27,21 @@ def buckets(sizes: Sequence[int]) -> list[int]:
     return found
 
 
+def scales_of(part: Part, names: Sequence[str]) -> list[float]:
+    """The scales of some parameters of a part; none if it has none."""
+    by_name = dict(zip(part.parameters, part.scales, strict=True)) if part.scales else {}
+    return [by_name[name] for name in names] if by_name else []
+
+
 @torch.no_grad()
-def noised(sums: list[Tensor], draw: Draw, divisor: float) -> list[Tensor]:
+def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[float] = ()) -> list[Tensor]:
     """(sum + noise) / divisor of each. Takes the sums out of the list, so that memory is given back on the way.
 
-    The results of a bucket lie side by side in one piece of memory, that of their noise.
+    The results of a bucket lie side by side in one piece of memory, that of their noise. With scales m each is
+    (m sum + noise) / (m divisor).
     """
+    if scales:
+        torch._foreach_mul_(sums, list(scales))
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in sums) else torch.float32
     found: list[Tensor] = []
     for number, count in enumerate(buckets([t.numel() for t in sums])):
@@ -41,4 +52,6 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float) -> list[Tensor]:
         torch._foreach_add_(views, bucket)
         noise.div_(divisor)
         found.extend(views)
+    if scales:
+        torch._foreach_div_(found, list(scales))
     return found

@@ -19,10 +19,11 @@ from clipwise.clipping import noised_parts
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.gradients import METHODS
 from clipwise.noise import NoiseKey
-from clipwise.privacy import Adjacency, Part, Sampling, Unit, effective_multiplier, split_noise
+from clipwise.privacy import Adjacency, Part, effective_multiplier, split_noise
 from tests.clipping.test_per_example import attached, model
 from tests.gradients.cases import losses, oracle
 from tests.runs import SIZE, data, gradients, losses_of, network, parameters, private_run, same, train
+from tests.sites import site
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 PARTS: list[Any] = ["all", "layer", "tensor", [["0.weight"], ["0.bias", "2"]]]
@@ -76,7 +77,7 @@ def test_a_quantile_for_one_part_only_is_refused() -> None:
 def test_a_parameter_with_the_name_of_a_count_is_refused() -> None:
     taken = {"count of all": nn.Parameter(torch.zeros(1))}
     with pytest.raises(ConfigurationError, match="'count of all'"):
-        PerExample(Quantile()).attach(taken, Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON)
+        PerExample(Quantile()).attach(site(taken))
 
 
 # What is released
@@ -198,9 +199,9 @@ def test_rounding_never_brings_a_step_below_its_event(z: float, room: float, nor
     on = {str(k): nn.Parameter(torch.zeros(k + 1)) for k in range(len(norms))}
     count_noise = z * 0.5 * math.sqrt(len(norms)) / L * room
     strategy = PerExample(Quantile(count_noise=count_noise, minimum=1e-30, maximum=1e30), "tensor")
-    clipper = strategy.attach(on, Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON)
+    clipper = strategy.attach(site(on))
     given_norms = dict(zip(on, norms, strict=True))
-    clipper._norms.norms.update(given_norms)  # type: ignore[attr-defined]
+    clipper._constants.norms.update(given_norms)  # type: ignore[attr-defined]
     clipper.bounds = clipper._bounds()  # type: ignore[attr-defined]
     for split in ("equal", "optimal"):
         parts = noised_parts(clipper.bounds, on, z, split, L)

@@ -17,9 +17,9 @@ from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS, FallbackWarning, Memory, per_example_gradients
 from clipwise.gradients.rules import registry
-from clipwise.privacy import Adjacency, Sampling, Unit
 from tests.fuzz.models import Composed, compose
 from tests.gradients.cases import losses, oracle, trainable
+from tests.sites import site
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the longest gradient of the batch
 
@@ -69,7 +69,7 @@ def _compare(composed: Composed, outcome: Outcome) -> str:
         written = found.instantiate(slice(0, batch))
         max_norm = 0.5 * float(torch.stack(list(squares.values())).sum(0).sqrt().mean()) + 1e-6
         strategy = PerExample(max_norm, method=outcome.method)
-        clipper = strategy.attach(parameters, Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON)
+        clipper = strategy.attach(site(parameters))
         clipped = clipper.clipped_sum(losses(model, inputs))
     outcome.fallbacks |= memory.fallbacks
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from clipwise.clipping import PerExample
 from clipwise.gradients import FallbackWarning, Memory, by_loop, examples, forms, per_example_gradients
 from clipwise.gradients.walk import walk
-from clipwise.privacy import Adjacency, Sampling, Unit
 from tests.gradients.cases import CASES, Case, D, losses, oracle, trainable, vectors
+from tests.sites import site
 
 THOROUGH = settings(
     max_examples=60,
@@ -227,9 +227,7 @@ def test_pieces_of_a_batch_sum_to_the_whole(
     strategy = PerExample(max_norm=0.3, mode=mode, parts=parts)
 
     def total(method: str, size: int) -> dict[str, Tensor]:
-        clipper = PerExample(strategy.max_norm, parts, mode=mode, method=method).attach(
-            trainable(model), Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON
-        )
+        clipper = PerExample(strategy.max_norm, parts, mode=mode, method=method).attach(site(model))
         sums: dict[str, Tensor] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)

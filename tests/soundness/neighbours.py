@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from clipwise.clipping import Clipper, PerExample
 from clipwise.gradients import FallbackWarning
-from clipwise.privacy import Adjacency, Sampling, Unit
-from tests.gradients.cases import losses, trainable
+from clipwise.privacy import Adjacency
+from tests.gradients.cases import losses
+from tests.sites import site
 
 # What an adversary does to one example's floating point inputs.
 DISTORTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -76,8 +77,7 @@ class Batch:
 
 
 def attach(model: nn.Module, strategy: PerExample, adjacency: Adjacency = Adjacency.ZERO_OUT) -> Clipper:
-    sampling = Sampling.POISSON if adjacency is Adjacency.ZERO_OUT else Sampling.FIXED_SIZE
-    return strategy.attach(trainable(model), adjacency, Unit.RECORD, sampling)
+    return strategy.attach(site(model, adjacency))
 
 
 def clipped_sum(clipper: Clipper, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

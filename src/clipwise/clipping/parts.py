@@ -1,15 +1,31 @@
-"""How parameters are grouped into parts, each with its own bound."""
+"""How parameters are grouped into parts, and the constants of each chosen."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from clipwise.clipping.constants import Constants
+from clipwise.clipping.strategy import Site
 from clipwise.errors import ConfigurationError
 
 Groups = str | Sequence[Sequence[str]] | Mapping[str, Sequence[str]]
+
+
+class Policy(ABC):
+    """A rule that groups parameters and chooses their constants; given as `parts` of a strategy."""
+
+    @abstractmethod
+    def constants(self, max_norm: float, site: Site) -> Constants:
+        """For one model, or an error if the rule cannot serve it."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The rule in plain types, for fingerprints and statements. It names the public data that it uses."""
 
 
 def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, list[str]]:

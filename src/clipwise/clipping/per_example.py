@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.parts import Groups, group_parameters, norms_of_parts
-from clipwise.clipping.quantile import FixedNorms, Quantile, QuantileNorms
-from clipwise.clipping.strategy import Bound, Clipper, Parameters, Strategy
+from clipwise.clipping.constants import Constants
+from clipwise.clipping.parts import Groups, Policy, group_parameters, norms_of_parts
+from clipwise.clipping.quantile import Quantile, QuantileNorms
+from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.privacy import Adjacency, Sampling, Unit
+from clipwise.privacy import Adjacency, Unit
 
 MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")
@@ -33,8 +34,8 @@ class PerExample(Strategy):
     Args:
         max_norm: C, the most that one example's gradient counts; with several parts the total, unless a
             mapping gives one number a part. A `Quantile` adapts it from step to step.
-        parts: "all" (flat clipping), "layer", "tensor", or groups of parameter or module names.
-        split: how the noise is divided over several parts: "optimal" or "equal".
+        parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy.
+        split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
         mode: "clip" scales a gradient down to C if it is longer, nu = min(1, C / n); "normalize" brings
             every gradient close to C, nu = C / (n + 0.01 C).
         method: how per-example gradients are found. "bookkeeping": one backward pass; "reweight": two, which
@@ -58,8 +59,8 @@ class PerExample(Strategy):
     """
 
     max_norm: float | Mapping[str, float] | Quantile = 1.0
-    parts: Groups = "all"
-    split: str = "optimal"
+    parts: Groups | Policy = "all"
+    split: Split = "optimal"
     mode: str = "clip"
     method: str = "auto"
     products: str = "auto"
@@ -76,23 +77,30 @@ class PerExample(Strategy):
         for argument, value, allowed in (
             ("mode", self.mode, MODES),
             ("method", self.method, METHODS),
-            ("split", self.split, ("optimal", "equal")),
+            ("split", self.split if isinstance(self.split, str) else "equal", ("optimal", "equal")),
             ("products", self.products, PRODUCTS),
         ):
             if value not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise ConfigurationError(f"{argument}={value!r} is not known: use one of {choices}.")
 
-    def attach(self, parameters: Parameters, adjacency: Adjacency, unit: Unit, sampling: Sampling) -> Clipper:
+    def attach(self, site: Site) -> Clipper:
         """Bind to a model's trainable parameters."""
-        if unit is not Unit.RECORD:
-            raise ConfigurationError(f"PerExample protects single records, not unit={str(unit)!r}.")
-        groups = group_parameters(self.parts, parameters)
+        if site.unit is not Unit.RECORD:
+            raise ConfigurationError(f"PerExample protects single records, not unit={str(site.unit)!r}.")
+        return PerExampleClipper(self, site, self._constants(site), self._arithmetic(site.parameters))
+
+    def _constants(self, site: Site) -> Constants:
+        if isinstance(self.parts, Policy):
+            if not isinstance(self.max_norm, (int, float)):
+                raise ConfigurationError(
+                    f"max_norm must be a number with parts={type(self.parts).__name__}(...), which chooses the bounds."
+                )
+            return self.parts.constants(self.max_norm, site)
+        groups = group_parameters(self.parts, site.parameters)
         if isinstance(self.max_norm, Quantile):
-            norms: FixedNorms = QuantileNorms(self.max_norm, list(groups), parameters, adjacency)
-        else:
-            norms = FixedNorms(norms_of_parts(self.max_norm, list(groups)))
-        return PerExampleClipper(self, parameters, groups, norms, adjacency, self._arithmetic(parameters))
+            return QuantileNorms(self.max_norm, groups, site.parameters, site.adjacency)
+        return Constants(groups, norms_of_parts(self.max_norm, list(groups)))
 
     def _arithmetic(self, parameters: Parameters) -> Arithmetic:
         if self.products == "auto":
@@ -105,12 +113,14 @@ class PerExample(Strategy):
         norm: Any = dict(self.max_norm) if isinstance(self.max_norm, Mapping) else self.max_norm
         if isinstance(norm, Quantile):
             norm = norm.describe()
-        parts = self.parts if isinstance(self.parts, str) else repr(self.parts)
+        parts: Any = self.parts if isinstance(self.parts, str) else repr(self.parts)
+        if isinstance(self.parts, Policy):
+            parts = self.parts.describe()
         return {
             "strategy": "per-example",
             "max_norm": norm,
             "parts": parts,
-            "split": self.split,
+            "split": self.split if isinstance(self.split, str) else dict(self.split),
             "mode": self.mode,
         }
 
@@ -119,26 +129,19 @@ class PerExampleClipper(Clipper):
     """`PerExample` for one model."""
 
     def __init__(
-        self,
-        strategy: PerExample,
-        parameters: Parameters,
-        groups: dict[str, list[str]],
-        norms: FixedNorms,
-        adjacency: Adjacency,
-        arithmetic: Arithmetic,
+        self, strategy: PerExample, site: Site, constants: Constants, arithmetic: Arithmetic
     ) -> None:
-        self._strategy, self._parameters = strategy, parameters
-        self._groups, self._norms = groups, norms
-        self.arithmetic = arithmetic
-        self.adapts = isinstance(norms, QuantileNorms)
+        self._strategy, self._parameters, self._constants = strategy, site.parameters, constants
+        self.arithmetic, self.divisor = arithmetic, site.scheme.expected_size
+        self.adapts = constants.adapts
         self._memory = Memory(arithmetic)
         self._in_float32 = {
             part
-            for part, names in groups.items()
-            if all(parameters[name].dtype == torch.float32 for name in names)
+            for part, names in constants.groups.items()
+            if all(site.parameters[name].dtype == torch.float32 for name in names)
         }
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
-        self._factor = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
+        self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
         self.bounds = self._bounds()
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -146,14 +149,19 @@ class PerExampleClipper(Clipper):
         if len(losses) == 0:
             total = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
             nobody = torch.zeros(0, dtype=torch.bool, device=losses.device)
-            return total | self._norms.counts(dict.fromkeys(self._groups, nobody), nobody)
+            return total | self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
         gradients = per_example_gradients(losses, self._parameters, self._memory, self._strategy.method)
         squares, errors = gradients.squared_norms(), gradients.squared_errors()
+        groups, norms, scales = self._constants.groups, self._constants.norms, self._constants.scales
+        for name, m in scales.items():  # |m g|^2 = m^2 |g|^2, rounded up
+            squares[name] = squares[name] * (m * m * (1 + 2.0**-50))
+            if name in errors:
+                errors[name] = errors[name] * (m * m * (1 + 2.0**-50))
         part_norms = {
             part: self._bounds_of_norms(
                 [squares[n] for n in names], [errors[n] for n in names if n in errors]
             )
-            for part, names in self._groups.items()
+            for part, names in groups.items()
         }
         finite_B = _sum(list(part_norms.values())) < math.inf  # norms are at least 0, or NaN
         bad_B = ~finite_B
@@ -161,13 +169,13 @@ class PerExampleClipper(Clipper):
             gradients.mute(bad_B)
         counted_B = finite_B if real_B is None else finite_B & real_B
         weights = {}
-        for part, names in self._groups.items():
-            nu_B = self._weights(part_norms[part], self._norms.norms[part])
+        for part, names in groups.items():
+            nu_B = self._weights(part_norms[part], norms[part])
             nu_B = torch.where(counted_B & (nu_B >= _SMALLEST_WEIGHT), nu_B, 0)
             if part in self._in_float32:
                 nu_B = nu_B.float()  # once, and not once a parameter
             weights.update(dict.fromkeys(names, nu_B))
-        return gradients.weighted_sums(weights) | self._norms.counts(part_norms, bad_B, real_B)
+        return gradients.weighted_sums(weights) | self._constants.counts(part_norms, bad_B, real_B)
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
@@ -188,13 +196,13 @@ class PerExampleClipper(Clipper):
         return torch.maximum(norm_B, (norm_B + error_B) / (1 + self.arithmetic.slack))
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
-        return self._restated(self._norms.learn(means))
+        return self._restated(self._constants.learn(means))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._norms.state_dict()
+        return self._constants.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        return self._restated(self._norms.load_state_dict(state))
+        return self._restated(self._constants.load_state_dict(state))
 
     def _restated(self, changed: bool) -> bool:
         if changed:
@@ -202,9 +210,7 @@ class PerExampleClipper(Clipper):
         return changed
 
     def _bounds(self) -> tuple[Bound, ...]:
-        C, factor = self._norms.norms, self._factor * (1 + self.arithmetic.slack)
-        parts = (Bound(part, tuple(names), factor * C[part]) for part, names in self._groups.items())
-        return (*parts, *self._norms.bounds)
+        return self._constants.bounds_with(self._factor * (1 + self.arithmetic.slack))
 
     def _weights(self, norm_B: Tensor, bound: float) -> Tensor:
         if self._strategy.mode == "normalize":

@@ -1,4 +1,4 @@
-"""Bounds that follow a quantile of the gradient norms, and bounds that stay.
+"""Bounds that follow a quantile of the gradient norms.
 
 How many examples are within the bound is one more number in the step's release. What the bound learns from it
 has the step's noise on it, so every later bound is public.
@@ -7,13 +7,14 @@ has the step's noise on it, so every later bound is public.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipwise.clipping.constants import Constants
 from clipwise.clipping.parts import norms_of_parts
 from clipwise.clipping.strategy import Bound
 from clipwise.errors import CheckpointError, ConfigurationError
@@ -89,39 +90,16 @@ class Quantile:
         return {"rule": "quantile", **asdict(self)}
 
 
-class FixedNorms:
-    """C_k of each part, the same in every step: nothing is counted."""
-
-    def __init__(self, norms: dict[str, float]) -> None:
-        self.norms = norms
-        self.bounds: tuple[Bound, ...] = ()
-
-    def counts(
-        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """What the step releases beside the gradient, from each part's norms [B]."""
-        return {}
-
-    def learn(self, means: Mapping[str, Tensor]) -> bool:
-        """Adapt to the noised counts over the expected batch size. Returns whether anything changed."""
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned so far, in plain types."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go back to what a `state_dict` holds. Returns whether anything changed."""
-        return False
-
-
-class QuantileNorms(FixedNorms):
+class QuantileNorms(Constants):
     """`Quantile` for the parts of one model: C_k of the moment."""
 
+    adapts = True
+
     def __init__(
-        self, quantile: Quantile, parts: Sequence[str], taken: Container[str], adjacency: Adjacency
+        self, quantile: Quantile, groups: dict[str, list[str]], taken: Container[str], adjacency: Adjacency
     ) -> None:
-        super().__init__(norms_of_parts(quantile.initial, parts))
+        parts = list(groups)
+        super().__init__(groups, norms_of_parts(quantile.initial, parts))
         self._quantile = quantile
         self._least = norms_of_parts(quantile.minimum, parts)
         self._most = norms_of_parts(quantile.maximum, parts)

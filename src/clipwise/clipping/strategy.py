@@ -10,14 +10,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.privacy import Adjacency, Part, Sampling, Unit, split_noise
+from clipwise.privacy import Adjacency, Part, Unit, split_noise
+from clipwise.sampling import Scheme
 
 Parameters = Mapping[str, torch.nn.Parameter]
+
+
+Split = str | Mapping[str, float]  # how noise is divided: a policy, or a weight for each part
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a strategy is bound to: a model, what is trained of it, and how batches are drawn for whose privacy."""
+
+    model: nn.Module
+    parameters: Parameters
+    adjacency: Adjacency
+    unit: Unit
+    scheme: Scheme
 
 
 @dataclass(frozen=True)
@@ -26,21 +41,36 @@ class Bound:
 
     A part without parameters is a number beside the gradient, such as a count.
     A part with `count_noise` gets noise of that standard deviation times the expected batch size; the others
-    share what the noise multiplier then leaves.
+    share what the noise multiplier then leaves. `scales` and `alone` are those of `privacy.Part`.
     """
 
     name: str
     parameters: tuple[str, ...]
     sensitivity: float
     count_noise: float | None = None
+    scales: tuple[float, ...] = ()
+    alone: bool = False
 
 
 class Clipper(ABC):
-    """A strategy bound to one model: turns losses into a bounded sum. It never draws noise."""
+    """A strategy bound to one model: turns losses into a bounded sum. It never draws noise.
+
+    Attributes:
+        bounds: what one unit can move, part by part.
+        divisor: the public constant that the noised sum is divided by: how many clipped vectors it is expected to have.
+        arithmetic: in which norms and sums are formed.
+        adapts: whether `learn` may change the bounds.
+        is_capturable: whether a batch may be filled up with other rows and gathered by a CUDA graph.
+        draws: whether it draws random numbers, from `secret`. The engine sets that for each piece of a batch.
+    """
 
     bounds: tuple[Bound, ...]
+    divisor: float
     arithmetic: Arithmetic = IEEE
-    adapts: bool = False  # whether `learn` may change the bounds
+    adapts: bool = False
+    is_capturable: bool = True
+    draws: bool = False
+    secret: bytes = b""
 
     @abstractmethod
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -55,7 +85,7 @@ class Clipper(ABC):
         """In this block nothing waits for the device: what hardly ever happens is put aside, to be looked at."""
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
-        """Adapt to what a step released beside the gradient: noised, over the expected batch size.
+        """Adapt to what a step released, the gradient and what is beside it: noised, over the divisor.
 
         Returns whether `bounds` changed. Between two releases they stay.
         """
@@ -71,13 +101,20 @@ class Clipper(ABC):
 
 
 class Strategy(ABC):
-    """A way to bound what one unit can do to the released sum. Only configuration: no model, no data."""
+    """A way to bound what one unit can do to the released sum. Only configuration: no model, no private data.
+
+    Attributes:
+        unit: whose privacy it protects.
+        split: how noise is divided over parts.
+        is_coupled: whether the bound holds although examples of a batch depend on one another.
+    """
 
     unit: Unit = Unit.RECORD
-    split: str
+    split: Split
+    is_coupled: bool = False
 
     @abstractmethod
-    def attach(self, parameters: Parameters, adjacency: Adjacency, unit: Unit, sampling: Sampling) -> Clipper:
+    def attach(self, site: Site) -> Clipper:
         """Bind to a model's trainable parameters, or refuse the combination."""
 
     @abstractmethod
@@ -86,12 +123,16 @@ class Strategy(ABC):
 
 
 def noised_parts(
-    bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: str, expected_size: float
+    bounds: Sequence[Bound],
+    parameters: Parameters,
+    noise_multiplier: float,
+    split: Split,
+    expected_size: float,
 ) -> tuple[Part, ...]:
     """The parts of a step with their noise, such that the joint mechanism has `noise_multiplier`.
 
-    Counts have a noise of their own; the other parts divide by `split` what is left of the multiplier.
-    Without noise, for debugging, no part has any.
+    Counts have a noise of their own; the other parts divide by `split` what is left of the multiplier. Parts that
+    a unit moves alone need not divide: each has all of it. Without noise, for debugging, no part has any.
     """
     own = {b: b.count_noise * expected_size for b in bounds if b.count_noise is not None}
     rest = [b for b in bounds if b not in own]
@@ -100,9 +141,30 @@ def noised_parts(
         z = _multiplier_left(own, z, expected_size)
     elif own:
         own = dict.fromkeys(own, 0.0)
-    sizes = [sum(parameters[n].numel() for n in b.parameters) for b in rest]
-    stds = own | dict(zip(rest, split_noise([b.sensitivity for b in rest], sizes, z, split), strict=True))
-    return tuple(Part(b.name, b.parameters, b.sensitivity, stds[b]) for b in bounds)
+    if any(b.alone for b in rest):
+        assert all(b.alone for b in rest)
+        divided = [z * b.sensitivity for b in rest]
+    elif isinstance(split, str):
+        sizes = [sum(parameters[n].numel() for n in b.parameters) for b in rest]
+        divided = split_noise([b.sensitivity for b in rest], sizes, z, split)
+    else:
+        divided = _by_weights(rest, z, split)
+    stds = own | dict(zip(rest, divided, strict=True))
+    return tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
+
+
+def _by_weights(
+    bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]
+) -> list[float]:
+    """s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise."""
+    names = [b.name for b in bounds]
+    numbers = [w for w in weights.values() if isinstance(w, (int, float)) and math.isfinite(w) and w > 0]
+    if sorted(weights) != sorted(names) or len(numbers) < len(names):
+        raise ConfigurationError(
+            f"split: give a positive number for each of the parts {', '.join(map(repr, names))}, and for no other."
+        )
+    whole = math.hypot(*weights.values())
+    return [noise_multiplier * b.sensitivity * whole / weights[b.name] for b in bounds]
 
 
 def _multiplier_left(counts: Mapping[Bound, float], noise_multiplier: float, expected_size: float) -> float:
