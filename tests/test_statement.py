@@ -175,7 +175,10 @@ def test_it_is_plain_data_too() -> None:
     assert plain["spent"]["epsilon"] == 2.5 and plain["spent"]["adjacency"] == "zero-out"
     assert plain["history"] == [{"event": EVENT.to_dict(), "count": 7}]
     assert Event.from_dict(plain["history"][0]["event"]) == EVENT
-    assert plain["parts"] == [{"name": "all", "parameters": ["w", "b"], "sensitivity": 1.0, "noise_std": 1.1}]
+    (part,) = plain["parts"]
+    assert part | {"scales": [], "alone": False} == part
+    assert (part["name"], part["parameters"]) == ("all", ["w", "b"])
+    assert (part["sensitivity"], part["noise_std"]) == (1.0, 1.1)
     assert plain["versions"] == {"run": [dict(ABOUT.versions)], "statement": versions()}
     assert plain["seeded"] is False and plain["independence_probed"] is True
     assert plain["attacker"]["power"][1] == {"false_positive_rate": 0.01, "true_positive_rate": 0.05}

@@ -55,7 +55,14 @@ class About:
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         if known.get("parts") is not None:
             known["parts"] = tuple(
-                Part(p["name"], tuple(p["parameters"]), p["sensitivity"], p["noise_std"])
+                Part(
+                    p["name"],
+                    tuple(p["parameters"]),
+                    p["sensitivity"],
+                    p["noise_std"],
+                    tuple(p.get("scales", ())),
+                    p.get("alone", False),
+                )
                 for p in known["parts"]
             )
         return cls(**known)
