@@ -81,7 +81,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
         spacing = _spacing(total, depth)
         fine = fine and spacing.fine
         if spacing.possible:
-            for_both = [_rounded_up(table, epsilons) for table in _tables(total, spacing.interval, depth)]
+            for_both = [table.from_above(epsilons) for table in _tables(total, spacing.interval, depth)]
             best = np.minimum(best, np.max(for_both, axis=0))
     if not fine:
         best = np.minimum(best, [_if_installed(rdp.delta, total, float(e), otherwise=1.0) for e in epsilons])
@@ -123,11 +123,6 @@ def _focused_delta(total: Composition, epsilon: float) -> tuple[float, bool]:
         depth = min(DEEPEST, 2 * depth + 1) if at_the_floor else _depth(best)
         if depth in asked:
             return best, spacing.fine
-
-
-def _rounded_up(table: Table, epsilons: Array) -> Array:
-    """The table's deltas. They are differences U - W, good to 4 n u U, and U(e) <= delta(e - 1) / (1 - 1/e)."""
-    return np.maximum(table(epsilons), 0.0) + 2.0**-29 * np.maximum(table(epsilons - 1), 0.0)
 
 
 @lru_cache(maxsize=8)
