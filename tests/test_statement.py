@@ -128,7 +128,7 @@ def test_it_says_what_an_attacker_can_do_and_rounds_up() -> None:
 def test_it_says_what_is_only_assumed() -> None:
     assert "probed on the first batches, not proven" in str(statement())
     assert "not probed" in str(statement(about=replace(ABOUT, probed=False)))
-    assert "seed" not in str(statement())
+    assert "given seed" not in str(statement()) and "dropout" in str(statement())
     seeded = statement(sittings=(replace(ABOUT, seeded=True), ABOUT))  # once is enough
     assert "only while that seed is secret" in str(seeded) and seeded.to_dict()["seeded"] is True
     partly = statement(sittings=(replace(ABOUT, probed=False), ABOUT))  # all of them, or it does not count

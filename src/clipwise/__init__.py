@@ -1,7 +1,18 @@
 """clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
 
-from clipwise import accounting, gradients
-from clipwise.clipping import PerExample, Quantile
+from clipwise import accounting, gradients, layers
+from clipwise.clipping import (
+    Adaptive,
+    Batch,
+    ByNorm,
+    Decay,
+    Multipliers,
+    PerExample,
+    Public,
+    Quantile,
+    RandomLayer,
+    Released,
+)
 from clipwise.engine import Private, make_private
 from clipwise.errors import (
     BudgetExhausted,
@@ -21,21 +32,29 @@ from clipwise.privacy import Adjacency, Event, Part, Sampling, Spent, Unit
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "Adjacency",
+    "Batch",
     "BudgetExhausted",
+    "ByNorm",
     "CheckpointError",
     "ClipwiseError",
     "ConfigurationError",
     "CoupledExamplesError",
+    "Decay",
     "Event",
     "FileLedger",
     "LedgerError",
     "MemoryLedger",
+    "Multipliers",
     "Part",
     "PerExample",
     "PrivacyWarning",
     "Private",
+    "Public",
     "Quantile",
+    "RandomLayer",
+    "Released",
     "Sampling",
     "Spent",
     "StepError",
@@ -44,5 +63,6 @@ __all__ = [
     "accounting",
     "check",
     "gradients",
+    "layers",
     "make_private",
 ]

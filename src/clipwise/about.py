@@ -24,6 +24,7 @@ class About:
 
     Args:
         strategy: how what one unit can do is bounded, and what was learned from releases.
+        public_statistics: what public rows are used for in the model's own layers.
         parts: what a release holds; of the first one, if the strategy adapts.
         divisor: the public constant that the noised sum is divided by.
         arithmetic: in which the sums were formed.
@@ -35,6 +36,7 @@ class About:
     """
 
     strategy: Mapping[str, Any] | None = None
+    public_statistics: Mapping[str, Any] | None = None
     parts: tuple[Part, ...] | None = None
     divisor: float | None = None
     arithmetic: str | None = None

@@ -14,6 +14,7 @@ from clipwise.gradients.layout import Probe, probe_weights
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.inventory import Inventory
+from clipwise.layers.batch_statistics import BatchStatisticsNorm
 from clipwise.structure import map_tensors, tensors_in
 
 _PROBED_BATCHES = 2
@@ -59,49 +60,83 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return trainable
 
 
-def require_no_batch_statistics(model: nn.Module) -> None:
-    """Refuse layers that mix the examples of a batch, or keep statistics of private data."""
+_USE_BATCH = (
+    "Batch(max_norm=...) clips whole mini-sets instead, within which examples may depend on one another; it needs "
+    "far more noise"
+)
+
+
+def require_no_batch_statistics(model: nn.Module, is_coupled: bool = False) -> None:
+    """Refuse layers that keep statistics of private data, or that mix the examples of a batch if that is not bounded.
+
+    `is_coupled` says that it is: that mini-sets are clipped as a whole.
+    """
     for name, module in model.named_modules():
-        require_no_statistics_in(name, module)
+        require_no_statistics_in(name, module, is_coupled)
 
 
-def require_no_statistics_in(name: str, module: nn.Module) -> None:
+def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = False) -> None:
     """The same of a single layer."""
+    kind = type(module).__name__
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if is_coupled:
+            _require_no_running_statistics(name, module)
+            return
         if module.training:
             raise UnsupportedModelError(
-                f"Layer {name!r} ({type(module).__name__}) is in training mode: it mixes the examples of a "
-                "batch, so one record moves every clipped gradient, and its running statistics leak. Replace "
-                "it by GroupNorm, LayerNorm or InstanceNorm, or freeze its statistics with .eval()."
+                f"Layer {name!r} ({kind}) is in training mode: it mixes the examples of a batch, so one record moves "
+                "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or "
+                f"InstanceNorm, or freeze its statistics with .eval(). {_USE_BATCH}."
             )
-        if module.running_mean is None:
+        if module.running_mean is None or _has_no_statistics(module):
             raise UnsupportedModelError(
-                f"Layer {name!r} ({type(module).__name__}) keeps no running statistics, so it mixes the examples "
-                "of a batch even in .eval(). Replace it by GroupNorm, LayerNorm or InstanceNorm."
+                f"Layer {name!r} ({kind}) keeps no running statistics, so it mixes the examples of a batch even in "
+                f".eval(). Replace it by GroupNorm, LayerNorm or InstanceNorm. {_USE_BATCH}."
             )
     keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
     if keeps and module.training:
         raise UnsupportedModelError(
-            f"Layer {name!r} ({type(module).__name__}) keeps running statistics of private data. "
+            f"Layer {name!r} ({kind}) keeps running statistics of private data. "
             "Build it with track_running_stats=False, or freeze it with .eval()."
         )
 
 
-def require_losses(losses: object, size: int) -> Tensor:
-    """One loss an example, attached to a graph. The size drawn is secret and not in the messages."""
+def _has_no_statistics(module: nn.Module) -> bool:
+    return isinstance(module, BatchStatisticsNorm) and not module.has_statistics
+
+
+def _require_no_running_statistics(name: str, module: nn.modules.batchnorm._BatchNorm) -> None:
+    """Statistics of the batch may be used: the clip bounds what comes of them. To keep them is no part of that."""
+    updates = module.running_mean is not None and not isinstance(module, BatchStatisticsNorm)
+    if module.training and updates:
+        raise UnsupportedModelError(
+            f"Layer {name!r} ({type(module).__name__}) would update running statistics from private data, and they "
+            "would leave with the model without any noise. Call clipwise.layers.without_running_statistics(model) "
+            "before make_private: the layer then uses the statistics of each batch; for evaluation, "
+            "clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
+        )
+
+
+def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
+    """One loss an example, attached to a graph. The size drawn is secret and not in the messages.
+
+    Where mini-sets are clipped as a whole, a single number will do. Of a mini-set without examples it says nothing.
+    """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
-    if losses.dim() == 0:
+    if losses.dim() == 0 and is_coupled:
+        losses = losses if size else losses.reshape(1)[:0]
+    elif losses.dim() == 0:
         raise StepError(
             "losses is a single number, so the examples can no longer be told apart. Give one loss an "
             "example: use reduction='none' and no mean or sum over the batch."
         )
-    if losses.dim() != 1:
+    elif losses.dim() != 1:
         raise StepError(
             f"losses has {losses.dim()} dimensions. Give one loss an example: sum or average each example's "
             "own positions, for instance losses.flatten(1).sum(1)."
         )
-    if len(losses) != size:
+    elif len(losses) != size:
         raise StepError(
             "losses does not have one entry for each example of the batch that private.loader handed out. "
             "Do not drop, repeat or pool examples."
@@ -225,7 +260,8 @@ class IndependenceProbe:
                     "The loss of one example depends on the inputs of another, so clipping single examples "
                     "bounds nothing. Usual causes: batch statistics, subtracting a mean over the batch, a "
                     "loss that compares examples or is divided by something of the whole batch. "
-                    "clipwise.check(model, loss, batch) helps to find the place."
+                    "clipwise.check(model, loss, batch) helps to find the place. If the coupling is meant, "
+                    f"{_USE_BATCH}."
                 )
         # Only a batch that passed: who tries again after a refusal is looked at again. And one NaN can hide
         # what all others share.

@@ -15,6 +15,7 @@ from clipwise.commands.demo import demo
 from clipwise.commands.epsilon import epsilon
 from clipwise.commands.noise import noise
 from clipwise.commands.output import complain, say
+from clipwise.commands.reproduce import reproduce
 from clipwise.commands.statement import statement
 from clipwise.commands.tradeoff import tradeoff
 from clipwise.errors import ClipwiseError
@@ -60,5 +61,5 @@ def main(
     """
 
 
-for command in (demo, epsilon, noise, tradeoff, statement, check, bench):
+for command in (demo, epsilon, noise, tradeoff, statement, check, bench, reproduce):
     app.command()(command)

@@ -79,6 +79,7 @@ class CompiledStep:
         # Bounds that are learned would stay what they were, and so would random numbers.
         clipper = private._clipper
         is_constant = clipper.is_capturable and not (clipper.adapts or clipper.draws)
+        is_constant = is_constant and private._public_statistics is None  # which follow the weights
         self._stays_ordinary = not (is_constant and _can_capture(self._device))
 
     def __call__(self, *batch: Any) -> bool:

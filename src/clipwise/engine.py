@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from clipwise import accounting, checkpoint, checks, faults, fingerprint, statem
 from clipwise.about import About, versions
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
 from clipwise.budget import Budget
-from clipwise.clipping import Clipper, PerExample, Site, Strategy, noised_parts
+from clipwise.clipping import Batch, BatchClipper, Clipper, PerExample, Site, Strategy, noised_parts
 from clipwise.compiled import CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -32,6 +32,7 @@ from clipwise.errors import (
     PrivacyWarning,
     StepError,
 )
+from clipwise.layers import PublicStatistics
 from clipwise.ledger import FileLedger, Ledger, MemoryLedger
 from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import (
@@ -40,10 +41,21 @@ from clipwise.privacy import (
     Part,
     Sampling,
     Spent,
+    Unit,
     effective_multiplier,
 )
 from clipwise.release import noised, scales_of
-from clipwise.sampling import Fetcher, PrivateLoader, Scheme, make_scheme
+from clipwise.sampling import (
+    DRAWN_BY_MINI_SETS,
+    ByUser,
+    Cut,
+    Fetcher,
+    Piece,
+    PrivateLoader,
+    Scheme,
+    make_scheme,
+    mini_sets_of,
+)
 from clipwise.statement import Statement
 
 
@@ -72,6 +84,8 @@ class Private:
         ledger: Ledger,
         resume_file: Path | None,
         seed: int | None,
+        cut: Cut | None,
+        public_statistics: PublicStatistics | None,
         loader_options: Mapping[str, Any],
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
@@ -79,7 +93,9 @@ class Private:
         self.optimizer = optimizer
         self._model, self._parameters, self._dataset = model, parameters, dataset
         self._scheme, self._strategy, self._clipper = scheme, strategy, clipper
+        self._users = cut if isinstance(cut, ByUser) else None
         self._parts, self._event = parts, event
+        self._public_statistics = public_statistics
         self._budget, self._delta = budget, delta
         self._ledger, self._resume_file = ledger, resume_file
         self._seeded = seed is not None
@@ -102,6 +118,7 @@ class Private:
             scheme,
             Fetcher(dataset, collate_fn),
             self._secrets_ahead,
+            cut=cut,
             prepare=self._hand_out,
             **loader_options,
         )
@@ -113,38 +130,63 @@ class Private:
 
         Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
         """
-        if not self.backward(losses):
-            return False
-        faults.reached("step.before-update")
-        self.optimizer.step()
-        self._remember_written()
-        return True
+        return self._updated(self.backward(losses))
+
+    def step_sets(self, batch: Any) -> bool:
+        """The step of a strategy with a `local_update`, which is called on the batch; then as `step`.
+
+        Args:
+            batch: the mini-set that `loader` handed out last, perhaps moved to another device.
+
+        Returns:
+            Whether the optimizer stepped: False after a mini-set that is not the last of its batch.
+        """
+        piece = self._require_open().awaited()
+        if not self._is_local():
+            raise StepError(
+                "private.step_sets is for a strategy with a local update, such as Batch(..., local_update=f): call "
+                "private.step(losses)."
+            )
+        assert isinstance(self._clipper, BatchClipper)
+        self._begin(piece)
+        clipped = self._clipper.clipped_update(batch) if piece.size else self._clipper.nothing()
+        self._require_untouched()  # the update has a copy to work on
+        return self._updated(self._gather(piece, clipped))
 
     def backward(self, losses: Tensor) -> bool:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
 
         Args:
-            losses: one loss for each example of the batch that `loader` handed out last.
+            losses: one loss for each example of the batch that `loader` handed out last. A strategy that clips
+                whole mini-sets takes their mean, or a single number.
 
         Returns:
-            Whether the batch is complete and `.grad` written. With `max_physical_batch_size` a batch comes
-            in pieces, whose sums are gathered until the last.
+            Whether the batch is complete and `.grad` written. With `max_physical_batch_size` or mini-sets a
+            batch comes in pieces, whose sums are gathered until the last.
 
         Raises:
             BudgetExhausted: if the release would pass the budget; nothing is released then.
         """
         piece = self._require_open().awaited()
-        losses = checks.require_losses(losses, piece.size)
-        self._require_untouched()
-        self._require_budget()
+        self._require_no_local_update("private.step")
+        losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
+        self._begin(piece)
         if self._independence is not None:
             self._independence.examine(losses)
+        return self._gather(piece, self._clipper.clipped_sum(losses))
+
+    def _begin(self, piece: Piece) -> None:
+        """Before anything is computed from a piece of a batch."""
+        self._require_untouched()
+        self._require_budget()
         for p in self._parameters.values():
             p.grad = None  # what is there was released and used before: its memory is needed
         self._written.clear()
         if self._clipper.draws:
             self._clipper.secret = self._key.derive(f"clipper/{piece.index_in_batch}")
-        clipped = self._clipper.clipped_sum(losses)
+
+    def _gather(self, piece: Piece, clipped: dict[str, Tensor]) -> bool:
+        """Add the bounded sum of a piece; after the last one of the batch, release. Returns whether it was."""
         if piece.index_in_batch == 0 or self._partial is None:
             self._partial = clipped
         else:
@@ -161,6 +203,15 @@ class Private:
             raise
         return True
 
+    def _updated(self, is_released: bool) -> bool:
+        """Let the optimizer step on what was released."""
+        if is_released:
+            faults.reached("step.before-update")
+            self.optimizer.step()
+            self._remember_written()
+            self._refresh_statistics()  # so that the model can be evaluated as it is
+        return is_released
+
     def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
 
@@ -175,6 +226,7 @@ class Private:
                 filled up with rows that weigh nothing. By default all of a batch of constant size, and 3
                 standard deviations more than the mean of a random one.
         """
+        self._require_no_local_update("private.compiled")
         return CompiledStep(self, loss, size)
 
     def _release(self, total: dict[str, Tensor]) -> None:
@@ -183,9 +235,13 @@ class Private:
         noised_sums = self._noised(total)
         self._advance()
         faults.reached("step.before-grad")
+        gradients: Mapping[str, Tensor] = noised_sums
+        if self._public_statistics is not None:
+            gradients = self._public_statistics.correct(noised_sums)
         for name, p in self._parameters.items():
-            p.grad = noised_sums[name].to(p.dtype)
+            p.grad = gradients[name].to(p.dtype)
         self._remember_written()
+        self._clipper.parts = self._parts
         if self._clipper.learn(noised_sums):
             self._parts = self._next_parts()
 
@@ -278,6 +334,11 @@ class Private:
     def noise_multiplier(self) -> float:
         """z: the noise's standard deviation over the sensitivity, for all parts together."""
         return self._event.noise_multiplier
+
+    @property
+    def divisor(self) -> float:
+        """The public constant that the noised sum is divided by: the expected number of clipped vectors."""
+        return self._clipper.divisor
 
     def tradeoff(self) -> accounting.Tradeoff:
         """What all releases so far leave to an attacker: the trade-off between false alarms and misses."""
@@ -401,7 +462,7 @@ class Private:
 
     def _key_from(self, seed: int) -> NoiseKey:
         """The same seed under another configuration, model or data set must give other noise."""
-        model, data = fingerprint.of_model(self._model), fingerprint.of_data(self._dataset)
+        model, data = fingerprint.of_model(self._model), bytes.fromhex(self._data_digest())
         return NoiseKey.from_seed(seed, self._fingerprint().encode() + model + data)
 
     def _secrets(self) -> checkpoint.Secrets:
@@ -429,8 +490,14 @@ class Private:
     def _hand_out(self, batch: Any) -> Any:
         self._require_open()
         self._require_loaded()
+        self._refresh_statistics()
         self._buffers.remember()
         return batch if self._independence is None else self._independence.mark(batch)
+
+    def _refresh_statistics(self) -> None:
+        """Public statistics follow the weights; their buffers hold nothing of private data."""
+        if self._public_statistics is not None:
+            self._public_statistics.refresh()
 
     def _require_open(self) -> PrivateLoader:
         if self._closed:
@@ -448,8 +515,9 @@ class Private:
     def _require_untouched(self) -> None:
         """Between two releases nobody else may have changed what is released."""
         inventory = self._buffers.inventory.up_to_date()
-        for name, module in inventory.statistics:
-            checks.require_no_statistics_in(name, module)
+        if not self._is_local():  # a copy may learn what it likes; the model itself is watched below
+            for name, module in inventory.statistics:
+                checks.require_no_statistics_in(name, module, self._strategy.is_coupled)
         self._buffers.compare_listed()
         for name, p in inventory.parameters:
             if p.requires_grad != (name in self._parameters):
@@ -470,6 +538,16 @@ class Private:
                         "backward() on the losses, leave that out: it is not private. If you changed .grad "
                         "after private.backward, call optimizer.zero_grad() after the update."
                     )
+
+    def _is_local(self) -> bool:
+        return isinstance(self._strategy, Batch) and self._strategy.local_update is not None
+
+    def _require_no_local_update(self, called: str) -> None:
+        if self._is_local():
+            raise StepError(
+                f"{called} has no use for losses with Batch(..., local_update=f), which computes its own: call "
+                "private.step_sets(batch) with the batch that private.loader handed out."
+            )
 
     def _remember_written(self) -> None:
         self._written = {
@@ -513,12 +591,16 @@ class Private:
             "parameters": _signature(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
+            **(
+                {} if self._public_statistics is None else {"public_statistics": self._described_statistics()}
+            ),
         }
 
     def _about(self) -> About:
         """What a statement of this run needs and its releases do not tell."""
         return About(
             strategy=self._described_strategy(),
+            public_statistics=self._described_statistics(),
             parts=self._parts,
             divisor=self._clipper.divisor,
             arithmetic=self._clipper.arithmetic.name,
@@ -533,8 +615,13 @@ class Private:
         """Its configuration, and what it has learned from releases."""
         return self._strategy.describe() | self._clipper.state_dict()
 
+    def _described_statistics(self) -> dict[str, Any] | None:
+        return None if self._public_statistics is None else self._public_statistics.describe()
+
     def _data_digest(self) -> str:
-        return fingerprint.of_data(self._dataset).hex()
+        """Of the records, and of whose they are."""
+        users = b"" if self._users is None else fingerprint.of_users(self._users.table())
+        return (fingerprint.of_data(self._dataset) + users).hex()
 
     def _ledger_name(self) -> str:
         return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"
@@ -546,6 +633,7 @@ def make_private(
     dataset: Any,
     *,
     clipping: Strategy | None = None,
+    group: Iterable[Hashable] | Tensor | None = None,
     batch_size: int | None = None,
     sample_rate: float | None = None,
     max_batch_size: int | None = None,
@@ -574,6 +662,9 @@ def make_private(
         optimizer: any torch optimizer over the model's trainable parameters.
         dataset: map-style, with a length. Its length is public.
         clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
+        group: whose each record is, one id a record. Then users are protected, with all their records: batches are
+            drawn by user, `batch_size` counts users, and a user's records are handed out together, as one mini-set.
+            It takes `Batch`. The number of users is public.
         batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
         max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
@@ -586,7 +677,8 @@ def make_private(
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or "full".
         adjacency: by default the one that the sampling scheme goes with.
         noise: "standard": tail-exact Gaussian noise.
-        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result.
+        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Not for
+            `Batch`, whose pieces are its mini-sets.
         seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
             configuration, model or data set gets other noise from it, as far as those can be seen (of a data
             set that is not made of tensors, some records); another loss function does not: take a new seed.
@@ -600,23 +692,39 @@ def make_private(
         The private run: loop over `.loader`, call `.step(losses)`.
     """
     parameters = checks.trainable_parameters(model, optimizer)
-    checks.require_no_batch_statistics(model)
     strategy = PerExample() if clipping is None else clipping
     if not isinstance(strategy, Strategy):
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
+    if not (isinstance(strategy, Batch) and strategy.local_update is not None):
+        checks.require_no_batch_statistics(model, strategy.is_coupled)
     if noise != "standard":
         raise ConfigurationError(f"noise={noise!r} is not known: use 'standard'.")
-    size = Fetcher(dataset, collate_fn).dataset_size
-    scheme = make_scheme(sampling, size, batch_size, sample_rate, max_batch_size=max_batch_size)
+    users = None if group is None else _users(group, strategy)
+    unit = strategy.unit if users is None else Unit.USER
+    records = Fetcher(dataset, collate_fn).dataset_size
+    size = records if users is None else users.units(records)
+    mini_sets = strategy.mini_sets if isinstance(strategy, Batch) else 1
+    scheme = make_scheme(
+        sampling,
+        size,
+        batch_size,
+        sample_rate,
+        max_batch_size=max_batch_size,
+        mini_sets=mini_sets if sampling in DRAWN_BY_MINI_SETS else 1,
+    )
+    cut: Cut | None = users
+    if isinstance(strategy, Batch):
+        cut = users or mini_sets_of(scheme, mini_sets)
+        _require_whole_mini_sets(max_physical_batch_size)
     relation = adjacency_of(adjacency, scheme.sampling)
     require_public_size(relation)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
-    clipper = strategy.attach(Site(model, parameters, relation, strategy.unit, scheme))
+    clipper = strategy.attach(Site(model, parameters, relation, unit, scheme))
     parts = noised_parts(clipper.bounds, parameters, z, strategy.split, clipper.divisor)
     # Rounding in the split must not make the event better than the noise that is drawn.
-    event = scheme.event(min(z, effective_multiplier(parts)), relation, strategy.unit)
+    event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
     header = {"dataset_size": size, "parameters": _signature(parameters)}
     book = _ledger(ledger, header)
     if resume_file is None and isinstance(book, FileLedger):
@@ -637,6 +745,8 @@ def make_private(
             ledger=book,
             resume_file=None if resume_file is None else Path(resume_file),
             seed=seed,
+            cut=cut,
+            public_statistics=PublicStatistics.find(model),
             loader_options={
                 "max_physical_batch_size": max_physical_batch_size,
                 "num_workers": num_workers,
@@ -644,12 +754,36 @@ def make_private(
                 "prefetch_factor": prefetch_factor,
             },
             collate_fn=collate_fn,
-            probe=probe_independence,
+            probe=probe_independence and not strategy.is_coupled,
         )
     except BaseException:
         if not isinstance(ledger, Ledger):
             book.close()
         raise
+
+
+def _users(group: Any, strategy: Strategy) -> ByUser:
+    """Whose records are where; refused by a strategy that does not bound what a user does."""
+    if not isinstance(strategy, Batch):
+        raise ConfigurationError(
+            f"group= protects users with all their records, and {type(strategy).__name__} bounds what a single record "
+            "does: a user with many records would not be protected. Use Batch(max_norm=...), which clips the mean "
+            "gradient of each user."
+        )
+    if strategy.mini_sets != 1:
+        raise ConfigurationError(
+            f"mini_sets={strategy.mini_sets} with group=: each user is a mini-set, and batch_size says how many of "
+            "them are expected in a step. Leave mini_sets out."
+        )
+    return ByUser(group)
+
+
+def _require_whole_mini_sets(max_physical_batch_size: int | None) -> None:
+    if max_physical_batch_size is not None:
+        raise ConfigurationError(
+            "max_physical_batch_size would cut mini-sets, and Batch clips each as a whole: leave it out and use "
+            "Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
+        )
 
 
 def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str, Any]) -> Ledger:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
@@ -41,6 +41,13 @@ def of_data(dataset: Any) -> bytes:
     else:
         for i in np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_ITEMS).astype(int)).tolist():
             _update(digest, dataset[i])
+    return digest.digest()
+
+
+def of_users(records: Sequence[Sequence[int]]) -> bytes:
+    """A digest of whose records are where."""
+    digest = blake2b(digest_size=32)
+    _update(digest, records)
     return digest.digest()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
+from clipwise.clipping import Strategy
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
 
@@ -47,7 +48,7 @@ class Report:
         return "\n".join(lines)
 
 
-def check(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Report:
+def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy | None = None) -> Report:
     """Say whether `loss(model, *batch)` can be trained privately.
 
     Args:
@@ -55,13 +56,16 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Report:
         loss: gives one loss an example.
         batch: the loss's further arguments, each with the examples along its first axis; at least two
             examples, synthetic or public.
+        clipping: the strategy to train with; one that clips single examples if left out. Under one that clips whole
+            mini-sets, such as `Batch`, examples may depend on one another, and the loss may be a single number.
 
     Returns:
         A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
     """
     size = _size(batch)
     report = Report()
-    for test in (_structure, _replacement, _removal):
+    is_coupled = clipping is not None and clipping.is_coupled
+    for test in (_coupled_structure,) if is_coupled else (_structure, _replacement, _removal):
         try:
             test(model, loss, batch, size, report)
         except ClipwiseError as refusal:
@@ -87,6 +91,17 @@ def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, re
     report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
 
 
+def _coupled_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """The checks of a first step that clips whole mini-sets."""
+    require_no_batch_statistics(model, is_coupled=True)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    guard = BufferGuard(model)
+    guard.remember()
+    require_losses(_run(model, loss, tuple(batch)), size, is_coupled=True)
+    guard.compare()
+
+
 @torch.no_grad()
 def _replacement(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
     """Replace one example; every other example's loss must stay what it was."""
@@ -98,7 +113,8 @@ def _replacement(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, 
                 raise CoupledExamplesError(
                     "The loss of an example moved when only another example was replaced. Usual causes: a loss "
                     "divided by something of the whole batch (such as its number of valid tokens), batch "
-                    "statistics, a comparison between examples. Compute each loss from its own example."
+                    "statistics, a comparison between examples. Compute each loss from its own example, or use "
+                    "Batch(max_norm=...), which bounds whole mini-sets and needs far more noise."
                 )
 
 

@@ -73,13 +73,15 @@ class Statement:
         several = (
             ": who has several records in it is protected less" if self.spent.unit is Unit.RECORD else ""
         )
+        owned = f"one item of the data set is one {self.spent.unit}{several}"
         found = [
-            f"each loss depends on its own example only: {probed}",
-            f"one item of the data set is one {self.spent.unit}{several}",
+            wording.SEPARATE if self._is_coupled() else f"{wording.INDEPENDENT}: {probed}",
+            wording.OWNED if self.spent.unit is Unit.USER else owned,
             "noise and sampling come from a given seed: the guarantee holds only while that seed is secret, and "
             "no changed program uses it on the same data"
             if self.seeded
             else "noise and sampling are as random as the operating system, and their key stays secret",
+            wording.RANDOM_LAYERS,
         ]
         if len(self._releases()) > 1:
             found.append(
@@ -110,7 +112,7 @@ class Statement:
             "seeded": self.seeded,
             "independence_probed": self.probed,
             "tuning": wording.TUNING,
-            "public_data": wording.PUBLIC_DATA,
+            "public_data": wording.public_data(self.about.strategy or {}, self.about.public_statistics),
             "assumptions": self.assumptions(),
             "not_covered": wording.not_covered(s.unit),
             "versions": {"run": self._software(), "statement": versions()},
@@ -140,7 +142,7 @@ class Statement:
             *self._budget(),
             ("attacker", self._attacker()),
             ("tuning", wording.TUNING),
-            ("public data", wording.PUBLIC_DATA),
+            ("public data", wording.public_data(self.about.strategy or {}, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit)),
             *(("software", _listed(found)) for found in self._software()),
@@ -150,6 +152,10 @@ class Statement:
             state = "the run goes on or did not end cleanly: all that it may have released is counted"
             lines.insert(1, ("state", state))
         return "\n".join(["Privacy statement", *_labelled(lines)])
+
+    def _is_coupled(self) -> bool:
+        """Whether mini-sets were clipped as a whole, so that examples need not be independent."""
+        return (self.about.strategy or {}).get("strategy") == "batch"
 
     def _releases(self) -> dict[Event, int]:
         """How often each kind of step was taken: more than one if runs have joined or changed."""
@@ -163,7 +169,7 @@ class Statement:
 
     def _step(self, e: Event, count: int) -> str:
         counted = any(not p.parameters for p in self.about.parts or ())
-        what = "the clipped sum and the counts" if counted else "the clipped sum"
+        what = wording.summed(self.about.strategy or {}, e.unit) + (" and the counts" if counted else "")
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
             f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"

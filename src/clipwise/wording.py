@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from clipwise.privacy import Adjacency, Sampling, Unit
 
@@ -23,7 +24,8 @@ TUNING = (
     "well (`clipwise epsilon` counts several ledgers, or a search)"
 )
 
-PUBLIC_DATA = "none is known here: first weights and constants that come from other data are taken as public"
+NO_PUBLIC_DATA = "none is known here"
+TAKEN_AS_PUBLIC = "first weights and constants that come from other data are taken as public"
 
 NOT_COVERED = (
     "data-dependent preprocessing and feature selection",
@@ -33,6 +35,19 @@ NOT_COVERED = (
     "side channels such as the time a step takes, and the low bits of floating-point numbers",
     "what is true of the population, whether or not a given {unit} takes part",
 )
+
+INDEPENDENT = "each loss depends on its own example only"
+
+# Of a strategy that clips whole mini-sets.
+SEPARATE = (
+    "what is computed of a mini-set depends on that mini-set, on what was released and on fresh random numbers only: "
+    "not proven (examples of a mini-set may depend on one another)"
+)
+
+# With a known seed, which numbers a record's rows get depends on who else was drawn.
+RANDOM_LAYERS = "random layers and augmentations, such as dropout, draw from a generator whose seed is secret"
+
+OWNED = "all records of a user carry the same id, and no other user's records do"
 
 _NEIGHBOURS: Mapping[str, str] = {
     "zero-out": "one {unit} replaced by an empty one (the number of {unit}s is public)",
@@ -60,6 +75,32 @@ def drawn(sampling: Sampling, unit: Unit) -> str:
     return _SAMPLING[str(sampling)].format(unit=unit)
 
 
+def summed(strategy: Mapping[str, Any], unit: Unit) -> str:
+    """What a step releases with noise, as a strategy describes itself."""
+    if strategy.get("strategy") != "batch":
+        return "the clipped sum"
+    what = "mean gradient" if strategy.get("local_update") is None else "local update"
+    if unit is Unit.USER:
+        return f"the sum of every user's clipped {what}"
+    count = strategy.get("mini_sets", 1)
+    if count == 1:
+        return f"the clipped {what} of the whole batch"
+    return f"the sum of the clipped {what}s of {count} mini-sets (a record's mini-set is fixed by its place)"
+
+
 def not_covered(unit: Unit) -> tuple[str, ...]:
     """What nobody may read into the guarantee."""
     return tuple(line.format(unit=unit) for line in NOT_COVERED)
+
+
+def public_data(strategy: Mapping[str, Any], statistics: Mapping[str, Any] | None) -> str:
+    """Which public data a run used, and what for: for its strategy's constants, or in layers of the model."""
+    used = []
+    parts = strategy.get("parts")
+    source = parts.get("norms from") if isinstance(parts, Mapping) else None
+    if isinstance(source, Mapping) and "public" in source:
+        count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
+        used.append(f"{source['public']} ({count}), for typical gradient norms")
+    if statistics and statistics.get("rows"):
+        used.append(f"{statistics['rows']} rows, for the statistics of normalization layers")
+    return f"{'; '.join(used) or NO_PUBLIC_DATA}: {TAKEN_AS_PUBLIC}"

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from clipwise.errors import ConfigurationError
-from clipwise.sampling import Fetcher, pieces
+from clipwise.sampling import BySize, Fetcher
 
 NONE = np.empty(0, dtype=np.int64)
 SOME = np.array([1, 4, 5])
@@ -240,7 +240,7 @@ def test_a_batch_that_does_not_show_its_rows_asks_for_a_collate_of_nothing(colla
 @given(st.lists(st.integers(0, 10**9)), st.integers(1, 50))
 def test_pieces_are_the_batch(values: list[int], most: int) -> None:
     indices = np.array(values, dtype=np.int64)
-    cut = pieces(indices, most)
+    cut = BySize(most)(indices)
     assert np.array_equal(np.concatenate(cut), indices)
     sizes = [len(p) for p in cut]
     assert len(cut) == max(1, -(-len(values) // most))
@@ -249,4 +249,4 @@ def test_pieces_are_the_batch(values: list[int], most: int) -> None:
 
 
 def test_pieces_without_a_limit() -> None:
-    assert [p.tolist() for p in pieces(SOME, None)] == [[1, 4, 5]]
+    assert [p.tolist() for p in BySize(None)(SOME)] == [[1, 4, 5]]

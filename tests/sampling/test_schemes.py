@@ -32,6 +32,7 @@ ALL = [
     Poisson(50, 0.1),
     TruncatedPoisson(50, 0.1, 9),
     FixedSize(50, 7),
+    FixedSize(50, 6, mini_sets=3),
     Partition(50, 7),
     Partition(50, 6, mini_sets=3),
     Shuffled(50, 7),
@@ -83,6 +84,8 @@ def test_a_caller_may_write_into_a_draw_without_changing_the_next(scheme: Scheme
         (Poisson(10, 1.0), 1.0, 1, 10.0, 1),
         (Poisson(10, 0.3), 0.3, 4, 3.0, 1),
         (FixedSize(10, 4), 0.4, 3, 4.0, 1),
+        (FixedSize(11, 4, mini_sets=2), 2 / 5, 3, 4.0, 1),
+        (FixedSize(12, 6, mini_sets=3), 0.5, 2, 6.0, 1),
         (TruncatedPoisson(10, 0.3, 5), 0.3, 4, 3.0, 1),
         (Partition(10, 4), 1 / 3, 3, 10 / 3, 1),
         (Partition(10, 4, mini_sets=2), 2 / 5, 3, 4.0, 1),
@@ -253,6 +256,28 @@ def test_partition_of_several_mini_sets_is_uniform_over_choices_of_blocks() -> N
     assert chi_square([seen[c] for c in choices], [8000 / 20] * 20) > ACCEPT
 
 
+def test_fixed_size_of_several_mini_sets_is_uniform_over_choices_in_each_class() -> None:
+    scheme = FixedSize(7, 4, mini_sets=2)  # of 0, 2, 4, 6 and of 1, 3, 5
+    seen = Counter(tuple(d.tolist()) for d in draws(scheme, 9000))
+    even, odd = itertools.combinations((0, 2, 4, 6), 2), list(itertools.combinations((1, 3, 5), 2))
+    choices = [tuple(sorted(a + b)) for a in even for b in odd]
+    assert set(seen) == set(choices)
+    assert chi_square([seen[c] for c in choices], [9000 / 18] * 18) > ACCEPT
+
+
+@given(st.integers(1, 60), st.integers(1, 8), st.data())
+def test_no_unit_is_drawn_more_often_than_the_rate_of_fixed_size_mini_sets(
+    size: int, k: int, data: st.DataObject
+) -> None:
+    """b of a class's n_j, and the rate is the largest b / n_j."""
+    k = min(k, size)
+    scheme = FixedSize(size, k * data.draw(st.integers(1, size // k)), mini_sets=k)
+    classes = [len(range(j, size, k)) for j in range(k)]
+    assert scheme.sample_rate == max(scheme.batch_size // k / n for n in classes)
+    drawn = np.bincount(scheme.draw(secret(size), EPOCH, 0) % k, minlength=k)
+    assert drawn.tolist() == [scheme.batch_size // k] * k
+
+
 # -- shuffled
 
 
@@ -369,7 +394,9 @@ def test_make_scheme_refuses(arguments: tuple[object, ...], message: str) -> Non
         lambda: Partition(5, 4, mini_sets=0),
         lambda: TruncatedPoisson(5, 0.5, 0),
         lambda: make_scheme("poisson", 5, 2, max_batch_size=5),
-        lambda: make_scheme("fixed-size", 5, 2, mini_sets=2),
+        lambda: make_scheme("poisson", 5, 2, mini_sets=2),
+        lambda: FixedSize(5, 4, mini_sets=3),
+        lambda: FixedSize(5, 4, mini_sets=0),
         lambda: Shuffled(0, 1),
         lambda: Full(0),
     ],

@@ -18,12 +18,14 @@ class Constants:
         norms: C_k, the most that a clipped vector may be in each part, after scaling.
         scales: m of each parameter by which its gradient is multiplied before the clip; 1 where none is given.
         bounds: what is released beside the gradient.
-        adapts: whether `learn` may change norms or scales.
-        alone: whether an example takes part in one part only, drawn at random; see privacy.Part.
+        adapts: whether `learn` may change groups, norms or scales.
+        alone: whether a vector takes part in one part only, drawn at random; see privacy.Part.
+        share: of all vectors, how many each part is expected to hold; what the divisor is multiplied by.
     """
 
     adapts: bool = False
     alone: bool = False
+    share: float = 1.0
 
     def __init__(
         self,
@@ -48,14 +50,21 @@ class Constants:
         )
         return (*parts, *self.bounds)
 
+    def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
+        """Which of so many vectors take part in each part, if they do not take part in all: bool [vectors]."""
+        return {}
+
     def counts(
         self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
     ) -> dict[str, Tensor]:
         """What the step releases beside the gradient, from each part's norms [B]."""
         return {}
 
-    def learn(self, means: Mapping[str, Tensor]) -> bool:
-        """Adapt to what was released: noised, over the divisor. Returns whether anything changed."""
+    def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
+        """Adapt to what was released: noised, over the divisor. Returns whether anything changed.
+
+        `noise` is the standard deviation of the noise on each coordinate of the means; see `Clipper.noise`.
+        """
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,6 +62,15 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
     return grouped
 
 
+def described_groups(groups: Groups) -> Any:
+    """Groups as they were given, in plain types."""
+    if isinstance(groups, str):
+        return groups
+    if isinstance(groups, Mapping):
+        return {part: list(names) for part, names in groups.items()}
+    return [list(names) for names in groups]
+
+
 def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
     found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
     if not found:

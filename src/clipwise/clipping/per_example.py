@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.clipping.choices import (
+    MaxNorm,
+    constants_for,
+    described_norm,
+    described_parts,
+    require_max_norm,
+)
 from clipwise.clipping.constants import Constants
-from clipwise.clipping.parts import Groups, Policy, group_parameters, norms_of_parts
-from clipwise.clipping.quantile import Quantile, QuantileNorms
+from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
@@ -33,8 +39,9 @@ class PerExample(Strategy):
 
     Args:
         max_norm: C, the most that one example's gradient counts; with several parts the total, unless a
-            mapping gives one number a part. A `Quantile` adapts it from step to step.
-        parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy.
+            mapping gives one number a part. A `Quantile` adapts it from step to step; a `Decay` shrinks it.
+        parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy:
+            `Adaptive`, `Multipliers`, `ByNorm` or `RandomLayer`, which say what `max_norm` is to them.
         split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
         mode: "clip" scales a gradient down to C if it is longer, nu = min(1, C / n); "normalize" brings
             every gradient close to C, nu = C / (n + 0.01 C).
@@ -46,7 +53,8 @@ class PerExample(Strategy):
 
     Guarantee:
         Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
-        scheme that knows the adjacency. Unit: one record.
+        scheme that knows the adjacency. Unit: one record. Where a policy scales gradients, both are those of
+        the scaled sum.
         Assumptions: each loss depends on its own example only (checked by a probe, which is a lint and no
         proof); norms are upper bounds in the arithmetic used; an example whose gradient is not finite
         counts as 0, and so does one that is 1e38 times longer than C; sums run in IEEE float32 or better,
@@ -58,7 +66,7 @@ class PerExample(Strategy):
         stated and noised. For e <= 2^-6 n this clips as IEEE arithmetic does.
     """
 
-    max_norm: float | Mapping[str, float] | Quantile = 1.0
+    max_norm: MaxNorm = 1.0
     parts: Groups | Policy = "all"
     split: Split = "optimal"
     mode: str = "clip"
@@ -66,14 +74,7 @@ class PerExample(Strategy):
     products: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_norm, Quantile):
-            norms: Iterable[float] = ()  # it has checked itself
-        else:
-            norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
-        for norm in norms:
-            number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
-            if not (number and math.isfinite(norm) and norm > 0):
-                raise ConfigurationError(f"max_norm must be a positive, finite number, not {norm!r}.")
+        require_max_norm(self.max_norm)
         for argument, value, allowed in (
             ("mode", self.mode, MODES),
             ("method", self.method, METHODS),
@@ -88,19 +89,8 @@ class PerExample(Strategy):
         """Bind to a model's trainable parameters."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"PerExample protects single records, not unit={str(site.unit)!r}.")
-        return PerExampleClipper(self, site, self._constants(site), self._arithmetic(site.parameters))
-
-    def _constants(self, site: Site) -> Constants:
-        if isinstance(self.parts, Policy):
-            if not isinstance(self.max_norm, (int, float)):
-                raise ConfigurationError(
-                    f"max_norm must be a number with parts={type(self.parts).__name__}(...), which chooses the bounds."
-                )
-            return self.parts.constants(self.max_norm, site)
-        groups = group_parameters(self.parts, site.parameters)
-        if isinstance(self.max_norm, Quantile):
-            return QuantileNorms(self.max_norm, groups, site.parameters, site.adjacency)
-        return Constants(groups, norms_of_parts(self.max_norm, list(groups)))
+        constants = constants_for(self.max_norm, self.parts, site)
+        return PerExampleClipper(self, site, constants, self._arithmetic(site.parameters))
 
     def _arithmetic(self, parameters: Parameters) -> Arithmetic:
         if self.products == "auto":
@@ -110,16 +100,10 @@ class PerExample(Strategy):
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types. `method` is a performance knob and left out; `products` is stated
         by what it comes to, the clipper's arithmetic."""
-        norm: Any = dict(self.max_norm) if isinstance(self.max_norm, Mapping) else self.max_norm
-        if isinstance(norm, Quantile):
-            norm = norm.describe()
-        parts: Any = self.parts if isinstance(self.parts, str) else repr(self.parts)
-        if isinstance(self.parts, Policy):
-            parts = self.parts.describe()
         return {
             "strategy": "per-example",
-            "max_norm": norm,
-            "parts": parts,
+            "max_norm": described_norm(self.max_norm),
+            "parts": described_parts(self.parts),
             "split": self.split if isinstance(self.split, str) else dict(self.split),
             "mode": self.mode,
         }
@@ -132,17 +116,12 @@ class PerExampleClipper(Clipper):
         self, strategy: PerExample, site: Site, constants: Constants, arithmetic: Arithmetic
     ) -> None:
         self._strategy, self._parameters, self._constants = strategy, site.parameters, constants
-        self.arithmetic, self.divisor = arithmetic, site.scheme.expected_size
-        self.adapts = constants.adapts
+        self.arithmetic, self.divisor = arithmetic, site.scheme.expected_size * constants.share
+        self.adapts, self.draws = constants.adapts, constants.alone
         self._memory = Memory(arithmetic)
-        self._in_float32 = {
-            part
-            for part, names in constants.groups.items()
-            if all(site.parameters[name].dtype == torch.float32 for name in names)
-        }
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
         self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
-        self.bounds = self._bounds()
+        self._restated(True)
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
@@ -168,10 +147,12 @@ class PerExampleClipper(Clipper):
         if self._memory.rare.any(bad_B):
             gradients.mute(bad_B)
         counted_B = finite_B if real_B is None else finite_B & real_B
+        chosen = self._constants.chosen(self.secret, len(losses))
         weights = {}
         for part, names in groups.items():
             nu_B = self._weights(part_norms[part], norms[part])
-            nu_B = torch.where(counted_B & (nu_B >= _SMALLEST_WEIGHT), nu_B, 0)
+            there_B = counted_B & chosen[part].to(counted_B.device) if chosen else counted_B
+            nu_B = torch.where(there_B & (nu_B >= _SMALLEST_WEIGHT), nu_B, 0)
             if part in self._in_float32:
                 nu_B = nu_B.float()  # once, and not once a parameter
             weights.update(dict.fromkeys(names, nu_B))
@@ -196,7 +177,7 @@ class PerExampleClipper(Clipper):
         return torch.maximum(norm_B, (norm_B + error_B) / (1 + self.arithmetic.slack))
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
-        return self._restated(self._constants.learn(means))
+        return self._restated(self._constants.learn(means, self.noise))
 
     def state_dict(self) -> dict[str, Any]:
         return self._constants.state_dict()
@@ -207,6 +188,11 @@ class PerExampleClipper(Clipper):
     def _restated(self, changed: bool) -> bool:
         if changed:
             self.bounds = self._bounds()
+            self._in_float32 = {
+                part
+                for part, names in self._constants.groups.items()
+                if all(self._parameters[name].dtype == torch.float32 for name in names)
+            }
         return changed
 
     def _bounds(self) -> tuple[Bound, ...]:

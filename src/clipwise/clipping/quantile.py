@@ -125,7 +125,7 @@ class QuantileNorms(Constants):
             for part, C in self.norms.items()
         }
 
-    def learn(self, means: Mapping[str, Tensor]) -> bool:
+    def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
         """C <- C exp(-learning_rate (f - target)); by logarithms, since exp may overflow before the limits."""
         rule = self._quantile
         for part, C in self.norms.items():

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clipwise.errors import ConfigurationError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.privacy import Adjacency, Part, Unit, split_noise
+from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
 from clipwise.sampling import Scheme
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -62,6 +62,7 @@ class Clipper(ABC):
         adapts: whether `learn` may change the bounds.
         is_capturable: whether a batch may be filled up with other rows and gathered by a CUDA graph.
         draws: whether it draws random numbers, from `secret`. The engine sets that for each piece of a batch.
+        parts: of the last release, with their noise. The engine sets them before `learn`.
     """
 
     bounds: tuple[Bound, ...]
@@ -71,6 +72,16 @@ class Clipper(ABC):
     is_capturable: bool = True
     draws: bool = False
     secret: bytes = b""
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """s / (m L), the noise on each coordinate of what the last release gave for each parameter."""
+        return {
+            name: part.noise_std / (m * self.divisor)
+            for part in self.parts
+            for name, m in zip(part.parameters, part.scales or (1.0,) * len(part.parameters), strict=True)
+        }
 
     @abstractmethod
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -150,7 +161,11 @@ def noised_parts(
     else:
         divided = _by_weights(rest, z, split)
     stds = own | dict(zip(rest, divided, strict=True))
-    return tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
+    parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
+    if effective_multiplier(parts) < noise_multiplier:
+        # Bounds may change from step to step and the event does not: rounding must not bring a step below it.
+        return tuple(replace(p, noise_std=p.noise_std * (1 + 2.0**-40)) for p in parts)
+    return parts
 
 
 def _by_weights(

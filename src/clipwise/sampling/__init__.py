@@ -1,8 +1,10 @@
 """Who is in the batch: schemes draw it and make its event, a loader hands it out."""
 
-from clipwise.sampling.fetch import Fetcher, pieces
+from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.loader import Piece, PrivateLoader
+from clipwise.sampling.mini_sets import ByBlock, ByIndex, BySize, ByUser, Cut, mini_sets_of
 from clipwise.sampling.schemes import (
+    DRAWN_BY_MINI_SETS,
     FixedSize,
     Full,
     Partition,
@@ -14,6 +16,12 @@ from clipwise.sampling.schemes import (
 )
 
 __all__ = [
+    "DRAWN_BY_MINI_SETS",
+    "ByBlock",
+    "ByIndex",
+    "BySize",
+    "ByUser",
+    "Cut",
     "Fetcher",
     "FixedSize",
     "Full",
@@ -25,5 +33,5 @@ __all__ = [
     "Shuffled",
     "TruncatedPoisson",
     "make_scheme",
-    "pieces",
+    "mini_sets_of",
 ]

@@ -83,13 +83,6 @@ class Fetcher(Dataset[Any]):
         return (self._collate_fn or default_collate)(records)
 
 
-def pieces(indices: Indices, max_physical_batch_size: int | None) -> list[Indices]:
-    """Cut a batch into nearly even pieces of at most that size; an empty batch is one empty piece."""
-    if max_physical_batch_size is None or len(indices) <= max_physical_batch_size:
-        return [indices]
-    return np.array_split(indices, -(-len(indices) // max_physical_batch_size))
-
-
 class _UnknownStructureError(Exception):
     """Nothing in a collated value says how it grows with the number of records."""
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.sampling.fetch import Fetcher, pieces
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.mini_sets import BySize, Cut
 from clipwise.sampling.schemes import Indices, Scheme, whole
 
 # For the next unreleased step, then the one after, and so on: its secret, its epoch's secret and its
@@ -47,14 +48,15 @@ class PrivateLoader:
     (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing; and no batch
     can be passed over because of what it holds. A new iterator ends the older ones.
 
-    Its length is the number of steps in an epoch. With `max_physical_batch_size` a step may come in
-    several pieces; how many is as secret as the size drawn, and neither is ever shown.
+    Its length is the number of steps in an epoch. With `max_physical_batch_size`, or by mini-sets, a step may come
+    in several pieces; how many, if that is left to chance, is as secret as the size drawn, and neither is ever shown.
 
     Args:
         scheme: who is in a batch.
         fetcher: from indices to a batch.
         secrets: the secrets of the steps to come.
         max_physical_batch_size: the most records to hand out at a time; None for whole batches.
+        cut: how a batch is cut into mini-sets, which are its pieces; instead of `max_physical_batch_size`.
         num_workers: processes that fetch ahead; 0 fetches in this one.
         pin_memory: hand out batches in page-locked memory, for faster copies to an accelerator.
         prefetch_factor: pieces that each worker fetches ahead.
@@ -68,21 +70,21 @@ class PrivateLoader:
         secrets: Secrets,
         *,
         max_physical_batch_size: int | None = None,
+        cut: Cut | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
-        if scheme.dataset_size != fetcher.dataset_size:
+        self._cut = BySize(max_physical_batch_size) if cut is None else cut
+        if scheme.dataset_size != self._cut.units(fetcher.dataset_size):
             raise ConfigurationError("dataset_size of the scheme is not the length of the data set.")
-        if max_physical_batch_size is not None:
-            whole("max_physical_batch_size", max_physical_batch_size, least=1)
         whole("num_workers", num_workers, least=0)
         if prefetch_factor is not None:
             whole("prefetch_factor", prefetch_factor, least=1)
             if num_workers == 0:
                 raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
-        if scheme.has_random_size:
+        if scheme.has_random_size or self._cut.may_be_empty:
             fetcher.empty()  # it may be drawn at any step: if it cannot be made, say so before the first
         self.current: Piece | None = None
         self._scheme = scheme
@@ -151,7 +153,7 @@ class PrivateLoader:
         """The rest of the epoch, in pieces."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
-            parts = pieces(indices, self.max_physical_batch_size)
+            parts = self._cut(indices)
             for i, part in enumerate(parts):
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part)
             if slot + 1 >= self._scheme.steps_per_epoch:

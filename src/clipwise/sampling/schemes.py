@@ -24,6 +24,9 @@ from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
 
 Indices = NDArray[np.int64]
 
+# What they draw depends on how many mini-sets a batch has.
+DRAWN_BY_MINI_SETS = (Sampling.PARTITION, Sampling.FIXED_SIZE)
+
 
 class Scheme(Protocol):
     """What every scheme offers; all its numbers are public."""
@@ -188,14 +191,24 @@ class _OfBatchSize(_Steps):
 
 @dataclass(frozen=True)
 class FixedSize(_OfBatchSize):
-    """A fresh uniform subset of `batch_size` units in each step."""
+    """A fresh uniform subset of `batch_size` units in each step.
+
+    With k = `mini_sets` it is a uniform subset of b = B / k units of each class j, j + k, j + 2k, ... of indices.
+    For amplification, a unit that is drawn is compared with another one that stands in for it. Drawn from the
+    whole, that one could belong to another mini-set, and two mini-sets would move where the bound is for one.
+    """
 
     sampling: ClassVar[Sampling] = Sampling.FIXED_SIZE
+    mini_sets: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_equal_mini_sets(self.batch_size, self.mini_sets)
 
     @property
     def sample_rate(self) -> float:
-        """B / N."""
-        return self.batch_size / self.dataset_size
+        """b over the size of the smallest class; B / N for a single one."""
+        return (self.batch_size // self.mini_sets) / (self.dataset_size // self.mini_sets)
 
     @property
     def expected_size(self) -> float:
@@ -203,8 +216,13 @@ class FixedSize(_OfBatchSize):
         return float(self.batch_size)
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """Each subset of `batch_size` units with equal probability."""
-        return _subset(_generator(step_secret), self.dataset_size, self.batch_size)
+        """Each subset of b units of a class with equal probability, independently of the other classes."""
+        random, k = _generator(step_secret), self.mini_sets
+        if k == 1:
+            return _subset(random, self.dataset_size, self.batch_size)
+        sizes = [len(range(j, self.dataset_size, k)) for j in range(k)]
+        drawn = [j + k * _subset(random, size, self.batch_size // k) for j, size in enumerate(sizes)]
+        return np.sort(np.concatenate(drawn))
 
 
 @dataclass(frozen=True)
@@ -221,11 +239,7 @@ class Partition(_OfBatchSize):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("mini_sets", self.mini_sets, least=1)
-        if self.batch_size % self.mini_sets:
-            raise ConfigurationError(
-                f"mini_sets={self.mini_sets} must divide batch_size={self.batch_size}: mini-sets are equally large."
-            )
+        _require_equal_mini_sets(self.batch_size, self.mini_sets)
 
     @property
     def mini_set_size(self) -> int:
@@ -338,7 +352,8 @@ def make_scheme(
         sample_rate: q, in place of `batch_size`, for 'poisson' and 'truncated-poisson' only.
         max_batch_size: for 'truncated-poisson', the most units of a batch. By default so many that cutting
             costs nothing.
-        mini_sets: for 'partition', how many blocks make up a batch.
+        mini_sets: for 'partition', how many blocks make up a batch; for 'fixed-size', how many classes of indices
+            it has as many units of.
     """
     try:
         kind = Sampling(sampling)
@@ -348,8 +363,10 @@ def make_scheme(
     dataset_size = whole("dataset_size", dataset_size, least=1)
     if max_batch_size is not None and kind is not Sampling.TRUNCATED_POISSON:
         raise ConfigurationError("max_batch_size goes with sampling='truncated-poisson' only: leave it out.")
-    if mini_sets != 1 and kind is not Sampling.PARTITION:
-        raise ConfigurationError("mini_sets goes with sampling='partition' only: leave it out.")
+    if mini_sets != 1 and kind not in DRAWN_BY_MINI_SETS:
+        raise ConfigurationError(
+            "mini_sets goes with sampling='partition' or 'fixed-size' only, whose draws depend on it: leave it out."
+        )
     if kind is Sampling.FULL:
         if batch_size is not None or sample_rate is not None:
             raise ConfigurationError("sampling='full' takes every unit: give no batch_size or sample_rate.")
@@ -370,10 +387,18 @@ def make_scheme(
         )
     batch_size = whole("batch_size", batch_size, least=1)
     if kind is Sampling.FIXED_SIZE:
-        return FixedSize(dataset_size, batch_size)
+        return FixedSize(dataset_size, batch_size, whole("mini_sets", mini_sets, least=1))
     if kind is Sampling.PARTITION:
         return Partition(dataset_size, batch_size, whole("mini_sets", mini_sets, least=1))
     return Shuffled(dataset_size, batch_size)
+
+
+def _require_equal_mini_sets(batch_size: int, mini_sets: int) -> None:
+    whole("mini_sets", mini_sets, least=1)
+    if batch_size % mini_sets:
+        raise ConfigurationError(
+            f"mini_sets={mini_sets} must divide batch_size={batch_size}: mini-sets are equally large."
+        )
 
 
 def whole(name: str, value: int, least: int) -> int:

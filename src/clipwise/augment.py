@@ -1,0 +1,103 @@
+"""Random changes of images, drawn for each example on its own, and averages over several of them.
+
+    views = augment.Views(8, augment.Crop(32, padding=4), augment.Flip())
+    for x, y in private.loader:
+        losses = F.cross_entropy(model(views.of(x)), views.labels(y), reduction="none")
+        private.step(views.mean(losses))
+
+Guarantee:
+    An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so
+    one record moves the sum as far as without views: the sensitivity is unchanged, for any K.
+    The draws must be as secret as the noise. If somebody knew them, taking a record out of a batch would visibly
+    shift the draws of those behind it, and no clip bounds that. So they come from the operating system; a `seed` is for
+    tests, and the guarantee then holds only while it is secret.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from clipwise.errors import ConfigurationError
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
+
+
+class Crop:
+    """A square of `size` at a random place of the image, which has `padding` zeros on each side.
+
+    Every row's place is its own, and every place is equally likely.
+    """
+
+    def __init__(self, size: int, padding: int = 4) -> None:
+        self.size, self.padding = size, padding
+
+    def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
+        """[B, C, H, W] to [B, C, size, size]."""
+        padded = torch.nn.functional.pad(x_BCHW, [self.padding] * 4)
+        B, C, H, W = padded.shape
+        if min(H, W) < self.size:
+            raise ConfigurationError(
+                f"Crop(size={self.size}, padding={self.padding}) is larger than the padded image of {H} x {W}: take a "
+                "smaller size or more padding."
+            )
+        top_B, left_B = (
+            torch.randint(0, most - self.size + 1, (B,), generator=random).to(padded.device)
+            for most in (H, W)
+        )
+        along = torch.arange(self.size, device=padded.device)
+        row_BHW = (top_B[:, None] + along)[:, :, None]
+        column_BHW = (left_B[:, None] + along)[:, None, :]
+        at_B1HW = (row_BHW * W + column_BHW)[:, None]
+        taken = padded.flatten(2).gather(2, at_B1HW.flatten(2).expand(-1, C, -1))
+        return taken.view(B, C, self.size, self.size)
+
+
+class Flip:
+    """Left and right change places with probability 1/2."""
+
+    def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
+        """[B, C, H, W] to the same."""
+        flips_B = torch.rand(len(x_BCHW), generator=random).to(x_BCHW.device) < 0.5
+        return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
+
+
+class Views:
+    """K random views of each example, next to each other, and the mean of their losses.
+
+    Args:
+        count: K.
+        draws: what is done to a row, one after another: `Crop`, `Flip`, or any function of rows and a generator
+            that treats each row on its own.
+        seed: for tests; see the module.
+    """
+
+    def __init__(self, count: int, *draws: Draw, seed: int | None = None) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigurationError("Views: the number of views must be a whole number of at least 1.")
+        self.count = count
+        self._draws = draws
+        self._random = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+
+    def of(self, x_BCHW: Tensor) -> Tensor:
+        """[B, C, H, W] to [B K, C, H', W']: the views of an example are K rows in a row."""
+        rows = x_BCHW.repeat_interleave(self.count, 0)
+        for draw in self._draws:
+            rows = draw(rows, self._random)
+        return rows
+
+    def labels(self, y_B: Tensor) -> Tensor:
+        """[B, ...] to [B K, ...]: each view has its example's label."""
+        return y_B.repeat_interleave(self.count, 0)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """[B K] losses of views to [B] losses of examples."""
+        if losses.dim() != 1 or len(losses) % self.count:
+            raise ConfigurationError(
+                f"Views.mean needs a vector with {self.count} losses for each example: compute them on Views.of(x), "
+                "with reduction='none'."
+            )
+        return losses.view(len(losses) // self.count, self.count).mean(1)

@@ -1,0 +1,286 @@
+"""Clip the mean of a batch, or of each of its mini-sets, then sum."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.clipping.choices import (
+    MaxNorm,
+    constants_for,
+    described_norm,
+    described_parts,
+    require_max_norm,
+)
+from clipwise.clipping.constants import Constants
+from clipwise.clipping.parts import Groups, Policy
+from clipwise.clipping.strategy import Bound, Clipper, Site, Split, Strategy
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.gradients.rare import PutAside
+from clipwise.privacy import Adjacency, Unit
+from clipwise.sampling import Partition, Scheme
+from clipwise.sampling.schemes import whole
+
+LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
+
+_AIM = 1 - 2.0**-20  # times C: norms in float64 and one rounding to float32 stay well within what is left
+
+
+@dataclass(frozen=True)
+class Batch(Strategy):
+    """Batch clipping: the released sum is sum_j [g(S_j)]_C over the mini-sets S_j of a batch, over a constant.
+
+    g is the mean gradient of a mini-set, or anything else that follows from it. So examples may depend on one
+    another within a mini-set: batch norm in training mode, contrastive losses. The price is noise. One record can
+    turn a clipped mean round, and there are only k of them to average: at one C and one noise multiplier the noise
+    on the update is 2 B / k times that of `PerExample` with batches of B, and 2 B times with one mini-set.
+
+    The loader hands out a batch mini-set by mini-set, and `private.step` takes the losses of each: one an example,
+    whose mean is taken, or a single number.
+
+    Args:
+        max_norm: C, the most that one mini-set counts; with several parts the total, unless a mapping gives one
+            number a part. A `Decay` shrinks it.
+        mini_sets: k, how many mini-sets a batch has. Record i of the data set is in mini-set i mod k, and under
+            sampling="fixed-size" as many are drawn of each. Under "partition" the k blocks that are drawn are the
+            mini-sets. With `group=` each user is one.
+        parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy.
+        split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
+        local_update: what is clipped in place of the gradient: `local_update(model, mini_set)` gets a copy of the
+            model and the batch that was given to `private.step_sets`, may train the copy as long as it likes, and
+            returns the change of each trainable parameter by name; or None, and then the change is what became of
+            the copy. SGD with a learning rate of 1 adds the mean of the clipped changes to the weights.
+
+    Guarantee:
+        Adjacency: zero-out and replace-one, under every sampling scheme that knows the adjacency. Sensitivity of
+        part k: 2 C_k for a record, under both, because a record that comes or goes can turn the clipped mean of its
+        mini-set round; it moves no other mini-set. If the unit is the mini-set itself (a user, or a record with
+        none beside it in its mini-set), C_k under zero-out and 2 C_k under replace-one.
+        Assumptions: mini-sets are fixed beforehand by index, block or user, whatever the draw; an empty one adds
+        nothing; what is computed of a mini-set depends on that mini-set, on what was released and on fresh random
+        numbers, and on no other mini-set (buffers of the model are watched; a list that your code keeps is not).
+        A mini-set whose gradient is not finite counts as 0. Norms are taken in float64, and so are the sums of
+        several mini-sets, and vectors are clipped to (1 - 2^-20) C_k, so that rounding does not pass C_k.
+    """
+
+    max_norm: MaxNorm = 1.0
+    mini_sets: int = 1
+    parts: Groups | Policy = "all"
+    split: Split = "optimal"
+    local_update: LocalUpdate | None = None
+
+    is_coupled = True
+
+    def __post_init__(self) -> None:
+        require_max_norm(self.max_norm)
+        whole("mini_sets", self.mini_sets, least=1)
+        if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
+            raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        if self.local_update is not None and not callable(self.local_update):
+            raise ConfigurationError(
+                "local_update must be a function from a model and a mini-set to the change of each parameter, not "
+                f"{type(self.local_update).__name__}."
+            )
+
+    def attach(self, site: Site) -> Clipper:
+        """Bind to a model's trainable parameters."""
+        return BatchClipper(self, site, self._constants(site))
+
+    def _constants(self, site: Site) -> Constants:
+        constants = constants_for(self.max_norm, self.parts, site)
+        if constants.bounds:
+            raise ConfigurationError(
+                "max_norm=Quantile(...) and policies that count examples are not for Batch, which clips mini-sets: "
+                "give a number, or use PerExample."
+            )
+        return constants
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types."""
+        return {
+            "strategy": "batch",
+            "max_norm": described_norm(self.max_norm),
+            "mini_sets": self.mini_sets,
+            "parts": described_parts(self.parts),
+            "split": self.split if isinstance(self.split, str) else dict(self.split),
+            "local_update": None if self.local_update is None else _name(self.local_update),
+        }
+
+
+class BatchClipper(Clipper):
+    """`Batch` for one model."""
+
+    is_capturable = False
+
+    def __init__(self, strategy: Batch, site: Site, constants: Constants) -> None:
+        self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
+        self._constants = constants
+        self.adapts, self.draws = constants.adapts, constants.alone
+        self.divisor = _expected_mini_sets(strategy.mini_sets, site) * constants.share
+        # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
+        self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
+        halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
+        self._factor = 1.0 if halves else 2.0
+        self.bounds = self._bounds()
+
+    def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
+        """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
+        assert real_B is None  # batches are not filled up: is_capturable is False
+        if losses.dim() and len(losses) == 0:
+            return self.nothing()
+        found = torch.autograd.grad(
+            losses.mean(), list(self._parameters.values()), allow_unused=True, materialize_grads=False
+        )
+        gradients = dict(zip(self._parameters, found, strict=True))
+        for name, gradient in gradients.items():
+            if gradient is None:
+                raise UnsupportedModelError(
+                    f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
+                    "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
+                )
+        return self._clipped(
+            {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items() if g is not None}
+        )
+
+    def clipped_update(self, mini_set: Any) -> dict[str, Tensor]:
+        """[-delta]_C of the local update of one mini-set that is not empty: an optimizer goes against a gradient."""
+        assert self._strategy.local_update is not None
+        model = _copy(self._model)
+        with torch.enable_grad():
+            given = self._strategy.local_update(model, mini_set)
+        deltas = self._changes(model) if given is None else self._given(given)
+        return self._clipped({name: -delta for name, delta in deltas.items()})
+
+    def nothing(self) -> dict[str, Tensor]:
+        """What an empty mini-set adds."""
+        return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
+
+    @contextmanager
+    def putting_aside(self) -> Iterator[PutAside]:
+        """Nothing is put aside: a step of this strategy is never captured."""
+        yield PutAside()
+
+    def learn(self, means: Mapping[str, Tensor]) -> bool:
+        return self._restated(self._constants.learn(means, self.noise))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._constants.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        return self._restated(self._constants.load_state_dict(state))
+
+    def _clipped(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
+        norms = {
+            name: torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for name, g in vectors.items()
+        }
+        device = next(iter(norms.values())).device
+        lengths = dict(zip(norms, torch.stack([n.to(device) for n in norms.values()]).tolist(), strict=True))
+        groups, scales = self._constants.groups, self._constants.scales
+        part_norms = {
+            part: math.hypot(*(scales.get(n, 1.0) * lengths[n] for n in names))
+            for part, names in groups.items()
+        }
+        if not all(map(math.isfinite, part_norms.values())):
+            return self.nothing()
+        chosen = self._constants.chosen(self.secret, 1)
+        result = {}
+        for part, names in groups.items():
+            is_there = not chosen or bool(chosen[part])
+            nu = _weight(part_norms[part], self._constants.norms[part]) if is_there else 0.0
+            for name in names:
+                # In float64: a tiny weight would be rounded by more than the room that is left.
+                result[name] = (vectors[name].detach().double() * nu).to(self._dtype(self._parameters[name]))
+        return result
+
+    def _dtype(self, p: Tensor) -> torch.dtype:
+        return torch.float64 if self._adds_up or p.dtype == torch.float64 else torch.float32
+
+    def _changes(self, model: nn.Module) -> dict[str, Tensor]:
+        """What a local update made of its copy."""
+        now = dict(model.named_parameters())
+        for name in self._parameters:
+            if name not in now:
+                raise StepError(
+                    f"local_update took parameter {name!r} out of the model: return the changes by name instead."
+                )
+        return self._given({name: now[name].detach() - p.detach() for name, p in self._parameters.items()})
+
+    def _given(self, deltas: object) -> dict[str, Tensor]:
+        """What a local update says, one change a parameter; a parameter that is left out has not changed."""
+        if not isinstance(deltas, Mapping):
+            raise StepError(
+                "local_update must return a mapping from parameter names to changes, or None for what it made of "
+                f"its copy of the model, not {type(deltas).__name__}."
+            )
+        for name, delta in deltas.items():
+            if name not in self._parameters:
+                raise StepError(
+                    f"local_update returned {name!r}, which is no trainable parameter of the model."
+                )
+            shape = self._parameters[name].shape
+            if not isinstance(delta, Tensor) or delta.shape != shape or not delta.is_floating_point():
+                raise StepError(
+                    f"local_update: the change of {name!r} must be a real tensor of shape {tuple(shape)}, its own."
+                )
+        return {
+            name: deltas[name].detach().to(p.device) if name in deltas else torch.zeros_like(p)
+            for name, p in self._parameters.items()
+        }
+
+    def _restated(self, changed: bool) -> bool:
+        if changed:
+            self.bounds = self._bounds()
+        return changed
+
+    def _bounds(self) -> tuple[Bound, ...]:
+        return self._constants.bounds_with(self._factor)
+
+
+def _weight(norm: float, bound: float) -> float:
+    """min(1, C / n), a little below C."""
+    aim = bound * _AIM
+    return 1.0 if norm <= aim else aim / norm
+
+
+def _expected_mini_sets(mini_sets: int, site: Site) -> float:
+    """How many clipped vectors a step is expected to have, at most: a constant, whatever was drawn."""
+    if site.unit is not Unit.RECORD:
+        return site.scheme.expected_size
+    return min(float(mini_sets), site.scheme.expected_size)
+
+
+def _is_mini_set(mini_sets: int, site: Site) -> bool:
+    """Whether the protected unit is all of its mini-set: nobody else is ever in it."""
+    return site.unit is not Unit.RECORD or _largest(mini_sets, site.scheme) == 1
+
+
+def _largest(mini_sets: int, scheme: Scheme) -> int:
+    """How many records of the data set may meet in one mini-set."""
+    if isinstance(scheme, Partition):
+        return scheme.mini_set_size
+    return -(-scheme.dataset_size // mini_sets)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A model of its own for a local update: nothing that it learns stays, and nothing passes to the next one."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"The model cannot be copied for local_update ({type(error).__name__}): keep no tensors with a gradient "
+            "history, open files or locks in its attributes."
+        ) from error
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Enough to tell one function from another in a configuration."""
+    named = getattr(function, "func", function)  # of a functools.partial
+    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(named).__qualname__)}"

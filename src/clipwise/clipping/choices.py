@@ -1,0 +1,63 @@
+"""`max_norm` and `parts` as a strategy is given them: checked, described, and made into constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from clipwise.clipping.constants import Constants
+from clipwise.clipping.decay import Decay, Decaying
+from clipwise.clipping.parts import Groups, Policy, group_parameters, norms_of_parts
+from clipwise.clipping.quantile import Quantile, QuantileNorms
+from clipwise.clipping.strategy import Site
+from clipwise.errors import ConfigurationError
+
+MaxNorm = float | Mapping[str, float] | Quantile | Decay
+
+
+def require_max_norm(max_norm: MaxNorm) -> None:
+    """Refuse a bound that is no positive number."""
+    if isinstance(max_norm, Quantile):
+        return  # it has checked itself
+    if isinstance(max_norm, Decay):
+        if isinstance(max_norm.max_norm, (Quantile, Decay)):
+            raise ConfigurationError(
+                "Decay: max_norm must be a number, or one for each part: a bound that adapts does not decay as well."
+            )
+        max_norm = max_norm.max_norm
+    norms: Iterable[Any] = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
+    for norm in norms:
+        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if not (number and math.isfinite(norm) and norm > 0):
+            raise ConfigurationError(f"max_norm must be a positive, finite number, not {norm!r}.")
+
+
+def constants_for(max_norm: MaxNorm, parts: Groups | Policy, site: Site) -> Constants:
+    """The constants of each part of one model."""
+    if isinstance(max_norm, Decay):
+        return Decaying(max_norm, constants_for(max_norm.max_norm, parts, site), site)
+    if isinstance(parts, Policy):
+        if not isinstance(max_norm, (int, float)):
+            raise ConfigurationError(
+                f"max_norm must be a number with parts={type(parts).__name__}(...), which chooses the bounds."
+            )
+        return parts.constants(max_norm, site)
+    groups = group_parameters(parts, site.parameters)
+    if isinstance(max_norm, Quantile):
+        return QuantileNorms(max_norm, groups, site.parameters, site.adjacency)
+    return Constants(groups, norms_of_parts(max_norm, list(groups)))
+
+
+def described_norm(max_norm: MaxNorm) -> Any:
+    """In plain types."""
+    if isinstance(max_norm, (Quantile, Decay)):
+        return max_norm.describe()
+    return dict(max_norm) if isinstance(max_norm, Mapping) else max_norm
+
+
+def described_parts(parts: Groups | Policy) -> Any:
+    """In plain types."""
+    if isinstance(parts, Policy):
+        return parts.describe()
+    return parts if isinstance(parts, str) else repr(parts)

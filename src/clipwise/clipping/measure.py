@@ -1,0 +1,112 @@
+"""Norms of gradients on public data, at a model's weights of the moment. The model stays as it was."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from clipwise.clipping.public import Public
+from clipwise.gradients import Memory, per_example_gradients
+
+Groups = Mapping[str, Sequence[str]]
+Parameters = Mapping[str, nn.Parameter]
+
+
+def mean_norms(
+    public: Public,
+    model: nn.Module,
+    parameters: Parameters,
+    groups: Groups,
+    of: str,
+    mini_set_size: int | None,
+) -> dict[str, float]:
+    """e_h, the mean norm of each group's gradient over the public data.
+
+    of="example": e_h = mean_i |g_ih| over single examples. of="mini-set": over mini-sets S of `mini_set_size`
+    examples in the order of the data, e_h = mean_S |mean_{i in S} g_ih|; what is left over at the end is left out.
+    What is not finite is left out, in every group. If nothing is left, NaN.
+    """
+    size = (mini_set_size or public.batch_size) if of == "mini-set" else None
+    device = next(iter(parameters.values())).device
+    totals, count = dict.fromkeys(groups, 0.0), 0
+    with undisturbed(model, parameters):
+        memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
+        for batch in public.batches(size):
+            losses = public.losses(model, batch, device)
+            if size is not None and len(losses) < size and count and not public.comes_in_batches:
+                continue  # the mean of fewer examples is longer
+            if of == "mini-set":
+                squares = _of_the_mean(losses, parameters)
+            else:
+                squares = _of_each(losses, parameters, model, memory)
+            norms_HB = torch.stack([_norms(squares, names, device) for names in groups.values()])
+            told_B = torch.isfinite(losses.detach())
+            told_B = told_B.all().reshape(1) if of == "mini-set" else told_B
+            norms_HB = norms_HB[:, torch.isfinite(norms_HB).all(0) & told_B]
+            count += norms_HB.shape[1]
+            for h, total in zip(groups, norms_HB.sum(1).tolist(), strict=True):
+                totals[h] += total
+    return {h: total / count if count else math.nan for h, total in totals.items()}
+
+
+def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
+    """|mean_i g_i|^2 by parameter, by plain autograd: examples may depend on one another."""
+    found = torch.autograd.grad(losses.mean(), list(parameters.values()), allow_unused=True)
+    nothing = torch.zeros(1, dtype=torch.float64, device=losses.device)
+    return {
+        name: nothing if g is None else g.double().square().sum().reshape(1)
+        for name, g in zip(parameters, found, strict=True)
+    }
+
+
+def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: Memory) -> dict[str, Tensor]:
+    """|g_i|^2 by parameter. Where a layer mixes the examples, g_i is the gradient of loss i in this batch."""
+    method = "loop" if any(map(_mixes, model.modules())) else "auto"
+    return per_example_gradients(losses, parameters, memory, method).squared_norms()
+
+
+def _norms(squares: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:
+    """Of a group, from the squares of its parameters, which may lie on several devices."""
+    return torch.stack([squares[name].to(device) for name in names]).sum(0).sqrt()
+
+
+def _mixes(module: nn.Module) -> bool:
+    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return batch_norm and (module.training or module.running_mean is None)
+
+
+@contextmanager
+def undisturbed(model: nn.Module, parameters: Parameters) -> Iterator[None]:
+    """In this block the model works on copies of its buffers, and random numbers begin at the same place each time.
+
+    Afterwards buffers are the same objects with the same contents, and every generator is where it was.
+    """
+    kept: list[tuple[nn.Module, str, Tensor]] = []
+    copies: dict[int, Tensor] = {}
+    devices = sorted({p.device.index or 0 for p in parameters.values() if p.is_cuda})
+    generators = [torch.default_generator, *(torch.cuda.default_generators[d] for d in devices)]
+    outside: tuple[Any, Any] = (random.getstate(), np.random.get_state())
+    try:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    kept.append((module, name, buffer))
+                    module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            for generator in generators:  # and no others: torch.manual_seed would reach every device
+                generator.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
+        random.setstate(outside[0])
+        np.random.set_state(outside[1])

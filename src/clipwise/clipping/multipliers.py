@@ -1,0 +1,118 @@
+"""Scale the layers, clip the whole, add noise, scale back: layers of any size, and one part only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clipwise.clipping.constants import Constants
+from clipwise.clipping.following import (
+    Choice,
+    Following,
+    Source,
+    require_question,
+    require_source,
+    typical_of,
+)
+from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
+from clipwise.clipping.released import Released
+from clipwise.clipping.schedule import Every, period_of
+from clipwise.clipping.strategy import Site
+from clipwise.clipping.typical import Question
+from clipwise.errors import ConfigurationError
+
+KINDS = ("optimal", "paper")
+
+
+@dataclass(frozen=True)
+class Multipliers(Policy):
+    """The gradient of layer h is multiplied by m_h, the whole is clipped at C, and noise is added; then layer h is
+    divided by m_h. The noise on a coordinate of layer h is so s / m_h.
+
+        paper:    m_h = max_j e_j / e_h, which makes all layers equally long
+        optimal:  m_h = (sqrt(d_h) / e_h)^(1/2)
+
+    For typical norms e_h and d_h coordinates the squared noise is (sum_h m_h^2 e_h^2) (sum_h d_h / m_h^2) times a
+    constant, when C goes with the length of the scaled typical gradient. By Cauchy and Schwarz that is at least
+    (sum_h e_h sqrt(d_h))^2, and "optimal" reaches it. There is no factor sqrt(number of layers): one part, one clip.
+
+    All m_h are then multiplied by one number such that the typical gradient keeps its length,
+    sum_h m_h^2 e_h^2 = sum_h e_h^2. So `max_norm` means what it means in flat clipping: a typical gradient of
+    length |e| is clipped if |e| > max_norm. What `Adaptive` with bounds C_h leaves as it is, this with
+    max_norm = sqrt(sum_h C_h^2) leaves too, at equal noise: "paper" as with an equal split, "optimal" as with an
+    optimal one.
+
+    Args:
+        public: `Public` data on which e_h is measured, or `Released()`.
+        kind: "optimal" or "paper".
+        of, every, mini_set_size: as in `Adaptive`.
+        groups: what has an m_h of its own: "layer", "tensor", or lists of names.
+        relative: measure `max_norm` in typical gradients: C = max_norm |e|. Not with `Released()`.
+
+    Guarantee:
+        That of flat clipping: the *scaled* sum has sensitivity C or 2 C, and gets the noise. To divide by m_h is
+        post-processing. The m_h of a step are fixed before it, from public data and released weights, or from
+        releases alone; they are public. Assumption: data marked as public is public.
+    """
+
+    public: Source
+    kind: str = "optimal"
+    of: str = "example"
+    every: Every = "epoch"
+    groups: Groups = "layer"
+    mini_set_size: int | None = None
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        require_source(self.public, "Multipliers", self.every)
+        require_question("Multipliers", self.of, self.mini_set_size)
+        if self.kind not in KINDS:
+            raise ConfigurationError(
+                f"Multipliers: kind={self.kind!r} is not known: use 'optimal' or 'paper'."
+            )
+        if isinstance(self.public, Released) and self.relative:
+            raise ConfigurationError(
+                "Multipliers: relative=True needs the norms themselves, and Released() knows their ratios only: leave "
+                "it out, or give public data."
+            )
+
+    def constants(self, max_norm: float, site: Site) -> Constants:
+        """For one model, with the norms of its weights as they are now."""
+        layers = group_parameters(self.groups, site.parameters)
+        sizes = {h: sum(site.parameters[n].numel() for n in names) for h, names in layers.items()}
+        typical = typical_of(self.public, Question(site, layers, self.of, self.mini_set_size))
+
+        def choose(e: Mapping[str, float]) -> Choice:
+            m = multipliers(e, sizes, self.kind)
+            C = max_norm * (math.hypot(*e.values()) if self.relative else 1.0)
+            by_name = {n: m[h] for h, names in layers.items() for n in names}
+            return Choice(
+                {"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters}
+            )
+
+        return Following(typical, choose, period_of(self.every, site))
+
+    def describe(self) -> dict[str, Any]:
+        """The rule in plain types."""
+        return {
+            "rule": "multipliers",
+            "kind": self.kind,
+            "norms from": self.public.describe(),
+            "of": self.of,
+            "mini_set_size": self.mini_set_size,
+            "every": self.every,
+            "groups": described_groups(self.groups),
+            "relative": self.relative,
+        }
+
+
+def multipliers(norms: Mapping[str, float], sizes: Mapping[str, int], kind: str) -> dict[str, float]:
+    """m_h of each layer, such that sum_h m_h^2 e_h^2 = sum_h e_h^2."""
+    if kind == "paper":
+        raw = {h: max(norms.values()) / e for h, e in norms.items()}
+    else:
+        raw = {h: (math.sqrt(max(sizes[h], 1)) / e) ** 0.5 for h, e in norms.items()}
+    whole = math.hypot(*norms.values()) / math.hypot(*(raw[h] * e for h, e in norms.items()))
+    return {h: m * whole for h, m in raw.items()}

@@ -1,0 +1,70 @@
+"""`clipwise reproduce`: the experiments of a paper, run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clipwise.commands.output import say
+from clipwise.errors import ConfigurationError
+from clipwise.reproduce.runner import Options
+from clipwise.reproduce.runner import reproduce as run
+
+PAPERS = ("batch-clipping",)
+
+
+def reproduce(
+    paper: Annotated[str, typer.Argument(help=f"Which paper: {', '.join(PAPERS)}.")],
+    figure: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="1 to 18, B (appendix B) or equal-epsilon; may be given several times. All if left out."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seeds: Annotated[int, typer.Option(min=1, help="How many runs of each row of a figure.")] = 1,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Shorten every run to so many epochs.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few rows on small digits: shows that it works, not how well.")
+    ] = False,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Stop after this time and keep what is finished.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="The folder of the results. What is there is not run again.")
+    ] = Path("runs/batch-clipping"),
+) -> None:
+    """Run the experiments of a paper again, with the true epsilon of every run.
+
+    For example, what figure 4 of the batch-clipping paper shows, on a GPU:
+
+        clipwise reproduce batch-clipping --figure 4 --data DIR --device cuda
+
+    Or, without any data set, to see that it works:
+
+        clipwise reproduce batch-clipping --quick
+
+    The folder gets results.json and results.md. A command that was stopped goes on there.
+    """
+    if paper not in PAPERS:
+        raise ConfigurationError(f"paper={paper!r} is not known: use one of {', '.join(map(repr, PAPERS))}.")
+    run(
+        Options(
+            out=out,
+            figures=tuple(figure or ()),
+            data=data,
+            device=device,
+            seeds=seeds,
+            epochs=epochs,
+            quick=quick,
+            budget_seconds=budget_seconds,
+            retry=retry,
+        ),
+        say,
+    )

@@ -1,0 +1,35 @@
+"""Modules that a private model may use, and functions that put them in."""
+
+from clipwise.layers.batch_statistics import (
+    BatchStatisticsNorm,
+    recompute_statistics,
+    without_running_statistics,
+)
+from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
+from clipwise.layers.public_batchnorm import (
+    PublicBatchNorm,
+    PublicBatchNorm1d,
+    PublicBatchNorm2d,
+    PublicBatchNorm3d,
+)
+from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.layers.replace import replace_batchnorm
+from clipwise.layers.standardize import StandardizedWeight, standardize_weights
+from clipwise.layers.tempered import TemperedSigmoid
+
+__all__ = [
+    "BatchStatisticsNorm",
+    "NoisyWeights",
+    "PublicBatchNorm",
+    "PublicBatchNorm1d",
+    "PublicBatchNorm2d",
+    "PublicBatchNorm3d",
+    "PublicStatistics",
+    "StandardizedWeight",
+    "TemperedSigmoid",
+    "recompute_statistics",
+    "replace_batchnorm",
+    "standardize_weights",
+    "with_noisy_weights",
+    "without_running_statistics",
+]

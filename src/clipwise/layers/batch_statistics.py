@@ -1,0 +1,199 @@
+"""Batch norm without a memory: what a private batch is like is used on the spot, and never kept.
+
+Under a strategy that clips whole mini-sets (`Batch`) the statistics of a batch may enter its gradient, for the clip
+bounds whatever comes of them. Running statistics are another matter: they are functions of private data that would
+leave with the model without any noise. So these layers keep none. For evaluation they use the statistics of the batch
+that is evaluated, or those of public data that `recompute_statistics` sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+
+
+class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm by the statistics of the batch at hand, which it forgets.
+
+    `state_dict` has the keys of any batch norm layer. Its `running_mean` and `running_var` are constants that only
+    `recompute_statistics` sets, from public data; `num_batches_tracked` counts those public batches. While it is 0,
+    evaluation uses batch statistics too.
+
+    A batch with a single value a channel, which a random draw may bring, is its own mean: it comes out as the bias.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True, **options: Any) -> None:
+        super().__init__(num_features, eps, momentum=None, affine=affine, track_running_stats=True, **options)
+        self._collector: _Collector | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; nothing is changed by it."""
+        self._check_input_dim(input)
+        if self._collector is not None:
+            self._collector.add(input)
+        elif not self.training and self.has_statistics:
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        if input.numel() == self.num_features:
+            return self._of_one_value(input)
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether there are statistics of public data, for evaluation."""
+        return self.num_batches_tracked is not None and int(self.num_batches_tracked) > 0
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
+
+    def _of_one_value(self, input: Tensor) -> Tensor:
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        centred = input - input  # keeps the graph, with a gradient of 0, as the statistics of one value have
+        if not self.affine:
+            return centred
+        return centred * self.weight.view(shape) + self.bias.view(shape)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"{type(self).__name__} takes inputs of shape [B, {self.num_features}, ...], with the channels second."
+            )
+
+
+def without_running_statistics(model: nn.Module) -> nn.Module:
+    """Replace every batch norm layer by a `BatchStatisticsNorm` with the same parameters. Returns the model.
+
+    Frozen layers, in `.eval()` with statistics, stay what they are: they learn nothing. Parameters keep their
+    identity, so an optimizer that holds them stays valid; the names in `state_dict` stay too.
+
+    Args:
+        model: changed in place, unless it is a batch norm layer itself.
+    """
+    if _is_to_replace(model):
+        return _replacement(model)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if _is_to_replace(child):
+                setattr(module, name, _replacement(child))
+    return model
+
+
+def recompute_statistics(
+    model: nn.Module,
+    public_batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> nn.Module:
+    """Set the statistics that evaluation uses, from public data. Returns the model, in `.eval()`.
+
+    In this pass every layer uses the statistics of the batch, as in training; dropout is off. All batches together
+    give the mean and the (unbiased) variance of a channel, each value counted once.
+
+    Args:
+        model: its batch norm layers must be those of `without_running_statistics`.
+        public_batches: batches of public data, as the model takes them; of a list or tuple, the first member is the
+            input. They should be about as large as the batches that were trained on. Never private data: what is set
+            here leaves with the model.
+        forward: how a batch goes through the model; `model(input)` if left out.
+    """
+    for name, module in model.named_modules():
+        if _is_to_replace(module):
+            raise UnsupportedModelError(
+                f"Layer {name!r} ({type(module).__name__}) is an ordinary batch norm layer: call "
+                "clipwise.layers.without_running_statistics(model) first, before training."
+            )
+    layers = [m for m in model.modules() if isinstance(m, BatchStatisticsNorm)]
+    model.eval()
+    batches = 0
+    with _collecting(layers), torch.no_grad():
+        for batch in public_batches:
+            _ = _on_first(model, batch) if forward is None else forward(model, batch)
+            batches += 1
+        for layer in layers:
+            _set(layer, batches)
+    return model
+
+
+class _Collector:
+    """Sums of values and of their squares, by channel, in float64."""
+
+    def __init__(self, channels: int) -> None:
+        self.count = 0
+        self.mean_C = torch.zeros(channels, dtype=torch.float64)
+        self.square_C = torch.zeros(channels, dtype=torch.float64)  # of differences from the mean
+
+    def add(self, values: Tensor) -> None:
+        """By the parallel form of the variance, which does not cancel: Chan, Golub and LeVeque."""
+        rows = values.detach().transpose(0, 1).flatten(1).double()
+        new = rows.shape[1]
+        if new == 0:
+            return
+        mean_C = rows.mean(1)
+        square_C = (rows - mean_C[:, None]).square().sum(1)
+        total = self.count + new
+        step_C = mean_C - self.mean_C.to(mean_C)
+        self.square_C = self.square_C.to(mean_C) + square_C + step_C.square() * (self.count * new / total)
+        self.mean_C = self.mean_C.to(mean_C) + step_C * (new / total)
+        self.count = total
+
+
+@contextmanager
+def _collecting(layers: list[BatchStatisticsNorm]) -> Iterator[None]:
+    for layer in layers:
+        layer._collector = _Collector(layer.num_features)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._collector = None
+
+
+def _set(layer: BatchStatisticsNorm, batches: int) -> None:
+    found = layer._collector
+    assert found is not None and layer.running_mean is not None and layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    if found.count < 2:
+        raise ConfigurationError(
+            "public_batches holds fewer than two values for a batch norm layer: give more public data, and a forward "
+            "that uses every layer."
+        )
+    layer.running_mean.copy_(found.mean_C)
+    layer.running_var.copy_(found.square_C / (found.count - 1))
+    layer.num_batches_tracked.fill_(batches)
+
+
+def _on_first(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, (list, tuple)) else batch)
+
+
+def _is_to_replace(module: nn.Module) -> bool:
+    """A batch norm layer that would learn, or that mixes examples in evaluation without saying so."""
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, BatchStatisticsNorm):
+        return False
+    return module.training or module.running_mean is None
+
+
+def _replacement(module: nn.Module) -> BatchStatisticsNorm:
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    if isinstance(module, nn.SyncBatchNorm):
+        raise UnsupportedModelError(
+            "SyncBatchNorm shares statistics between processes, and so between mini-sets: use BatchNorm layers."
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has not seen a batch yet: run the model once on public or synthetic rows first."
+        )
+    new = BatchStatisticsNorm(module.num_features, module.eps, affine=False)
+    like = module.weight if module.weight is not None else next(iter(module.buffers()), None)
+    if like is not None:
+        new.to(device=like.device, dtype=like.dtype)
+    new.affine, new.weight, new.bias = module.affine, module.weight, module.bias
+    new.training = module.training
+    return new

@@ -1,0 +1,154 @@
+"""Batch normalization whose statistics come from public rows, so that no example is mixed with another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError, StepError
+
+if TYPE_CHECKING:
+    from clipwise.layers.public_statistics import PublicStatistics
+
+PUBLIC_KINDS = ("public", "self+public", "public-exact")
+
+
+class PublicBatchNorm(nn.Module):
+    """y = gamma (x - mu) / sqrt(v + eps) + beta, with mu and v of each channel from public rows.
+
+    Training and evaluation compute the same function. The statistics come from a `PublicStatistics`, which has
+    to be told about every change of the weights: they are an error once they are stale. They are buffers, named
+    as those of BatchNorm, and follow from public rows and from the weights alone.
+
+    Args:
+        num_features: C, the number of channels.
+        eps, affine: as in BatchNorm.
+        kind: "public": mu and v are those of the public rows; "public-exact": the same, and
+            `PublicStatistics.correct` adds the gradient through them to what a step released; "self+public":
+            those of the example together with the public rows.
+
+    Guarantee:
+        An example's output depends on no other example of the batch, so per-example clipping keeps its
+        sensitivity under every adjacency: C under zero-out, 2 C under replace-one. The buffers are
+        post-processing: functions of released weights and public rows.
+        Assumptions: the public rows are public, that is, not drawn from the private records.
+    """
+
+    dimensions: tuple[int, ...] = ()  # how many an input may have; any number from 2 on if empty
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        *,
+        kind: str = "public",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in PUBLIC_KINDS:
+            raise ConfigurationError(
+                f"kind={kind!r} is not known: use one of {', '.join(map(repr, PUBLIC_KINDS))}."
+            )
+        if kind == "public-exact" and not affine:
+            raise ConfigurationError(
+                "kind='public-exact' needs a scale and a shift, whose gradients it works with: use affine=True, or "
+                "kind='public'."
+            )
+        self.num_features, self.eps, self.affine, self.kind = num_features, eps, affine, kind
+        self.statistics: PublicStatistics | None = None
+        self.rows = 0  # M, how many public rows the statistics are of
+        self.is_frozen = False
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.ones(num_features, **made)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features, **made)) if affine else None
+        self.register_buffer("running_mean", torch.zeros(num_features, **made))
+        self.register_buffer("running_var", torch.ones(num_features, **made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each example by itself; or, while statistics are made, all public rows together."""
+        self._require_shape(x)
+        if self.statistics is not None:
+            if self.statistics.is_collecting:
+                return self._public(x, self.statistics)
+            self.statistics.require_fresh()
+        elif not self.is_frozen:
+            raise StepError(
+                f"A {type(self).__name__} has no public statistics: make PublicStatistics(model, public), or use "
+                "replace_batchnorm."
+            )
+        if self.kind == "self+public":
+            return self._with_public_rows(x)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+    def _public(self, x: Tensor, statistics: PublicStatistics) -> Tensor:
+        """The public rows among themselves: batch normalization as it always was."""
+        var_C, mean_C = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+        statistics.collect(self, mean_C, var_C)
+        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+    def _with_public_rows(self, x: Tensor) -> Tensor:
+        """By the statistics of M public rows and the example, whose own are m and s:
+
+        mu = mu_p + (m - mu_p) / (M + 1)
+        v  = (M v_p + s) / (M + 1) + M (m - mu_p)^2 / (M + 1)^2
+        """
+        M = self.rows
+        x_BCT = x.flatten(2) if x.dim() > 2 else x[..., None]
+        m_BC1 = x_BCT.mean(2, keepdim=True)
+        centred_BCT = x_BCT - m_BC1
+        s_BC1 = centred_BCT.square().mean(2, keepdim=True)
+        away_BC1 = (m_BC1 - self.running_mean[:, None]) / (M + 1)
+        v_BC1 = (M * self.running_var[:, None] + s_BC1) / (M + 1) + M * away_BC1.square()
+        normal_BCT = (centred_BCT + M * away_BC1) * (v_BC1 + self.eps).rsqrt()
+        if self.weight is not None and self.bias is not None:
+            normal_BCT = normal_BCT * self.weight[:, None] + self.bias[:, None]
+        return normal_BCT.reshape(x.shape)
+
+    def freeze(self) -> None:
+        """Keep the statistics as they are, as constants that no longer follow the weights."""
+        self.statistics, self.is_frozen = None, True
+
+    def extra_repr(self) -> str:
+        """For printing."""
+        frozen = ", frozen" if self.is_frozen else ""
+        return f"{self.num_features}, eps={self.eps}, affine={self.affine}, kind={self.kind!r}{frozen}"
+
+    def _require_shape(self, x: Tensor) -> None:
+        fits = x.dim() in self.dimensions if self.dimensions else x.dim() >= 2
+        if not fits or x.shape[1] != self.num_features:
+            wanted = " or ".join(map(str, self.dimensions)) or "2 or more"
+            raise ConfigurationError(
+                f"{type(self).__name__}({self.num_features}) takes inputs of {wanted} dimensions with "
+                f"{self.num_features} channels along the second; this one has {x.dim()} dimensions"
+                + (f" and {x.shape[1]} channels." if x.dim() > 1 else ".")
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """What a BatchNorm saved can be loaded: it counted its batches besides."""
+        state_dict.pop(f"{prefix}num_batches_tracked", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class PublicBatchNorm1d(PublicBatchNorm):
+    """`PublicBatchNorm` for inputs [B, C] or [B, C, T]. See there, also for the guarantee."""
+
+    dimensions = (2, 3)
+
+
+class PublicBatchNorm2d(PublicBatchNorm):
+    """`PublicBatchNorm` for inputs [B, C, H, W]. See there, also for the guarantee."""
+
+    dimensions = (4,)
+
+
+class PublicBatchNorm3d(PublicBatchNorm):
+    """`PublicBatchNorm` for inputs [B, C, D, H, W]. See there, also for the guarantee."""
+
+    dimensions = (5,)

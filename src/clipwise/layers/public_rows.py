@@ -1,0 +1,41 @@
+"""Public rows, and how they are run through a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError
+
+
+def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The arguments of a call of the model on public rows, detached from whatever made them."""
+    rows = (public,) if isinstance(public, Tensor) else tuple(public)
+    if not rows or not all(isinstance(x, Tensor) and x.dim() for x in rows):
+        raise ConfigurationError(
+            "public must be a tensor of rows as the model takes them, or a tuple of tensors for several arguments."
+        )
+    if len({len(x) for x in rows}) > 1 or len(rows[0]) < 2:
+        raise ConfigurationError(
+            "public must hold two rows or more, as many in each tensor: statistics of one row say nothing."
+        )
+    return tuple(x.detach() for x in rows)
+
+
+def placed(rows: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, ...]:
+    """On the device and, if they are no ids, in the precision of a tensor of the model."""
+    return tuple(x.to(at) if x.is_floating_point() else x.to(at.device) for x in rows)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In this block the model is in `.eval()`: no dropout, and no running statistics of what runs through."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

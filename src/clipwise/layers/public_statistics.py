@@ -1,0 +1,266 @@
+"""The statistics of public rows in every `PublicBatchNorm` of a model, as fresh as its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError, StepError
+from clipwise.inventory import Inventory
+from clipwise.layers.noisy_weights import NoisyWeights
+from clipwise.layers.public_batchnorm import PublicBatchNorm
+from clipwise.layers.public_rows import as_rows, evaluating, placed
+
+Moments = tuple[Tensor, Tensor]  # mean and variance of a layer's channels
+
+
+class PublicStatistics:
+    """Runs public rows through a model, and gives each `PublicBatchNorm` their mean and variance there.
+
+    After every update of the weights, and before the next batch is drawn or the model is evaluated, call
+    `refresh`. With kind "public-exact" each released gradient goes through `correct` before the update.
+
+    The public rows run in `.eval()` mode, so that dropout does not make the statistics random.
+
+    Args:
+        model: one that has `PublicBatchNorm` layers.
+        public: public rows as the model takes them, a tensor, or a tuple of tensors for several arguments.
+            None for a model that has no such layer, with which there is nothing to do.
+
+    Guarantee:
+        Costs no privacy: statistics and corrections are functions of public rows and of what was released.
+    """
+
+    def __init__(self, model: nn.Module, public: Tensor | Sequence[Tensor] | None) -> None:
+        self._model = model
+        self._public = () if public is None else as_rows(public)
+        self.rows = len(self._public[0]) if self._public else 0
+        self._layers: dict[str, PublicBatchNorm] = {
+            name: m for name, m in model.named_modules() if isinstance(m, PublicBatchNorm) and not m.is_frozen
+        }
+        for name, layer in self._layers.items():
+            if public is None:
+                raise ConfigurationError(
+                    f"Layer {name!r} ({type(layer).__name__}) needs public rows: give public."
+                )
+            if layer.statistics is not None:
+                raise ConfigurationError(
+                    f"Layer {name!r} has public statistics already: one PublicStatistics serves a model."
+                )
+        self.corrects = any(layer.kind == "public-exact" for layer in self._layers.values())
+        for name, layer in self._layers.items():
+            if layer.kind == "public-exact":
+                _require_correctable(model, name, layer)
+        if self._layers:
+            _require_settled_weights(model)
+        for layer in self._layers.values():
+            layer.statistics, layer.rows = self, self.rows
+        self._inventory = Inventory(model)
+        self._collected: dict[PublicBatchNorm, Moments] | None = None
+        self._graph: dict[PublicBatchNorm, Moments] = {}  # the last ones, with the graph that made them
+        self._fresh_for: list[tuple[Tensor, int]] = []
+
+    # -------------------------------------------------------------- for the loop
+
+    def refresh(self, force: bool = False) -> bool:
+        """Make the statistics those of the present weights. Does nothing if they are; returns whether they were not.
+
+        One forward pass of the public rows. `force` where weights changed and torch cannot tell, as in a replayed
+        CUDA graph.
+        """
+        self._inventory.up_to_date()
+        if not self._layers or (self.is_fresh and not force):
+            return False
+        moments = self._public_pass()
+        with torch.no_grad():
+            for layer, (mean_C, var_C) in moments.items():
+                layer.running_mean.copy_(mean_C)
+                layer.running_var.copy_(var_C)
+        self._graph = moments if self.corrects else {}
+        self._fresh_for = self._versions()
+        return True
+
+    def correct(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add the gradient through the public statistics to a released one, by parameter.
+
+        With y = gamma (x - mu) r + beta and r = (v + eps)^(-1/2), what the loss owes to the statistics shows in
+        the gradients of scale and shift alone, whatever the examples are:
+
+            dl/dmu = -gamma r dl/dbeta,    dl/dv = -1/2 gamma r^2 dl/dgamma
+
+        These go back through the pass of the public rows that made mu and v. Both steps are linear, so the sum of
+        examples gives the sum of their corrections; without clipping and noise the result is the gradient through
+        everything. It must be called before the weights are updated. Other entries than parameters stay as they are.
+        """
+        corrected = dict(gradients)
+        exact = {name: layer for name, layer in self._layers.items() if layer.kind == "public-exact"}
+        if not exact:
+            return corrected
+        self.require_fresh()
+        moments, self._graph = self._graph or self._public_pass(), {}
+        roots: list[Tensor] = []
+        cotangents: list[Tensor] = []
+        for name, layer in exact.items():
+            assert layer.weight is not None
+            mean_C, var_C = moments[layer]
+            if not mean_C.requires_grad:
+                continue  # nothing trainable before it
+            scale_C = layer.weight.detach()
+            r_C = (var_C.detach() + layer.eps).rsqrt()
+            prefix = f"{name}." if name else ""
+            shift_gradient_C = gradients[f"{prefix}bias"].to(mean_C)
+            scale_gradient_C = gradients[f"{prefix}weight"].to(mean_C)
+            roots += [mean_C, var_C]
+            cotangents += [
+                -scale_C * r_C * shift_gradient_C,
+                -0.5 * scale_C * r_C.square() * scale_gradient_C,
+            ]
+        if not roots:
+            return corrected
+        trained = {n: p for n, p in self._model.named_parameters() if n in gradients and p.requires_grad}
+        found = torch.autograd.grad(roots, list(trained.values()), cotangents, allow_unused=True)
+        for name, through_statistics in zip(trained, found, strict=True):
+            if through_statistics is not None:
+                corrected[name] = gradients[name] + through_statistics.to(gradients[name])
+        return corrected
+
+    def freeze(self) -> nn.Module:
+        """Make the statistics constants, for a model that goes where the public rows are not. Returns the model.
+
+        It computes the same function from then on, but no longer follows changes of the weights.
+        """
+        self.require_fresh()
+        for layer in self._layers.values():
+            layer.freeze()
+        self._layers, self._graph, self.corrects = {}, {}, False
+        return self._model
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types, for fingerprints and statements."""
+        return {"rows": self.rows, "kinds": {name: layer.kind for name, layer in self._layers.items()}}
+
+    # ------------------------------------------------------------ for the layers
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the statistics are those of the present weights, as far as torch counts changes."""
+        now, then = list(self._tensors()), self._fresh_for
+        return (
+            bool(then)
+            and len(now) == len(then)
+            and all(
+                t is known and t._version == version for t, (known, version) in zip(now, then, strict=True)
+            )
+        )
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether it is public rows that run through the model at present."""
+        return self._collected is not None
+
+    def require_fresh(self) -> None:
+        """Refuse to work with statistics of other weights."""
+        if self._layers and not self.is_fresh:
+            raise StepError(
+                "The public statistics are stale: weights or buffers changed since they were made (an update, "
+                "load_state_dict, .to(), a copy of the model). Call PublicStatistics.refresh() after every such "
+                "change, before the next batch is drawn or the model is evaluated; PublicStatistics.of(model) finds it."
+            )
+
+    def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor) -> None:
+        """Called by a layer for the public rows that reach it."""
+        assert self._collected is not None
+        if layer in self._collected:
+            raise ConfigurationError(
+                f"Layer {self._name(layer)!r} ({type(layer).__name__}) is called more than once in a forward pass, but "
+                "has one mean and variance: use a layer of its own at each place, which may share scale and shift."
+            )
+        self._collected[layer] = mean_C, var_C
+
+    @staticmethod
+    def find(model: nn.Module) -> PublicStatistics | None:
+        """The public statistics that a model's layers have, if any."""
+        layers = (m for m in model.modules() if isinstance(m, PublicBatchNorm))
+        return next((layer.statistics for layer in layers if layer.statistics is not None), None)
+
+    @staticmethod
+    def of(model: nn.Module) -> PublicStatistics:
+        """The same, or an error. A copy of a model has its own."""
+        found = PublicStatistics.find(model)
+        if found is None:
+            raise ConfigurationError("The model has no layer with public statistics.")
+        return found
+
+    # -------------------------------------------------------------------- inside
+
+    def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
+        """The public rows' moments at each layer; with their graph where gradients will be sent back through it."""
+        self._collected = {}
+        try:
+            with (
+                evaluating(self._model),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.corrects),
+            ):
+                self._public = placed(self._public, next(iter(self._layers.values())).running_mean)
+                self._model(*self._public)
+            collected = self._collected
+        finally:
+            self._collected = None
+        for name, layer in self._layers.items():
+            if layer not in collected:
+                raise ConfigurationError(
+                    f"Layer {name!r} ({type(layer).__name__}) was not reached by the public rows: it must be used in "
+                    "model(public), or be left as it is."
+                )
+        return collected
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Every parameter and buffer there is now."""
+        return (t for _, tensors, key in self._inventory.tensors if (t := tensors[key]) is not None)
+
+    def _versions(self) -> list[tuple[Tensor, int]]:
+        # The tensors themselves: while they are held, no other gets their identity.
+        return [(t, t._version) for t in self._tensors()]
+
+    def _name(self, layer: PublicBatchNorm) -> str:
+        return next(name for name, other in self._layers.items() if other is layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs. It is stale at first, since its tensors are others; a graph cannot be copied."""
+        return {**self.__dict__, "_graph": {}, "_fresh_for": [], "_inventory": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._inventory = Inventory(self._model)
+
+
+def _require_correctable(model: nn.Module, name: str, layer: PublicBatchNorm) -> None:
+    """`correct` reads off what the loss owes to the statistics from scale and shift: they must be this layer's own."""
+    uses = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    for key in ("weight", "bias"):
+        p = layer._parameters.get(key)
+        if p is None or not p.requires_grad:
+            raise ConfigurationError(
+                f"Layer {name!r}: kind='public-exact' needs a trainable {key}, whose gradient it works with. Let it "
+                "require gradients, or use kind='public'."
+            )
+        if sum(p is other for other in uses) > 1:
+            raise ConfigurationError(
+                f"Layer {name!r}: kind='public-exact' needs a {key} of its own, but the model has this one at several "
+                "places. Give the layer a copy, or use kind='public'."
+            )
+
+
+def _require_settled_weights(model: nn.Module) -> None:
+    """Weights that are drawn anew have no statistics: the public rows would meet other ones than the batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, NoisyWeights):
+            layer = name.partition("parametrizations")[0].rstrip(".")
+            raise ConfigurationError(
+                f"Layer {layer!r} draws its weights anew at each pass: the public statistics would be those of other "
+                "draws than the batch meets. Use kind='group' or kind='layer'."
+            )

@@ -1,0 +1,39 @@
+"""From a model's name to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from clipwise.errors import ConfigurationError
+from clipwise.models.bn_lenet5 import bn_lenet5
+from clipwise.models.convnet import convnet
+from clipwise.models.resnet18 import resnet18
+from clipwise.models.small_cnn import small_cnn
+
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "small_cnn": small_cnn,
+    "resnet18": resnet18,
+    "convnet": convnet,
+    "bn_lenet5": bn_lenet5,
+}
+
+
+def names() -> list[str]:
+    """Every model that `build` knows."""
+    return list(_MODELS)
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """A model with fresh random weights.
+
+    Args:
+        name: "small_cnn", "resnet18", "convnet" or "bn_lenet5".
+        options: those of the function of that name, such as `classes` and, for all but "small_cnn", `norm`:
+            "batch", "group" or "none".
+    """
+    if name not in _MODELS:
+        raise ConfigurationError(f"model={name!r} is not known: use one of {', '.join(map(repr, _MODELS))}.")
+    return _MODELS[name](**options)

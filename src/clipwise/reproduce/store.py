@@ -1,0 +1,66 @@
+"""Results on disk: each finished run is written at once, and a later command skips what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from clipwise.errors import ConfigurationError
+from clipwise.files import replace_file
+
+FORMAT, FILE = 1, "results.json"
+Cell = dict[str, Any]
+
+
+class Store:
+    """The runs of one folder.
+
+    An accuracy does not depend on the machine, so runs of several machines may lie together; each says where it
+    was made.
+
+    Attributes:
+        commands: that made the runs.
+        environments: hardware and versions; a run names one by its place.
+        cells: the runs, by key.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE
+        self.commands: list[str] = []
+        self.environments: list[dict[str, Any]] = []
+        self.cells: dict[str, Cell] = {}
+        if self._file.exists():
+            self._read()
+
+    def begin(self, command: str, environment: dict[str, Any]) -> None:
+        """Note the command that is about to run, and where."""
+        if command not in self.commands:
+            self.commands.append(command)
+        if environment not in self.environments:
+            self.environments.append(environment)
+        self._here = self.environments.index(environment)
+
+    def add(self, key: str, cell: Cell) -> None:
+        """Keep a run, on disk at once."""
+        self.cells[key] = cell | {"environment": self._here}
+        stored = {
+            "format": FORMAT,
+            "commands": self.commands,
+            "environments": self.environments,
+            "cells": self.cells,
+        }
+        text = json.dumps(stored, indent=1) + "\n"
+        replace_file(self._file, lambda file: file.write(text.encode()), mode=0o644)
+
+    def _read(self) -> None:
+        try:
+            stored = json.loads(self._file.read_text())
+            if stored["format"] != FORMAT:
+                raise ValueError
+            self.commands, self.environments = stored["commands"], stored["environments"]
+            self.cells = stored["cells"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{self._file} is not a file of such results: give another folder with --out."
+            ) from error

@@ -1,0 +1,169 @@
+"""How the batch of a step is cut into the pieces that are handed out one by one.
+
+For a sum over examples any cut will do. A mini-set, whose mean is clipped as a whole, is fixed beforehand: by the
+index of a record, by a block of the partition that batches are drawn from, or by whose records they are. Were it cut
+by the place in the draw, one record more would move others from mini-set to mini-set, and with them every clipped
+mean.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipwise.errors import ConfigurationError
+from clipwise.sampling.schemes import FixedSize, Indices, Partition, Scheme, whole
+
+_NOBODY = np.empty(0, dtype=np.int64)
+
+
+class Cut(ABC):
+    """From the units that were drawn to the records of each piece; at least one piece, which may be empty."""
+
+    may_be_empty: bool = True
+
+    @abstractmethod
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        """The records of each piece."""
+
+    def units(self, records: int) -> int:
+        """How many units a scheme draws from, if the data set has so many records."""
+        return records
+
+
+@dataclass(frozen=True)
+class BySize(Cut):
+    """Nearly even pieces of at most `limit` records; without a limit one piece. Empty if nobody was drawn."""
+
+    limit: int | None = None
+    may_be_empty = False
+
+    def __post_init__(self) -> None:
+        if self.limit is not None:
+            whole("max_physical_batch_size", self.limit, least=1)
+
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        if self.limit is None or len(drawn) <= self.limit:
+            return [drawn]
+        return np.array_split(drawn, -(-len(drawn) // self.limit))
+
+
+@dataclass(frozen=True)
+class ByIndex(Cut):
+    """Record i is in mini-set i mod k. Always k of them; one of which nobody was drawn is empty."""
+
+    mini_sets: int
+    may_be_empty: bool = True
+
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        home = drawn % self.mini_sets
+        ends = np.cumsum(np.bincount(home, minlength=self.mini_sets))
+        return np.split(drawn[np.argsort(home, kind="stable")], ends[:-1])
+
+
+@dataclass(frozen=True)
+class ByBlock(Cut):
+    """The mini-sets are the blocks that were drawn of a partition into blocks of `size` records."""
+
+    size: int
+    may_be_empty = False
+
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        blocks = drawn // self.size
+        return [drawn[blocks == b] for b in np.unique(blocks)]
+
+
+class ByUser(Cut):
+    """All records of a user are one mini-set. What is drawn is users.
+
+    Users are numbered by their ids in order, and not by where their records are: another user's records must not
+    change anyone's number.
+
+    Args:
+        ids: whose each record is: one hashable value, in the data set's order.
+    """
+
+    may_be_empty = False  # unless nobody is drawn
+
+    def __init__(self, ids: Iterable[Hashable]) -> None:
+        records: dict[Hashable, list[int]] = {}
+        for index, owner in enumerate(_listed(ids)):
+            records.setdefault(owner, []).append(index)
+        if not records:
+            raise ConfigurationError("group is empty: give one user id for each record.")
+        self._records = [np.array(records[owner], dtype=np.int64) for owner in _in_order(records)]
+        self._count = sum(map(len, self._records))
+
+    def __repr__(self) -> str:
+        return f"ByUser({len(self._records)} users)"
+
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        return [self._records[user] for user in drawn] or [_NOBODY]
+
+    @property
+    def users(self) -> int:
+        """How many there are. This is public; how many records each has is not."""
+        return len(self._records)
+
+    def units(self, records: int) -> int:
+        """The number of users; refuses ids that are not one for each record."""
+        if records != self._count:
+            raise ConfigurationError(
+                "group must give one user id for each record of the data set, in its order."
+            )
+        return self.users
+
+    def table(self) -> list[Any]:
+        """Whose records are where, for a digest. It is private."""
+        return [records.tolist() for records in self._records]
+
+
+def mini_sets_of(scheme: Scheme, count: int) -> Cut:
+    """How batches of a scheme are cut into so many mini-sets."""
+    if isinstance(scheme, Partition):
+        return ByBlock(scheme.mini_set_size)
+    return ByIndex(count, may_be_empty=count > 1 and not isinstance(scheme, FixedSize))
+
+
+def _listed(ids: Any) -> list[Hashable]:
+    if isinstance(ids, (torch.Tensor, np.ndarray)):
+        if ids.ndim != 1:
+            raise ConfigurationError(f"group has {ids.ndim} dimensions: give one user id for each record.")
+        ids = ids.tolist()
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise ConfigurationError(
+            f"group must hold one user id for each record, as a list or a tensor, not {type(ids).__name__}."
+        )
+    found = list(ids)
+    for owner in found:
+        if not _is_hashable(owner) or isinstance(owner, torch.Tensor):  # a tensor is hashed by its identity
+            raise ConfigurationError(
+                f"group: a user id must be a plain value such as a number or a text, not {type(owner).__name__}."
+            )
+        if owner is None or owner != owner:
+            raise ConfigurationError(
+                "group: a user id is missing (None or NaN). Who a record belongs to must be known: give such records "
+                "ids of their own if each is somebody else's, or leave them out."
+            )
+    return found
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _in_order(owners: Iterable[Hashable]) -> list[Hashable]:
+    found: list[Any] = list(owners)
+    try:
+        return sorted(found)
+    except TypeError:  # of several types
+        return sorted(found, key=lambda owner: (type(owner).__qualname__, repr(owner)))

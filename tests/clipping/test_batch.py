@@ -1,0 +1,248 @@
+"""Batch clipping: what is accepted, what is stated, what is made of a gradient."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipwise import Batch
+from clipwise.clipping import BatchClipper, PerExample, Quantile
+from clipwise.clipping.decay import Decay
+from clipwise.clipping.random_layer import RandomLayer
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.privacy import Adjacency, Unit
+from tests.sites import site
+
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def attached(strategy: Batch, on: nn.Module, *where: Any) -> BatchClipper:
+    clipper = strategy.attach(site(on, *where))
+    assert isinstance(clipper, BatchClipper)
+    return clipper
+
+
+def losses(on: nn.Module, rows: int = 6, scale: float = 100.0) -> Tensor:
+    random = torch.Generator().manual_seed(1)
+    return on(torch.randn(rows, 4, generator=random).double()).square().sum(1) * scale
+
+
+def norm(vectors: dict[str, Tensor]) -> float:
+    return math.hypot(*(float(v.double().norm()) for v in vectors.values()))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "1", None], ids=repr)
+def test_max_norm_must_be_a_positive_number(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="max_norm"):
+        Batch(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None], ids=repr)
+def test_mini_sets_must_be_a_whole_number(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="mini_sets"):
+        Batch(1.0, mini_sets=value)
+
+
+def test_other_arguments_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="split='half' is not known"):
+        Batch(split="half")
+    with pytest.raises(ConfigurationError, match="local_update must be a function"):
+        Batch(local_update=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"Quantile.*not for Batch"):
+        attached(Batch(Quantile()), model())
+    with pytest.raises(ConfigurationError, match="parts"):
+        attached(Batch(parts="both"), model())
+
+
+def test_the_configuration_is_plain_and_tells_runs_apart() -> None:
+    def update(model: nn.Module, mini_set: Any) -> None: ...
+
+    every = [
+        Batch(),
+        Batch(2.0),
+        Batch(mini_sets=2),
+        Batch(parts="layer"),
+        Batch(split="equal"),
+        Batch(local_update=update),
+        Batch(local_update=partial(print)),  # type: ignore[arg-type]
+        Batch(Decay(1.0, 0.5)),
+    ]
+    described = [json.dumps(s.describe(), sort_keys=True) for s in every]
+    assert len(set(described)) == len(every)
+    assert "update" in described[5] and "0x" not in described[5]
+
+
+@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
+@pytest.mark.parametrize("unit", list(Unit))
+@pytest.mark.parametrize("k", [1, 5, 1000])
+def test_the_sensitivity_of_every_unit(adjacency: Adjacency, unit: Unit, k: int) -> None:
+    """2 C for a record among others; of a unit that is its mini-set, C under zero-out."""
+    clipper = attached(Batch(3.0, k), model(), adjacency, unit)
+    alone = unit is not Unit.RECORD or k == 1000  # the site has a thousand records
+    assert clipper.bounds[0].sensitivity == (3.0 if alone and adjacency is Adjacency.ZERO_OUT else 6.0)
+
+
+def test_the_divisor_is_the_expected_number_of_mini_sets() -> None:
+    """Ten records are expected; a batch never has more mini-sets than records."""
+    assert [attached(Batch(1.0, k), model()).divisor for k in (1, 5, 10, 1000)] == [1, 5, 10, 10]
+    assert attached(Batch(), model(), Adjacency.ZERO_OUT, Unit.USER).divisor == 10
+    assert attached(Batch(1.0, 4, parts=RandomLayer()), model()).divisor == 4 / 2
+
+
+@pytest.mark.parametrize("scale", [100.0, 1e-3])
+def test_the_mean_gradient_is_clipped(scale: float) -> None:
+    on = model()
+    clipper = attached(Batch(0.5), on)
+    expected = torch.autograd.grad(losses(on, scale=scale).mean(), list(on.parameters()))
+    length = math.hypot(*(float(g.norm()) for g in expected))
+    found = clipper.clipped_sum(losses(on, scale=scale))
+    single = clipper.clipped_sum(losses(on, scale=scale).mean())
+    for (name, v), g in zip(found.items(), expected, strict=True):
+        torch.testing.assert_close(v, g * min(1.0, 0.5 / length), rtol=2e-6, atol=0.0)
+        assert torch.equal(v, single[name])
+    assert (norm(found) == pytest.approx(0.5, rel=2e-6)) == (scale == 100.0)
+
+
+def test_each_part_has_a_bound_of_its_own() -> None:
+    on = model()
+    clipper = attached(Batch({"0": 0.1, "2": 7.0}, parts="layer"), on)
+    found = clipper.clipped_sum(losses(on))
+    for part, C in {"0": 0.1, "2": 7.0}.items():
+        length = norm({n: v for n, v in found.items() if n.startswith(part)})
+        assert length <= C and length == pytest.approx(C, rel=2e-6)
+
+
+def test_nobody_adds_nothing() -> None:
+    on = model()
+    for strategy in (Batch(), Batch(1.0, 3, "layer")):
+        assert norm(attached(strategy, on).clipped_sum(losses(on, rows=0))) == 0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_adds_nothing(bad: float) -> None:
+    on = model()
+    values = losses(on)
+    values = values * torch.tensor([1.0, 1.0, bad, 1.0, 1.0, 1.0])
+    assert norm(attached(Batch(parts="layer"), on).clipped_sum(values)) == 0
+
+
+def test_a_parameter_without_a_part_is_named() -> None:
+    on = model()
+    on.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(UnsupportedModelError, match="'idle' takes no part"):
+        attached(Batch(), on).clipped_sum(losses(on))
+
+
+def test_sparse_gradients() -> None:
+    on = nn.Embedding(5, 3, sparse=True)
+    found = attached(Batch(0.5), on).clipped_sum(on(torch.tensor([1, 1, 2])).sum(1) * 100)
+    assert norm(found) == pytest.approx(0.5, rel=2e-6)
+
+
+@QUICK
+@given(
+    st.floats(1e-12, 1e12),
+    st.sampled_from([1e-42, 1e-30, 1e-5, 1.0, 1e5, 1e18, 1e30, 3e37]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    st.integers(1, 400),
+    st.sampled_from([1, 7]),
+    st.integers(0, 10**6),
+)
+def test_rounding_never_passes_the_bound(
+    C: float, scale: float, dtype: torch.dtype, size: int, k: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    on = {"w": nn.Parameter(torch.zeros(size, dtype=dtype))}
+    clipper = Batch(C, k).attach(site(on))
+    values = (torch.randn(size, generator=random, dtype=torch.float64) * scale).to(dtype)
+    found = clipper.clipped_sum((on["w"] * values).sum())
+    assert float(found["w"].double().norm()) <= C
+
+
+def test_one_random_layer_a_mini_set() -> None:
+    on = model()
+    clipper = attached(Batch(0.5, parts=RandomLayer()), on)
+    assert clipper.draws
+    seen = set()
+    for secret in range(20):
+        clipper.secret = bytes([secret])
+        found = clipper.clipped_sum(losses(on))
+        there = {name[0] for name, v in found.items() if bool(v.any())}
+        assert len(there) == 1 and norm(found) == pytest.approx(0.5, rel=2e-6)
+        seen |= there
+    assert seen == {"0", "2"}
+
+
+# Local updates
+
+
+def test_the_copy_is_trained_and_its_change_is_clipped() -> None:
+    on = model()
+    before = {name: p.detach().clone() for name, p in on.named_parameters()}
+
+    def update(copied: nn.Module, rows: Tensor) -> None:
+        assert copied is not on
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            copied(rows).square().mean().backward()
+            optimizer.step()
+
+    rows = torch.randn(5, 4).double()
+    copied = model()
+    update(copied, rows)
+    expected = {n: before[n] - p.detach() for n, p in copied.named_parameters()}
+    free = attached(Batch(1e6, local_update=update), on).clipped_update(rows)
+    bound = attached(Batch(1e-3, local_update=update), on).clipped_update(rows)
+    for name, v in expected.items():
+        torch.testing.assert_close(free[name], v)
+        torch.testing.assert_close(bound[name], v * 1e-3 / norm(expected), rtol=2e-6, atol=0.0)
+        assert torch.equal(before[name], dict(on.named_parameters())[name])
+    assert all(p.grad is None for p in on.parameters())
+
+
+def test_a_returned_change_is_taken_by_name() -> None:
+    on = model()
+    change = {"0.bias": torch.tensor([3.0, 0.0, 4.0])}
+    found = attached(Batch(100.0, local_update=lambda m, s: change), on).clipped_update(None)
+    assert torch.equal(found["0.bias"], -change["0.bias"].double())
+    assert norm(found) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (3, "mapping.*not int"),
+        ({"nope": torch.zeros(1)}, "'nope'.*no trainable parameter"),
+        ({"0.bias": torch.zeros(2)}, r"'0.bias'.*shape \(3,\)"),
+        ({"0.bias": [1, 2, 3]}, "'0.bias'"),
+        ({"0.bias": torch.zeros(3, dtype=torch.long)}, "'0.bias'"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_refused(answer: Any, words: str) -> None:
+    with pytest.raises(StepError, match=words):
+        attached(Batch(local_update=lambda m, s: answer), model()).clipped_update(None)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    on = model()
+    on.kept = (i for i in range(3))  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match="cannot be copied"):
+        attached(Batch(local_update=lambda m, s: None), on).clipped_update(None)
+
+
+def test_other_strategies_stay_uncoupled() -> None:
+    assert Batch().is_coupled and not PerExample().is_coupled

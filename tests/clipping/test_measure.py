@@ -1,0 +1,116 @@
+"""Norms on public data: those of the definition, and the model stays as it was."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise.clipping.measure import mean_norms
+from clipwise.clipping.parts import group_parameters
+from clipwise.clipping.public import Public
+from tests.clipping.policies import loss, public, rows, small_model
+from tests.gradients.cases import losses, oracle, trainable
+
+
+def measured(on: nn.Module, data: Public, of: str = "example", size: int | None = None) -> dict[str, float]:
+    return mean_norms(data, on, trainable(on), group_parameters("layer", trainable(on)), of, size)
+
+
+def test_of_examples_by_definition() -> None:
+    on = small_model()
+    truth = oracle(small_model(), (rows(12),))
+    for h, names in group_parameters("layer", trainable(on)).items():
+        expected = torch.cat([truth[n].flatten(1) for n in names], 1).norm(dim=1).mean()
+        assert measured(on, public())[h] == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize(("count", "size", "sets"), [(12, 4, 3), (13, 4, 3), (3, 4, 1), (12, None, 3)])
+def test_of_mini_sets_by_definition(count: int, size: int | None, sets: int) -> None:
+    """What is left over at the end is left out, unless there is nothing else."""
+    on, used = small_model(), size or 4
+    truth = oracle(small_model(), (rows(count),))
+    found = measured(on, public(count, batch_size=4), "mini-set", size)
+    for h, names in group_parameters("layer", trainable(on)).items():
+        g = torch.cat([truth[n].flatten(1) for n in names], 1)
+        means = [g[k * used : (k + 1) * used].mean(0).norm() for k in range(sets)]
+        assert found[h] == pytest.approx(float(torch.stack(means).mean()), rel=1e-9)
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    on, x = small_model(), rows(6)
+    spoiled = x.clone()
+    spoiled[2] = torch.nan
+    clean = Public(TensorDataset(torch.cat([x[:2], x[3:]])), loss)
+    found = measured(on, Public(TensorDataset(spoiled), loss))
+    assert found == pytest.approx(measured(on, clean), rel=1e-9)
+    nothing = measured(on, Public(TensorDataset(x * torch.nan), loss))
+    assert all(e != e for e in nothing.values())
+
+
+class Awkward(nn.Module):
+    """Batch norm, dropout and a buffer that counts: whatever a forward pass can leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.register_buffer("calls", torch.zeros(1))
+        self.also = nn.Module()
+        self.also.register_buffer("calls", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = nn.functional.dropout(self.norm(self.first(x)), 0.5, self.training)
+        return self.last(x * (1 + 0.0 * float(np.random.rand()) + 0.0 * random.random()))
+
+
+@pytest.mark.parametrize("of", ["example", "mini-set"])
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_of_the_run_is_touched(of: str, training: bool) -> None:
+    on = Awkward().double().train(training)
+    on.also.calls = on.calls  # one buffer, two names
+    for p in on.parameters():
+        p.grad = torch.ones_like(p)
+    before = {name: (b, b._version, b.clone()) for name, b in on.named_buffers()}
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    norms = measured(on, public(), of)
+    assert all(e > 0 for e in norms.values())
+    for name, b in on.named_buffers():
+        kept, version, value = before[name]
+        assert b is kept and b._version == version and torch.equal(b, value)
+    assert on.also.calls is on.calls
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1] and (np.random.get_state()[1] == generators[2]).all()
+    assert all(bool((p.grad == 1).all()) for p in on.parameters())
+    assert on.training is training
+    torch.rand(3)
+    assert measured(on, public(), of) == norms  # to the last bit: a run that is resumed goes on exactly
+
+
+def test_buffers_come_back_even_if_the_loss_fails() -> None:
+    on = Awkward().double()
+    kept = on.calls
+
+    def failing(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        measured(on, Public(TensorDataset(rows(4)), failing))
+    assert on.calls is kept and float(kept) == 0
+
+
+def test_where_a_layer_mixes_examples_the_gradient_is_that_of_one_loss_in_its_batch() -> None:
+    torch.manual_seed(0)
+    on = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x = rows(5)
+    found = measured(on, Public(TensorDataset(x), loss))
+    for h, names in group_parameters("layer", trainable(on)).items():
+        parameters = [trainable(on)[n] for n in names]
+        each = [torch.autograd.grad(losses(on, (x,))[i], parameters) for i in range(5)]
+        expected = sum(float(torch.cat([g.flatten() for g in one]).norm()) for one in each) / 5
+        assert found[h] == pytest.approx(expected, rel=1e-9)

@@ -1,0 +1,115 @@
+"""Noisy weights, and the invariance from which it is argued that normalized networks bear them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from clipwise.clipping import PerExample
+from clipwise.errors import ConfigurationError
+from clipwise.layers.noisy_weights import with_noisy_weights
+from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.layers.replace import replace_batchnorm
+from tests.layers.normalized import images, network, public, sound
+from tests.sites import site
+
+MODELS = {
+    "linear": (lambda: nn.Linear(4, 3), (6, 4)),
+    "convolution": (lambda: nn.Conv2d(2, 3, 2), (6, 2, 4, 4)),
+    "lstm": (lambda: nn.LSTM(4, 3, bidirectional=True), (5, 6, 4)),
+}
+
+
+def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found = model(x)
+    return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_pass_draws_anew_in_training_and_evaluation(name: str, training: bool) -> None:
+    build, shape = MODELS[name]
+    model, x = with_noisy_weights(build(), 0.5).train(training), torch.randn(shape)
+    one, other = output(model, x), output(model, x)
+    assert not torch.allclose(one, other)
+    quiet = with_noisy_weights(build(), 0.0).train(training)
+    torch.testing.assert_close(output(quiet, x), output(quiet, x))
+
+
+def test_the_draws_have_the_mean_and_the_deviation() -> None:
+    torch.manual_seed(0)
+    model = with_noisy_weights(nn.Linear(20, 10), 0.3)
+    mean = model.parametrizations.weight.original.detach()
+    drawn = torch.stack([model.weight.detach() for _ in range(400)])
+    assert float((drawn.mean(0) - mean).abs().max()) < 5 * 0.3 / 20
+    assert float((drawn - mean).std()) == pytest.approx(0.3, rel=0.01)
+
+
+def test_the_gradient_of_the_mean_is_that_of_the_draw() -> None:
+    model, x = with_noisy_weights(nn.Linear(3, 1, bias=False), 2.0), torch.randn(5, 3)
+    model(x).sum().backward()
+    torch.testing.assert_close(model.parametrizations.weight.original.grad, x.sum(0, keepdim=True))
+    assert [n for n, _ in model.named_parameters()] == ["parametrizations.weight.original"]
+
+
+def test_private_training_around_it_works() -> None:
+    model, x = with_noisy_weights(nn.Linear(3, 1), 2.0), torch.randn(5, 3)
+    clipper = PerExample(0.5).attach(site(model))
+    lengths = (x.square().sum(1) + 1).sqrt()
+    for _ in range(3):
+        total = clipper.clipped_sum(model(x)[:, 0])
+        expected = ((0.5 / lengths).clamp(max=1)[:, None] * x).sum(0, keepdim=True)
+        torch.testing.assert_close(total["parametrizations.weight.original"], expected)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for std in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="std must be"):
+            with_noisy_weights(nn.Linear(2, 2), std)
+    with pytest.raises(ConfigurationError, match="no linear"):
+        with_noisy_weights(nn.ReLU(), 1.0)
+    with pytest.raises(ConfigurationError, match=r"'1'.*other draws"):
+        with_noisy_weights(sound("public")[0], 1.0)
+    with pytest.raises(ConfigurationError, match=r"'0'.*draws its weights anew"):
+        replace_batchnorm(with_noisy_weights(network(), 1.0), public(), "public")
+
+
+# ------------------------------------------------------------------ the invariance
+
+
+def scaled(model: nn.Module, factors: list[float]) -> None:
+    """Weights and biases before each normalization times a positive number."""
+    with torch.no_grad():
+        for place, factor in zip((0, 3, 7), factors, strict=True):
+            model[place].weight.mul_(factor)
+            model[place].bias.mul_(factor)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(factors=st.lists(st.floats(1e-2, 1e4), min_size=3, max_size=3))
+@pytest.mark.parametrize("kind", ["batch", "public", "public-exact", "self+public", "group", "layer"])
+def test_the_scale_of_weights_before_a_normalization_does_not_matter(kind: str, factors: list[float]) -> None:
+    model = network() if kind == "batch" else sound(kind)[0]
+    for layer in model.modules():
+        if hasattr(layer, "eps"):
+            layer.eps = 1e-14  # with eps = 0 the invariance is exact
+    x = images(6)
+    if hasattr(model[1], "statistics"):
+        PublicStatistics.of(model).refresh(force=True)
+    before = model(x)
+    scaled(model, factors)
+    if hasattr(model[1], "statistics"):
+        PublicStatistics.of(model).refresh()
+    torch.testing.assert_close(model(x), before, rtol=1e-6, atol=1e-6)
+
+
+def test_without_normalization_it_does() -> None:
+    model, x = network(), images(6)
+    for place in (1, 4, 8):
+        model[place] = nn.Identity()
+    before = model(x)
+    scaled(model, [3.0, 3.0, 3.0])
+    assert not torch.allclose(model(x), before, rtol=0.1)

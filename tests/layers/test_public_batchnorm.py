@@ -1,0 +1,318 @@
+"""Public statistics: the same function in training and evaluation, exact per-example gradients, no stale ones."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from clipwise.clipping import PerExample
+from clipwise.errors import ConfigurationError, StepError
+from clipwise.gradients import METHODS, FallbackWarning
+from clipwise.layers.public_batchnorm import (
+    PUBLIC_KINDS,
+    PublicBatchNorm,
+    PublicBatchNorm1d,
+    PublicBatchNorm2d,
+    PublicBatchNorm3d,
+)
+from clipwise.layers.public_statistics import PublicStatistics
+from tests.gradients.cases import losses as some_losses
+from tests.gradients.cases import oracle, trainable
+from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound
+from tests.sites import site
+
+SHAPES = [
+    (PublicBatchNorm1d, ()),
+    (PublicBatchNorm1d, (5,)),
+    (PublicBatchNorm2d, (3, 2)),
+    (PublicBatchNorm3d, (2, 1, 3)),
+]
+BY_KIND = pytest.mark.parametrize("kind", SOUND)
+
+
+@pytest.mark.parametrize(("layer", "shape"), SHAPES)
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+def test_it_is_batch_norm_with_the_rows_that_the_kind_says(
+    layer: type[PublicBatchNorm], shape: tuple[int, ...], kind: str
+) -> None:
+    """Row by row: public rows alone, or one example in front of them, through torch's own batch norm."""
+    torch.manual_seed(0)
+    norm, rows, x = (
+        layer(4, kind=kind).double(),
+        torch.randn(7, 4, *shape).double(),
+        3 * torch.randn(5, 4, *shape).double(),
+    )
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    PublicStatistics(norm, rows).refresh()
+    for row, found in zip(x, norm(x), strict=True):
+        together = torch.cat([row[None], rows]) if kind == "self+public" else rows
+        mean, var = (
+            together.transpose(0, 1).flatten(1).mean(1),
+            together.transpose(0, 1).flatten(1).var(1, correction=0),
+        )
+        expected = F.batch_norm(row[None], mean, var, norm.weight, norm.bias)
+        torch.testing.assert_close(found[None], expected, rtol=1e-12, atol=1e-12)
+
+
+@BY_KIND
+def test_training_and_evaluation_compute_the_same_function_of_one_example(kind: str) -> None:
+    model, _ = sound(kind)
+    x = images(6)
+    trained = model.train()(x)
+    alone = torch.cat([model.eval()(row[None]) for row in x])
+    torch.testing.assert_close(trained, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@BY_KIND
+def test_every_method_gives_the_gradient_of_a_pass_of_its_own(kind: str, method: str) -> None:
+    model, _ = sound(kind)
+    x = images(5)
+    each = oracle(model, (x,))
+    squares = sum(g.flatten(1).square().sum(1) for g in each.values())
+    weights = (0.5 / squares.sqrt()).clamp(max=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)  # and each has a rule
+        total = PerExample(0.5, method=method).attach(site(model)).clipped_sum(some_losses(model, (x,)))
+    for name in trainable(model):
+        expected = torch.einsum("b,b...->...", weights, each[name])
+        torch.testing.assert_close(total[name], expected, rtol=1e-8, atol=1e-9)
+
+
+@BY_KIND
+def test_an_empty_batch_goes_through(kind: str) -> None:
+    model, _ = sound(kind)
+    total = PerExample().attach(site(model)).clipped_sum(losses_of(model, images(0), labels(0)))
+    assert not any(t.any() for t in total.values())
+
+
+# ------------------------------------------------------------------ public-exact
+
+
+def through_everything(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of the summed loss where the statistics are functions of the weights as well.
+
+    Written a second time: private and public rows side by side through the original network, every batch norm by
+    the moments of the public rows.
+    """
+    model = network()
+    h, p = x, public()
+    for layer in model:
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            var, mean = torch.var_mean(p, [0, *range(2, p.dim())], correction=0)
+            wide = [1, -1, *[1] * (p.dim() - 2)]
+            r = (var + layer.eps).rsqrt()
+            h, p = (
+                (t - mean.view(wide)) * (r * layer.weight).view(wide) + layer.bias.view(wide) for t in (h, p)
+            )
+        else:
+            h, p = layer(h), layer(p)
+    F.cross_entropy(h, y, reduction="sum").backward()
+    return {name: q.grad for name, q in model.named_parameters()}
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(size=st.integers(1, 6), seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 20.0]))
+def test_public_exact_is_the_gradient_through_everything(size: int, seed: int, scale: float) -> None:
+    model, statistics = sound("public-exact")
+    x, y = scale * images(size, seed=seed), labels(size, seed)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    released = torch.autograd.grad(losses_of(model, x, y).sum(), parameters)
+    corrected = statistics.correct(dict(zip(names, released, strict=True)))
+    expected = through_everything(x, y)
+    assert set(corrected) == set(expected)
+    longest = max(float(g.norm()) for g in expected.values())
+    for name, gradient in expected.items():
+        assert float((corrected[name] - gradient).norm()) <= 1e-10 * longest, name
+    # Without the correction it is far off, in biases above all: their true gradient is 0.
+    assert float(released[names.index("0.weight")].sub(expected["0.weight"]).norm()) > 1e-3 * longest
+
+
+def test_a_correction_is_linear_and_leaves_other_entries_alone() -> None:
+    model, statistics = sound("public-exact")
+    one, other = ({n: torch.randn_like(p) for n, p in model.named_parameters()} for _ in range(2))
+    both = {n: one[n] + 2 * other[n] for n in one} | {"count": torch.tensor(3.0)}
+    expected = {n: statistics.correct(one)[n] + 2 * statistics.correct(other)[n] for n in one}
+    found = statistics.correct(both)
+    assert found.pop("count") == 3
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_norm_that_nothing_trainable_comes_before_has_nothing_to_correct() -> None:
+    alone = PublicBatchNorm1d(2, kind="public-exact")
+    frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), PublicBatchNorm1d(2, kind="public-exact"))
+    behind = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"), nn.Linear(2, 1))
+    for model in (alone, frozen, behind):
+        statistics = PublicStatistics(model, torch.randn(4, 2))
+        statistics.refresh()
+        released = {n: torch.randn_like(p) for n, p in model.named_parameters() if p.requires_grad}
+        torch.testing.assert_close(statistics.correct(released), released)
+
+
+def test_two_releases_at_the_same_weights_are_corrected_alike() -> None:
+    """As when gradients are gathered over several batches: the graph of the public pass is made again."""
+    model, statistics = sound("public-exact")
+    released = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    torch.testing.assert_close(statistics.correct(released), statistics.correct(released))
+
+
+def test_the_other_kinds_correct_nothing() -> None:
+    for kind in ("public", "self+public", "frozen", "group"):
+        model, statistics = sound(kind)
+        released = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+        assert all(g is released[n] for n, g in statistics.correct(released).items())
+
+
+def test_exactness_needs_a_scale_and_a_shift_of_its_own() -> None:
+    with pytest.raises(ConfigurationError, match="scale and a shift"):
+        PublicBatchNorm2d(4, affine=False, kind="public-exact")
+    frozen = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"))
+    frozen[0].bias.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match=r"'0'.*trainable bias"):
+        PublicStatistics(frozen, torch.randn(3, 2))
+    shared = nn.Sequential(
+        PublicBatchNorm1d(2, kind="public-exact"), PublicBatchNorm1d(2, kind="public-exact")
+    )
+    shared[1].weight = shared[0].weight
+    with pytest.raises(ConfigurationError, match=r"'0'.*weight of its own"):
+        PublicStatistics(shared, torch.randn(3, 2))
+
+
+# ------------------------------------------------------------------------- stale
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+def test_stale_statistics_are_an_error(kind: str, mode: bool) -> None:
+    model, statistics = sound(kind)
+    model.train(mode)
+    assert not statistics.refresh()
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    with pytest.raises(StepError, match="stale"):
+        model(images(2))
+    with pytest.raises(StepError, match="stale"):
+        statistics.freeze()
+    assert statistics.refresh()
+    assert not statistics.refresh()
+    assert statistics.refresh(force=True)
+    model(images(2))
+
+
+def test_an_update_a_loaded_state_another_layer_and_another_precision_make_them_stale() -> None:
+    model, statistics = sound("public-exact")
+    optimizer = torch.optim.Adam(model.parameters())
+    state = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for change in (
+        optimizer.step,
+        lambda: model.load_state_dict(state),
+        lambda: model[1].running_mean.zero_(),
+        lambda: model.float(),
+        lambda: setattr(model[10], "weight", nn.Parameter(torch.zeros(3, 16))),
+    ):
+        assert statistics.is_fresh
+        change()
+        assert not statistics.is_fresh
+        with pytest.raises(StepError, match="stale"):
+            statistics.correct({n: p.detach() for n, p in model.named_parameters()})
+        statistics.refresh()
+    assert model[1].running_mean.dtype == torch.float32
+    model(images(2, torch.float32))
+
+
+def test_a_copy_has_statistics_of_its_own() -> None:
+    model, statistics = sound("public-exact")
+    other = copy.deepcopy(model)
+    with pytest.raises(StepError, match="stale"):
+        other(images(2))
+    with torch.no_grad():
+        other[0].weight.mul_(-2).add_(0.1)
+    assert PublicStatistics.of(other) is not statistics
+    PublicStatistics.of(other).refresh()
+    assert statistics.is_fresh
+    assert not torch.equal(other(images(2)), model(images(2)))
+
+
+def test_a_layer_without_statistics_is_an_error() -> None:
+    with pytest.raises(StepError, match="no public statistics"):
+        PublicBatchNorm1d(2)(torch.randn(3, 2))
+    with pytest.raises(ConfigurationError, match="no layer with public statistics"):
+        PublicStatistics.of(nn.Linear(2, 2))
+
+
+def test_a_frozen_model_goes_where_the_rows_are_not() -> None:
+    model, statistics = sound("self+public")
+    x = images(4)
+    before = model(x)
+    assert statistics.freeze() is model
+    with pytest.raises(ConfigurationError):
+        PublicStatistics.of(model)
+    torch.testing.assert_close(model(x), before)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    model(x)  # constants do not follow, and need not
+    assert not statistics.refresh()
+
+
+# ------------------------------------------------------------- what is refused
+
+
+class Again(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.norm, self.times = PublicBatchNorm1d(2), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.norm(x)
+        return x
+
+
+def test_a_layer_has_one_place() -> None:
+    with pytest.raises(ConfigurationError, match=r"'norm'.*more than once"):
+        PublicStatistics(Again(2), torch.randn(3, 2)).refresh()
+    with pytest.raises(ConfigurationError, match=r"'norm'.*not reached"):
+        PublicStatistics(Again(0), torch.randn(3, 2)).refresh()
+
+
+def test_one_public_statistics_serves_a_model() -> None:
+    model, _ = sound("public")
+    with pytest.raises(ConfigurationError, match=r"'1' has public statistics already"):
+        PublicStatistics(model, public())
+    with pytest.raises(ConfigurationError, match=r"'norm'.*needs public rows"):
+        PublicStatistics(Again(1), None)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.randn(1, 2), (), torch.tensor(3.0), (torch.randn(3, 2), torch.randn(4, 2)), ["a"]]
+)
+def test_public_rows_must_be_rows(rows: object) -> None:
+    with pytest.raises(ConfigurationError, match="public must"):
+        PublicStatistics(Again(1), rows)  # type: ignore[arg-type]
+
+
+def test_inputs_must_have_the_shape_of_the_layer() -> None:
+    for layer, x in ((PublicBatchNorm2d(3), torch.randn(2, 3)), (PublicBatchNorm1d(3), torch.randn(2, 4))):
+        with pytest.raises(ConfigurationError, match=r"takes inputs of .* dimensions with 3 channels"):
+            layer(x)
+    with pytest.raises(ConfigurationError, match="kind='private' is not known"):
+        PublicBatchNorm1d(3, kind="private")
+
+
+def test_the_public_pass_is_not_random_and_keeps_modes() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), PublicBatchNorm1d(2), nn.Dropout(0.5).eval())
+    statistics = PublicStatistics(model, torch.randn(5, 2))
+    statistics.refresh()
+    first = model[1].running_mean.clone()
+    statistics.refresh(force=True)
+    assert torch.equal(first, model[1].running_mean)
+    assert [m.training for m in model] == [True, True, False]

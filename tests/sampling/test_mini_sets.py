@@ -1,0 +1,153 @@
+"""How a draw is cut: each record in a mini-set that was fixed beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from clipwise.errors import ConfigurationError
+from clipwise.sampling import (
+    ByBlock,
+    ByIndex,
+    ByUser,
+    Fetcher,
+    FixedSize,
+    Full,
+    Partition,
+    Poisson,
+    PrivateLoader,
+    Shuffled,
+    mini_sets_of,
+)
+
+subsets = st.lists(st.integers(0, 200), unique=True).map(lambda x: np.array(sorted(x), dtype=np.int64))
+
+
+@given(subsets, st.integers(1, 12))
+def test_by_index_there_are_always_k_and_a_record_stays_in_its_own(drawn: np.ndarray, k: int) -> None:
+    cut = ByIndex(k)(drawn)
+    assert len(cut) == k
+    for j, piece in enumerate(cut):
+        assert piece.tolist() == [i for i in drawn.tolist() if i % k == j]
+
+
+@given(subsets, st.integers(1, 12), st.data())
+def test_one_record_more_changes_one_mini_set(drawn: np.ndarray, k: int, data: st.DataObject) -> None:
+    new = data.draw(st.integers(0, 200).filter(lambda i: i not in drawn))
+    before, after = ByIndex(k)(drawn), ByIndex(k)(np.sort(np.append(drawn, new)))
+    assert [j for j in range(k) if before[j].tolist() != after[j].tolist()] == [new % k]
+
+
+def test_the_blocks_of_a_partition_are_its_mini_sets() -> None:
+    scheme = Partition(11, 6, mini_sets=3)  # blocks of 2, the last of 1
+    for number in range(40):
+        cut = mini_sets_of(scheme, 3)(scheme.draw(bytes([number]), b"", 0))
+        assert len(cut) == 3
+        assert all(p.tolist() in [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]] for p in cut)
+
+
+def test_which_cut_a_scheme_has() -> None:
+    assert mini_sets_of(Partition(12, 4, mini_sets=2), 2) == ByBlock(2)
+    assert mini_sets_of(FixedSize(12, 4, mini_sets=2), 2) == ByIndex(2, may_be_empty=False)
+    assert mini_sets_of(Full(12), 1) == ByIndex(1, may_be_empty=False)
+    for scheme in (Poisson(12, 0.5), Shuffled(12, 4), Full(12)):
+        assert mini_sets_of(scheme, 3) == ByIndex(3, may_be_empty=True)
+
+
+IDS: list[Any] = [
+    [3, 1, 3, 2, 1, 3],
+    ["c", "a", "c", "b", "a", "c"],
+    torch.tensor([3, 1, 3, 2, 1, 3]),
+    np.array([3, 1, 3, 2, 1, 3]),
+    [(3, "x"), (1, "x"), (3, "x"), (2, "x"), (1, "x"), (3, "x")],
+]
+
+
+@pytest.mark.parametrize("ids", IDS, ids=lambda ids: type(ids).__name__)
+def test_a_users_records_are_one_mini_set(ids: Any) -> None:
+    users = ByUser(ids)
+    assert users.users == users.units(6) == 3
+    assert [p.tolist() for p in users(np.array([0, 2]))] == [[1, 4], [0, 2, 5]]
+    assert [p.tolist() for p in users(np.array([], dtype=np.int64))] == [[]]
+
+
+def test_users_are_numbered_by_id_and_not_by_place() -> None:
+    """Were it by place, more records of one user would change the number, and the block, of others."""
+    before, after = ByUser([5, 7, 9]), ByUser([9, 5, 7, 9])
+    assert [p.tolist() for p in before(np.arange(3))] == [[0], [1], [2]]
+    assert [p.tolist() for p in after(np.arange(3))] == [[1], [2], [0, 3]]
+
+
+def test_what_a_user_has_is_not_shown() -> None:
+    assert repr(ByUser([1, 1, 1, 2])) == "ByUser(2 users)"
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([], "empty"),
+        ("abc", "list or a tensor, not str"),
+        (7, "list or a tensor, not int"),
+        (torch.zeros(3, 2), "2 dimensions"),
+        ([1, None, 2], "missing"),
+        ([1.0, float("nan")], "missing"),
+        ([[1], [2]], "plain value"),
+        ([torch.tensor(1), torch.tensor(1)], "plain value"),
+    ],
+    ids=repr,
+)
+def test_ids_that_say_nothing_are_refused(ids: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match="group.*" + words):
+        ByUser(ids)
+
+
+def test_ids_must_be_as_many_as_records() -> None:
+    with pytest.raises(ConfigurationError, match="one user id for each record"):
+        ByUser([1, 2, 3]).units(4)
+
+
+def test_the_loader_hands_out_mini_set_by_mini_set() -> None:
+    data = TensorDataset(torch.arange(10))
+    secrets = lambda: iter([(b"a", b"e", 0)])  # noqa: E731
+    loader = PrivateLoader(Full(10), Fetcher(data), secrets, cut=ByIndex(3))
+    seen = []
+    for (x,) in loader:
+        piece = loader.consume()
+        assert piece.index_in_batch == len(seen) and piece.last == (len(seen) == 2) and piece.size == len(x)
+        seen.append(x.tolist())
+    assert seen == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+
+
+def test_the_loader_draws_users() -> None:
+    data = TensorDataset(torch.arange(6))
+    users = ByUser(IDS[0])
+    secrets = lambda: iter([(b"a", b"e", 0)])  # noqa: E731
+    loader = PrivateLoader(Full(3), Fetcher(data), secrets, cut=users, num_workers=0)
+    seen = []
+    for (x,) in loader:
+        loader.consume()
+        seen.append(x.tolist())
+    assert seen == [[1, 4], [3], [0, 2, 5]]
+    with pytest.raises(ConfigurationError, match="dataset_size"):
+        PrivateLoader(Full(6), Fetcher(data), secrets, cut=users)
+
+
+def test_what_cannot_be_empty_is_refused_where_a_mini_set_may_be() -> None:
+    class Odd:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, i: int) -> object:
+            return object()
+
+    fetcher = Fetcher(Odd(), collate_fn=lambda records: object() if records else 1 / 0)
+    for scheme, cut in ((Full(12), ByIndex(3)), (Shuffled(12, 4), ByIndex(3))):
+        with pytest.raises(ConfigurationError, match="empty batch"):
+            PrivateLoader(scheme, fetcher, lambda: iter(()), cut=cut)
+    PrivateLoader(FixedSize(12, 4), fetcher, lambda: iter(()), cut=ByIndex(2, may_be_empty=False))

@@ -1,0 +1,466 @@
+"""Batch clipping, through the whole engine: one unit moves the sum by the stated sensitivity, and never by more.
+
+Two neighbouring data sets are trained on for one step without noise, from the same weights and with the same draw.
+An empty record is removed before anything is computed: it is drawn, and then it is not there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise import (
+    Adaptive,
+    Batch,
+    ByNorm,
+    Decay,
+    Multipliers,
+    Private,
+    Public,
+    RandomLayer,
+    Released,
+    layers,
+    make_private,
+)
+from clipwise.clipping.constants import Constants
+from clipwise.clipping.parts import Policy
+from clipwise.clipping.strategy import Site
+from clipwise.noise import NoiseKey
+from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
+from clipwise.sampling import ByUser, Cut
+from clipwise.sampling.schemes import Indices
+
+QUICK = settings(max_examples=25, deadline=None, derandomize=True)
+N, D, C = 40, 6, 0.7
+BATCH = 20
+PARTS: dict[str, Any] = {"all": "all", "layer": "layer", "groups": {"right": ["second"], "left": ["first"]}}
+DRAWS = [
+    ("poisson", "zero-out"),
+    ("truncated-poisson", "zero-out"),
+    ("fixed-size", "replace-one"),
+    ("partition", "replace-one"),
+    ("shuffled", "zero-out"),
+    ("shuffled", "replace-one"),
+    ("full", "zero-out"),
+    ("full", "replace-one"),
+]
+
+
+class Scaled(Policy):
+    """One part, whose layers are multiplied before the clip."""
+
+    def constants(self, max_norm: float, site: Site) -> Constants:
+        return Constants({"all": list(site.parameters)}, {"all": max_norm}, {"first.weight": 30.0})
+
+    def describe(self) -> dict[str, Any]:
+        return {"rule": "scaled"}
+
+
+class Two(nn.Module):
+    """The gradient of a row's loss is the row itself, half of it in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, 1, bias=False), nn.Linear(D, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x[:, :D]) + self.second(x[:, D:])).squeeze(1)
+
+
+class Without(Cut):
+    """Another cut, of a draw from which some records are removed beforehand. A user without records adds nothing."""
+
+    def __init__(self, inner: Cut, records: Indices) -> None:
+        self._inner, self._records = inner, records
+
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        if isinstance(self._inner, ByUser):
+            return [np.setdiff1d(piece, self._records) for piece in self._inner(drawn)]
+        return self._inner(np.setdiff1d(drawn, self._records))
+
+
+class ByPosition(Cut):
+    """What must not be done."""
+
+    def __init__(self, mini_sets: int) -> None:
+        self._mini_sets = mini_sets
+
+    def __call__(self, drawn: Indices) -> list[Indices]:
+        return np.array_split(drawn, self._mini_sets)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run, up to its data."""
+
+    strategy: Batch
+    sampling: str
+    adjacency: str
+    users: list[int] | None = None
+    batch_size: int = BATCH
+
+    def begin(self, rows: Tensor, model: nn.Module) -> Private:
+        """On the same draws for every data set."""
+        size = {} if self.sampling == "full" else {"batch_size": self.batch_size}
+        private = make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            TensorDataset(rows),
+            clipping=self.strategy,
+            group=self.users,
+            sampling=self.sampling,
+            adjacency=self.adjacency,
+            noise_multiplier=0,
+            **size,
+        )
+        private._key = NoiseKey.from_seed(3, b"the same draws")
+        return private
+
+    def pieces(self) -> list[Indices]:
+        """Who is in the mini-sets of the first step."""
+        private = self.begin(torch.zeros(N, 2 * D), Two())
+        secret, epoch, slot = next(private._secrets_ahead())
+        return private.loader._cut(private._scheme.draw(secret, epoch, slot))
+
+    def unit_of(self, record: int) -> Indices:
+        """All records of the unit that one belongs to."""
+        if self.users is None:
+            return np.array([record])
+        return np.flatnonzero(np.array(self.users) == self.users[record])
+
+
+def released(
+    setting: Setting, rows: Tensor, model: nn.Module, missing: Indices | None = None, cut: Cut | None = None
+) -> tuple[dict[str, Tensor], Private]:
+    """The sum of the first step, before noise and division."""
+    private = setting.begin(rows, model)
+    inner = private.loader._cut if cut is None else cut
+    private.loader._cut = inner if missing is None else Without(inner, missing)
+    for (x,) in private.loader:
+        if setting.strategy.local_update is not None:
+            done = private.step_sets((x,))
+        else:
+            losses = model(x)
+            done = private.backward(losses if len(losses) else losses.sum())
+        if done:
+            break
+    L = private._clipper.divisor
+    return {name: p.grad.double() * L for name, p in model.named_parameters()}, private  # type: ignore[union-attr]
+
+
+def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """By how much each part moved, over its stated sensitivity."""
+    found = {}
+    for part in private.parts():
+        scales = part.scales or (1.0,) * len(part.parameters)
+        changes = [
+            float((one[n] - other[n]).norm()) * m for n, m in zip(part.parameters, scales, strict=True)
+        ]
+        found[part.name] = math.hypot(*changes) / part.sensitivity
+    return found
+
+
+def stated(setting: Setting, parts: int) -> float:
+    """S of a part, as section 000 and the cautions say, written down a second time."""
+    norm = C / math.sqrt(parts)
+    if setting.adjacency == "replace-one":
+        return 2 * norm
+    alone = setting.users is not None or setting.strategy.mini_sets >= N
+    return norm if alone else 2 * norm
+
+
+def settings_of(sampling: str, adjacency: str, parts: Any, unit: str) -> list[Setting]:
+    if unit == "user":
+        owners = [i % 10 for i in range(N)]  # four records each
+        return [Setting(Batch(C, parts=parts), sampling, adjacency, owners, batch_size=5)]
+    counts = (1, 4, BATCH) if sampling in ("partition", "fixed-size") else (1, 4, N)
+    return [Setting(Batch(C, mini_sets=k, parts=parts), sampling, adjacency) for k in counts]
+
+
+ALL = [
+    setting
+    for (sampling, adjacency), parts, unit in itertools.product(DRAWS, PARTS.values(), ("record", "user"))
+    for setting in settings_of(sampling, adjacency, parts, unit)
+]
+
+
+@pytest.mark.parametrize("setting", ALL, ids=repr)
+def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
+    """All point one way; the adversary, a million times as long, points the other way, in every part."""
+    ordinary = torch.ones(N, 2 * D).double()
+    drawn = max(setting.pieces(), key=len)
+    victim = setting.unit_of(int(drawn[0]))
+    with_adversary = ordinary.clone()
+    with_adversary[victim] = -1e6
+    model = Two().double()
+    one, private = released(setting, with_adversary, model)
+    model.zero_grad()
+    if setting.adjacency == "zero-out":
+        other, _ = released(setting, with_adversary, model, missing=victim)
+    else:
+        other, _ = released(setting, ordinary, model)
+    for part in private.parts():
+        assert part.sensitivity == pytest.approx(stated(setting, len(private.parts())), rel=1e-12)
+    for share in moved(private, one, other).values():
+        assert 1 - 1e-5 < share <= 1 + 1e-12
+
+
+def coupled(seed: int) -> nn.Module:
+    """Examples meet in the batch norm, and again in the loss."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layer = nn.Sequential(nn.Linear(2 * D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    return nn.Sequential(layers.without_running_statistics(layer), nn.Flatten(0))
+
+
+ANY_PARTS: list[Any] = ["all", "layer", "tensor", RandomLayer(), RandomLayer("tensor")]
+SCALES = [0.0, 1e-30, 1e-3, 1.0, 1e3, 1e18, 1e30, math.inf, math.nan]
+
+
+@QUICK
+@given(
+    st.sampled_from(DRAWS),
+    st.sampled_from([1, 2, 4, 5, 10, "user"]),
+    st.sampled_from(ANY_PARTS),
+    st.integers(0, N - 1),
+    st.sampled_from(SCALES),
+    st.integers(0, 10**6),
+)
+def test_no_neighbour_passes_the_bound(
+    draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    owners = torch.randint(0, 8, (N,), generator=random).tolist() if k == "user" else None
+    strategy = Batch(C, 1 if k == "user" else k, parts=parts)
+    setting = Setting(strategy, *draw, owners, batch_size=4 if k == "user" else BATCH)
+    victim = setting.unit_of(record)
+    rows = torch.randn(N, 2 * D, generator=random)
+    changed = rows.clone()
+    changed[victim] = torch.randn(len(victim), 2 * D, generator=random) * scale
+    model = coupled(seed)
+    one, private = released(setting, changed, model)
+    model.zero_grad()
+    if setting.adjacency == "zero-out":
+        other, _ = released(setting, changed, model, missing=victim)
+    else:
+        other, _ = released(setting, rows, model)
+    shares = moved(private, one, other)
+    assert all(share <= 1 for share in shares.values())  # not one bit more: the clip leaves room for rounding
+    if isinstance(parts, RandomLayer):
+        assert sum(share > 0 for share in shares.values()) <= 1
+
+
+@pytest.mark.parametrize(("sampling", "adjacency"), DRAWS)
+@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_whole_run_replayed_on_a_neighbour(
+    sampling: str, adjacency: str, unit: str, is_local: bool
+) -> None:
+    """Step by step, with the weights that the first run released; where the unit is not drawn nothing moves."""
+
+    def update(model: nn.Module, mini_set: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(mini_set[0]).mean().backward()
+            optimizer.step()
+
+    owners = [i % 10 for i in range(N)] if unit == "user" else None
+    strategy = Batch(C, 1 if owners else 5, parts="layer", local_update=update if is_local else None)
+    setting = Setting(strategy, sampling, adjacency, owners, batch_size=5 if owners else BATCH)
+    random = torch.Generator().manual_seed(8)
+    rows = torch.randn(N, 2 * D, generator=random)
+    neighbour = rows.clone()
+    victim = setting.unit_of(7)
+    neighbour[victim] = 50 * torch.randn(len(victim), 2 * D, generator=random)
+    models = coupled(1), coupled(2)
+    runs = [setting.begin(r, m) for r, m in zip((neighbour, rows), models, strict=True)]
+    if adjacency == "zero-out":
+        runs[1].loader._cut = Without(runs[1].loader._cut, victim)
+
+    def step(number: int, x: Tensor) -> bool:
+        return runs[number].step_sets((x,)) if is_local else runs[number].step(models[number](x))
+
+    drawn, shifts = [], []
+    while runs[0].steps < 6:
+        with torch.no_grad():  # what was released is known to both
+            for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                q.copy_(p)
+        iterators = [iter(run.loader) for run in runs]
+        is_in = False
+        for (x,) in iterators[0]:
+            is_in |= bool(np.isin(victim, runs[0].loader.current.indices).any())  # type: ignore[union-attr]
+            if step(0, x):
+                break
+        for (x,) in iterators[1]:
+            if step(1, x):
+                break
+        sums = [
+            {n: p.grad.double() * run._clipper.divisor for n, p in m.named_parameters()}  # type: ignore[union-attr]
+            for run, m in zip(runs, models, strict=True)
+        ]
+        drawn.append(is_in)
+        shifts.append(moved(runs[0], *sums))
+    assert any(drawn)
+    for is_in, shift in zip(drawn, shifts, strict=True):
+        assert all(0 < s <= 1 + 1e-6 if is_in else s == 0 for s in shift.values())
+
+
+@pytest.mark.parametrize(("sampling", "adjacency"), DRAWS)
+@pytest.mark.parametrize("k", [1, 4])
+def test_scaled_parts_reach_the_bound_of_the_scaled_sum(sampling: str, adjacency: str, k: int) -> None:
+    setting = Setting(Batch(C, k, parts=Scaled()), sampling, adjacency)
+    rows = torch.ones(N, 2 * D).double()
+    victim = max(setting.pieces(), key=len)[:1]
+    rows[victim] = -1e6
+    model = Two().double()
+    one, private = released(setting, rows, model)
+    model.zero_grad()
+    other, _ = (
+        released(setting, rows, model, missing=victim)
+        if adjacency == "zero-out"
+        else released(setting, torch.ones(N, 2 * D).double(), model)
+    )
+    assert private.parts()[0].sensitivity == 2 * C
+    assert 1 - 1e-5 < moved(private, one, other)["all"] <= 1
+
+
+@pytest.mark.parametrize(("sampling", "adjacency"), DRAWS)
+@pytest.mark.parametrize("unit", ["record", "user"])
+def test_local_updates_are_bounded_whatever_they_return(sampling: str, adjacency: str, unit: str) -> None:
+    """The update trains its copy for three steps on rows that one unit has spoiled."""
+
+    def trained(model: nn.Module, mini_set: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(mini_set[0]).mean().backward()
+            optimizer.step()
+
+    owners = [i // 4 for i in range(N)] if unit == "user" else None
+    strategy = Batch(C, 1 if owners else 4, parts="layer", local_update=trained)
+    setting = Setting(strategy, sampling, adjacency, owners, batch_size=4 if owners else BATCH)
+    ordinary = torch.ones(N, 2 * D).double()
+    victim = setting.unit_of(int(max(setting.pieces(), key=len)[0]))
+    rows = ordinary.clone()
+    rows[victim] = -1e6
+    model = Two().double()
+    one, private = released(setting, rows, model)
+    model.zero_grad()
+    if adjacency == "zero-out":
+        other, _ = released(setting, rows, model, missing=victim)
+    else:
+        other, _ = released(setting, ordinary, model)
+    assert all(1 - 1e-5 < share <= 1 for share in moved(private, one, other).values())
+
+
+def public() -> Public:
+    random = torch.Generator().manual_seed(4)
+    rows = TensorDataset(torch.randn(32, 2 * D, generator=random).double())
+    return Public(rows, lambda model, x: model(x))
+
+
+POLICIES: dict[str, Any] = {
+    "enhanced": lambda: {"parts": Adaptive(public(), of="mini-set", mini_set_size=8, every=1)},
+    "zhang": lambda: {"parts": Adaptive(public(), kind="zhang", of="mini-set", mini_set_size=8, every=2)},
+    "released": lambda: {"parts": Adaptive(Released(), every=1)},
+    "optimal": lambda: {"parts": Multipliers(public(), of="mini-set", mini_set_size=8, every=1)},
+    "paper": lambda: {"parts": Multipliers(public(), kind="paper", of="mini-set", mini_set_size=8)},
+    "by norm": lambda: {"parts": ByNorm(public(), groups=2, of="mini-set", mini_set_size=8)},
+    "random layer": lambda: {"parts": RandomLayer()},
+    "decay": lambda: {"max_norm": Decay(C, 0.5, every=1), "parts": "layer"},
+    "weights": lambda: {"parts": "layer", "split": {"first": 1.0, "second": 3.0}},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("unit", ["record", "user"])
+def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, unit: str) -> None:
+    """After a few releases, to which some of them have adapted. Between releases the bounds stay."""
+    owners = [i % 10 for i in range(N)] if unit == "user" else None
+    strategy = Batch(**{"max_norm": C, "mini_sets": 1 if owners else 4, **POLICIES[policy]()})
+    model = Two().double()
+    private = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        TensorDataset(torch.ones(N, 2 * D).double()),
+        clipping=strategy,
+        group=owners,
+        batch_size=5 if owners else BATCH,
+        noise_multiplier=1.0,
+        seed=1,
+    )
+    while private.steps < 3:
+        for (x,) in private.loader:
+            private.step(model(x))
+    assert effective_multiplier(private.parts()) >= private._event.noise_multiplier
+    clipper = private._clipper
+    clipper.secret = b"the draw of this mini-set"
+    rows = torch.ones(6, 2 * D).double()
+    spoiled = rows.clone()
+    spoiled[0] = -1e6
+    one = clipper.clipped_sum(model(spoiled))
+    # A user goes with all records; a record leaves the others of its mini-set behind.
+    other = clipper.nothing() if owners else clipper.clipped_sum(model(rows[1:]))  # type: ignore[attr-defined]
+    shares = moved(private, one, other)
+    assert all(share <= 1 for share in shares.values())
+    reached = [share > 1 - 1e-5 for share in shares.values()]
+    assert reached.count(True) == (1 if policy == "random layer" else len(reached))
+
+
+def test_mini_sets_cut_by_the_place_in_the_draw_would_break_the_bound() -> None:
+    """One record less moves a record of every mini-set on: 7 C and more. Keyed by index, 2 C.
+
+    Rows 3j are huge in direction u for even j and 0 for odd j; the others are small, in direction v for even j
+    and -v for odd j. By position, with mini-sets of three, the first row of each decides; without row 0 it is the
+    first row of the next one.
+    """
+    k, rows = 8, torch.zeros(24, 2 * D).double()
+    rows[0::6, 0] = 1e6
+    for j in range(k):
+        rows[3 * j + 1 : 3 * j + 3, 1] = 10.0 if j % 2 == 0 else -10.0
+    setting = Setting(Batch(C, mini_sets=k), "full", "zero-out")
+    model, victim = Two().double(), np.array([0])
+    found = []
+    for cut in (None, ByPosition(k)):
+        one, private = released(setting, rows, model, cut=cut)
+        model.zero_grad()
+        other, _ = released(setting, rows, model, missing=victim, cut=cut)
+        model.zero_grad()
+        found.append(moved(private, one, other)["all"] * 2)
+    assert found[0] <= 2
+    assert found[1] > 7
+
+
+def test_a_stand_in_of_another_mini_set_would_move_two() -> None:
+    """Why fixed-size batches are drawn mini-set by mini-set: amplification compares a drawn record with another one
+    in its place. One of another class of indices moves 4 C; one of the same class moves one mini-set only."""
+    k, rows = 4, torch.ones(N, 2 * D).double()
+    rows[0] = -1e6  # turns the class 0, 4, 8, ... round
+    rows[1::k], rows[1] = -1.0, 1e6  # and so does record 1 with the class 1, 5, 9, ...
+    setting, model = Setting(Batch(C, mini_sets=k), "full", "zero-out"), Two().double()
+    found = []
+    for missing in (0, 1):
+        model.zero_grad()
+        found.append(released(setting, rows, model, missing=np.array([missing]))[0])
+    assert math.hypot(*(float((found[0][n] - found[1][n]).norm()) for n in found[0])) > 3.99 * C
+    private = Setting(Batch(C, mini_sets=k), "fixed-size", "replace-one").begin(rows, Two().double())
+    for number in range(50):
+        drawn = private._scheme.draw(bytes([number]), b"", 0)
+        assert np.bincount(drawn % k).tolist() == [BATCH // k] * k
+
+
+def test_every_supported_pair_is_in_this_file() -> None:
+    pairs = {(str(s), str(a)) for s in Sampling for a in SUPPORTED[s] if a is not Adjacency.ADD_REMOVE}
+    assert pairs == set(DRAWS)

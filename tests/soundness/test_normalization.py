@@ -1,0 +1,271 @@
+"""Normalization layers keep examples apart, and learn nothing that was not released.
+
+The scheme that was published, whose statistics are those of private and public rows together, stands here as a fixture
+only: one record moves every clipped gradient, and each of the tests catches it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise import PerExample, check, make_private
+from clipwise.checks import IndependenceProbe
+from clipwise.errors import CoupledExamplesError, UnsupportedModelError
+from clipwise.gradients import METHODS
+from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.layers.replace import replace_batchnorm
+from clipwise.privacy import Adjacency
+from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound
+from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, attach, clipped_sum, distance, excess
+
+SLACK, SIZE = 1 + 1e-5, 5
+BY_KIND = pytest.mark.parametrize("kind", SOUND)
+
+adversaries = st.fixed_dictionaries(
+    {
+        "distortion": st.sampled_from(sorted(DISTORTIONS)),
+        "factor": st.sampled_from(FACTORS),
+        "place": st.integers(0, SIZE - 1),
+        "seed": st.integers(0, 99),
+        "dtype": st.sampled_from([torch.float32, torch.float64]),
+        "method": st.sampled_from(METHODS),
+    }
+)
+
+
+# ------------------------------------------------------------------ bounded
+
+
+@BY_KIND
+def test_one_example_moves_the_sum_by_at_most_the_sensitivity(kind: str) -> None:
+    models = {dtype: sound(kind, dtype)[0] for dtype in (torch.float32, torch.float64)}
+    clippers = {
+        (m, t): attach(model, PerExample(0.7, method=m)) for t, model in models.items() for m in METHODS
+    }
+
+    @settings(
+        max_examples=8,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(adversaries)
+    def run(draw: dict[str, object]) -> None:
+        dtype, place = draw["dtype"], draw["place"]
+        plain = Batch((images(SIZE, dtype, draw["seed"]),), torch.ones(SIZE, dtype=dtype))
+        spoiled = plain.distorted(place, draw["distortion"], draw["factor"])
+        clipper, model = clippers[draw["method"], dtype], models[dtype]
+        try:
+            mine, removed, replaced = (
+                clipped_sum(clipper, model, b) for b in (spoiled, spoiled.without(place), plain)
+            )
+        except UnsupportedModelError:  # then nothing is released; no one has a right to refuse the ordinary
+            assert draw["distortion"] not in ("none", "outlier", "zero") or draw["factor"] not in (
+                1.0,
+                -1.0,
+                1e6,
+            )
+            return
+        assert excess(clipper, mine, removed, Adjacency.ZERO_OUT) <= SLACK
+        assert excess(clipper, mine, replaced, Adjacency.REPLACE_ONE) <= SLACK
+
+    run()
+
+
+@pytest.mark.parametrize("kind", ["public", "public-exact", "self+public"])
+def test_public_rows_do_not_see_the_private_ones(kind: str) -> None:
+    """The public branch has public statistics only: buffers are the same whatever batch came by."""
+    (model, statistics), (other, _) = sound(kind), sound(kind)
+    model(1e6 * images(7))
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+        statistics.refresh(force=True)
+
+
+# ------------------------------------------------- the scheme that was published
+
+
+class Published(nn.Module):
+    """Every normalization by the statistics of the batch and the public rows together, as in the paper."""
+
+    def __init__(self, layers: nn.Sequential, rows: Tensor) -> None:
+        super().__init__()
+        self.layers, self.rows = layers, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([x, self.rows])
+        for layer in self.layers:
+            h = _by_all_rows(layer, h) if hasattr(layer, "running_mean") else layer(h)
+        return h[: len(x)]
+
+
+def _by_all_rows(layer: nn.Module, h: Tensor) -> Tensor:
+    axes, wide = [0, *range(2, h.dim())], [1, -1, *[1] * (h.dim() - 2)]
+    var, mean = torch.var_mean(h, axes, correction=0, keepdim=True)
+    return (h - mean) * (var + layer.eps).rsqrt() * layer.weight.view(wide) + layer.bias.view(wide)
+
+
+class AffineOnly(nn.Module):
+    """What `Published` needs of a batch norm, without being one that is refused at sight."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps, self.running_mean = norm.weight, norm.bias, norm.eps, None
+
+
+def published(layers: nn.Sequential, rows: Tensor) -> nn.Module:
+    for place, layer in enumerate(layers):
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layers[place] = AffineOnly(layer)
+    return Published(layers, rows)
+
+
+def clipped_one_by_one(model: nn.Module, x: Tensor, y: Tensor, max_norm: float = 1.0) -> dict[str, Tensor]:
+    """sum_i clip(grad of loss_i), each by autograd through the whole batch: what such an implementation computes."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    total = {name: torch.zeros_like(p) for name, p in zip(names, parameters, strict=True)}
+    losses = losses_of(model, x, y)
+    for loss in losses:
+        gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+        norm = torch.cat([g.flatten() for g in gradient]).norm()
+        for name, g in zip(names, gradient, strict=True):
+            total[name] += g * (max_norm / norm).clamp(max=1)
+    return total
+
+
+def tanh_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def moved_by_an_outlier(build: Callable[[nn.Sequential, Tensor], nn.Module], size: int, rows: int) -> float:
+    random = torch.Generator().manual_seed(1)
+    x, y = torch.randn(size, 10, generator=random).double(), torch.zeros(size, dtype=torch.long)
+    x[0] = 1e5
+    model = build(tanh_network(), torch.randn(rows, 10, generator=random).double())
+    return distance(clipped_one_by_one(model, x, y), clipped_one_by_one(model, x[1:], y[1:]))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(16, 16), (64, 128)])
+def test_the_published_scheme_is_not_bounded(size: int, rows: int) -> None:
+    """One outlier moves nearly every gradient: by a part of the batch size, where the noise is made for 1."""
+    assert moved_by_an_outlier(published, size, rows) > size / 4
+    for kind in SOUND:
+        assert moved_by_an_outlier(lambda m, p, k=kind: replace_batchnorm(m, p, k)[0], size, rows) <= SLACK
+
+
+def test_the_probe_catches_the_published_scheme() -> None:
+    model, probe = published(network(), public()), IndependenceProbe()
+    x, y = probe.mark((images(4), labels(4)))
+    with pytest.raises(CoupledExamplesError, match="depends on the inputs of another"):
+        probe.examine(losses_of(model, x, y))
+
+
+def test_the_engine_and_check_refuse_the_published_scheme() -> None:
+    model = published(network(torch.float32), public(torch.float32))
+    x, y = images(40, torch.float32), labels(40)
+    assert not check(model, losses_of, (x[:4], y[:4])).ok
+    private = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        TensorDataset(x, y),
+        batch_size=20,
+        noise_multiplier=1.0,
+    )
+    with pytest.raises(CoupledExamplesError):
+        private.step(losses_of(model, *next(iter(private.loader))))
+
+
+@BY_KIND
+def test_check_accepts_the_sound_kinds(kind: str) -> None:
+    report = check(sound(kind, torch.float32)[0], losses_of, (images(4, torch.float32), labels(4)))
+    assert report.ok, report
+    assert not report.notes  # and no operation without a rule
+
+
+# --------------------------------------------------------------- private training
+
+
+def releases(
+    model: nn.Module,
+    statistics: PublicStatistics,
+    dataset: TensorDataset,
+    steps: int,
+    replayed: Iterator[list[Tensor]],
+) -> Iterator[list[Tensor]]:
+    """A private run around the engine. What it releases, or in place of that what another run did."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+    private = make_private(model, optimizer, dataset, batch_size=8, noise_multiplier=1.0, seed=3)
+    done = 0
+    while done < steps:
+        for x, y in private.loader:
+            private.backward(losses_of(model, x, y))
+            parameters = list(model.parameters())
+            release = next(replayed, [p.grad for p in parameters])
+            for p, gradient in zip(parameters, release, strict=True):
+                p.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+            statistics.refresh()
+            done += 1
+            yield [g.clone() for g in release]
+            if done == steps:
+                break
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in copy.deepcopy(model.state_dict()).items()}
+
+
+@BY_KIND
+def test_whatever_is_saved_follows_from_what_was_released(kind: str) -> None:
+    """A neighbour that replays the releases has the same parameters and buffers, bit by bit, after each step."""
+    x, y = images(24, torch.float32), labels(24)
+    spoiled = x.clone()
+    spoiled[:8] = 1e4
+    (model, statistics), (other, its) = sound(kind, torch.float32), sound(kind, torch.float32)
+    first = []
+    for release in releases(model, statistics, TensorDataset(x, y), 6, iter(())):
+        first.append((release, buffers_of(model)))
+    replay = iter([release for release, _ in first])
+    for step, _ in enumerate(releases(other, its, TensorDataset(spoiled, y), 6, replay)):
+        expected = first[step][1]
+        found = buffers_of(other)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), kind
+    assert model.state_dict()["0.weight"].isfinite().all()
+
+
+def test_running_statistics_would_be_caught() -> None:
+    """The test above can fail: what a batch norm keeps is no function of the releases."""
+    one, other = network(), network()
+    one(images(4))
+    other(images(4, seed=5))
+    assert not all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+
+
+@BY_KIND
+def test_pieces_of_a_batch_have_the_same_statistics(kind: str) -> None:
+    """The release does not depend on how a batch is cut."""
+    found = []
+    for most in (None, 3):
+        model, _ = sound(kind)
+        data = TensorDataset(images(24), labels(24))
+        private = make_private(
+            model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=12, noise_multiplier=1.0, seed=1,
+            max_physical_batch_size=most,
+        )  # fmt: skip
+        for batch in private.loader:
+            if private.backward(losses_of(model, *batch)):
+                break
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)

@@ -1,0 +1,173 @@
+"""Views are draws of one example alone, and averaging them before the clip keeps the sensitivity."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import clipwise
+from clipwise import PerExample, augment, models
+from clipwise.augment import Crop, Flip, Views
+from tests.sites import site
+from tests.soundness.neighbours import distance
+
+C, K = 0.3, 3
+
+
+def random(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def images(count, side=8, channels=1, seed=0):
+    return torch.rand(count, channels, side, side, generator=random(seed), dtype=torch.float64)
+
+
+@given(st.integers(0, 5), st.integers(0, 4), st.integers(1, 3), st.integers(0, 1000))
+def test_a_crop_is_a_window_of_the_padded_image(count, padding, channels, seed):
+    x = images(count, side=6, channels=channels, seed=seed) + 1
+    size = 6 if padding < 2 else 8
+    size = min(size, 6 + 2 * padding)
+    found = Crop(size, padding)(x, random(seed))
+    assert found.shape == (count, channels, size, size)
+    padded = F.pad(x, [padding] * 4)
+    places = range(6 + 2 * padding - size + 1)
+    for row, whole in zip(found, padded, strict=True):
+        windows = [whole[:, i : i + size, j : j + size] for i in places for j in places]
+        assert any(torch.equal(row, window) for window in windows)
+
+
+def test_every_place_is_drawn_about_equally_often():
+    one_hot = torch.zeros(1, 1, 4, 4)
+    one_hot[0, 0, 1, 1] = 1
+    found = Crop(4, padding=1)(one_hot.expand(9000, -1, -1, -1), random())
+    counts = found.sum(0)[0]
+    assert counts[3].sum() == 0 and (counts[:3, :3] - 1000).abs().max() < 150
+
+
+def test_rows_are_drawn_on_their_own():
+    x = images(1, side=8).expand(64, -1, -1, -1)
+    assert len({row.numpy().tobytes() for row in Crop(8, 4)(x, random())}) > 20
+    flipped = (Flip()(x, random()) != x).flatten(1).any(1)
+    assert 10 < flipped.sum() < 54
+    assert torch.equal(Flip()(x, random())[flipped][0], x[0].flip(2))
+
+
+def test_a_seed_repeats_and_none_does_not():
+    x = images(8)
+    assert torch.equal(Views(2, Crop(8), seed=1).of(x), Views(2, Crop(8), seed=1).of(x))
+    torch.manual_seed(0)
+    first = Views(2, Crop(8)).of(x)
+    torch.manual_seed(0)
+    assert not torch.equal(first, Views(2, Crop(8)).of(x)), "a published seed may not decide the draws"
+
+
+def test_views_of_an_example_lie_together():
+    x, y = torch.arange(3.0).view(3, 1, 1, 1), torch.arange(3)
+    views = Views(2)
+    assert views.of(x).flatten().tolist() == [0, 0, 1, 1, 2, 2] and views.labels(y).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
+    assert views.mean(torch.tensor([1.0, 3, 5, 7, 0, 1])).tolist() == [2, 6, 0.5]
+
+
+def test_an_empty_batch_has_no_losses():
+    views = Views(K, Crop(8, 2), Flip())
+    assert views.of(images(0)).shape == (0, 1, 8, 8)
+    assert views.mean(torch.zeros(0)).shape == (0,)
+
+
+def test_wrong_arguments_are_named():
+    for wrong in (0, 2.0, True):
+        with pytest.raises(clipwise.ConfigurationError, match="whole number"):
+            Views(wrong)
+    with pytest.raises(clipwise.ConfigurationError, match="3 losses for each example"):
+        Views(3).mean(torch.zeros(4))
+    with pytest.raises(clipwise.ConfigurationError, match="reduction='none'"):
+        Views(3).mean(torch.zeros(()))
+    with pytest.raises(clipwise.ConfigurationError, match="larger than the padded image of 10 x 10"):
+        Crop(12, padding=1)(images(1), random())
+
+
+# --------------------------------------------------------------------- the clip
+
+
+def model_of(norm="group"):
+    torch.manual_seed(0)
+    return models.convnet(norm=norm, image_channels=1).double()
+
+
+def losses_of(model, rows, labels, views):
+    return views.mean(F.cross_entropy(model(rows), labels, reduction="none"))
+
+
+def averaged_gradients(model, rows, labels):
+    """Of each example: K forward passes of their own, averaged, then clipped to C."""
+    model = copy.deepcopy(model)
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(0, len(rows), K):
+        mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for k in range(i, i + K):
+            loss = F.cross_entropy(model(rows[k : k + 1]), labels[k : k + 1])
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            for (name, entry), grad in zip(mean.items(), grads, strict=True):
+                mean[name] = entry + grad / K
+        norm = torch.cat([g.flatten() for g in mean.values()]).norm()
+        for name in total:
+            total[name] += mean[name] * min(1.0, C / float(norm))
+    return total
+
+
+@pytest.mark.parametrize("method", ["auto", "bookkeeping", "reweight", "loop"])
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_the_sum_is_that_of_clipped_averages(norm, method):
+    model, views = model_of(norm), Views(K, Crop(8, 2), Flip(), seed=0)
+    rows, labels = views.of(images(4)), views.labels(torch.arange(4))
+    clipper = PerExample(C, method=method).attach(site(model))
+    found = clipper.clipped_sum(losses_of(model, rows, labels, views))
+    expected = averaged_gradients(model, rows, labels)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+def test_a_neighbour_moves_it_by_at_most_c_and_reaches_it(scale):
+    """The last example is taken out, with all of its views; the others keep their draws."""
+    model, views = model_of(), Views(K, Crop(8, 2), Flip(), seed=0)
+    rows, labels = views.of(images(4)), views.labels(torch.arange(4))
+    weights = torch.ones(4, dtype=torch.float64)
+    weights[-1] = scale
+    clipper = PerExample(C).attach(site(model))
+    whole = clipper.clipped_sum(losses_of(model, rows, labels, views) * weights)
+    without = clipper.clipped_sum(losses_of(model, rows[:-K], labels[:-K], views))
+    moved = distance(whole, without)
+    assert moved <= C * (1 + 1e-9)
+    assert scale == 1 or moved > C * (1 - 1e-6)
+
+
+def test_one_bound_a_view_would_be_k_times_as_far():
+    """What averaging after the clip would do: the test above can fail."""
+    model = model_of()
+    rows, labels = images(1).repeat_interleave(K, 0), torch.zeros(K, dtype=torch.long)
+    clipper = PerExample(C).attach(site(model))
+    apart = clipper.clipped_sum(1e3 * F.cross_entropy(model(rows), labels, reduction="none"))
+    assert distance(apart, {name: torch.zeros_like(v) for name, v in apart.items()}) > 2.9 * C
+
+
+def test_a_private_run_with_views():
+    model, views = model_of().float(), augment.Views(2, Crop(8, 2), Flip())
+    data = TensorDataset(images(40).float(), torch.arange(40) % 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = clipwise.make_private(model, optimizer, data, sample_rate=0.02, noise_multiplier=1.0)
+    steps = 0
+    for x, y in private.loader:  # some batches are empty
+        steps += private.step(losses_of(model, views.of(x), views.labels(y), views))
+    assert steps == private.steps == 50
