@@ -1,0 +1,131 @@
+"""Averages of the parameters along the way: often better than the last ones, and free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import CheckpointError, ConfigurationError
+
+KINDS = ("exponential", "uniform")
+
+
+class AveragedParameters:
+    """A running average of a model's trainable parameters, for evaluation.
+
+    Call `update` after every private step. The parameters follow from what the steps released, and so does their
+    average: it is post-processing and costs no privacy, whatever the strategy. Weights that stay within
+    a ball stay there on average.
+
+    exponential: a <- d a + (1 - d) p, with d = min(decay, (1 + t) / (10 + t)) in step t, so that the first, random,
+    weights are soon forgotten (De et al. 2022). uniform: the mean of all steps since `start`.
+
+    Args:
+        model: its parameters with `requires_grad` are averaged, and nothing else of it.
+        decay: the largest d of the exponential average.
+        kind: "exponential" or "uniform".
+        start: updates before this one only copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, decay: float = 0.999, kind: str = "exponential", start: int = 0
+    ) -> None:
+        if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+            raise ConfigurationError(f"decay must lie in [0, 1), not {decay!r}.")
+        if kind not in KINDS:
+            raise ConfigurationError(f"kind={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+        if not isinstance(start, int) or start < 0:
+            raise ConfigurationError(f"start must be a whole number that is not negative, not {start!r}.")
+        self._model, self._decay, self._kind, self._start = model, float(decay), kind, start
+        self._updates = 0
+        self._averages = {name: p.detach().clone() for name, p in self._parameters().items()}
+
+    @property
+    def updates(self) -> int:
+        """How many steps were taken in."""
+        return self._updates
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the parameters as they are now, after a step."""
+        kept = self._kept()
+        parameters = self._parameters()
+        for name, average in self._averages.items():
+            # a + (1 - d) (p - a): where p does not move, neither does a.
+            average.lerp_(parameters[name].detach().to(average.device), 1 - kept)
+        self._updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """In this block the model has the averages for its parameters; do not train in it."""
+        parameters = self._parameters()
+        with torch.no_grad():
+            own = {name: p.detach().clone() for name, p in parameters.items()}
+            self._write(parameters, self._averages)
+        try:
+            yield self._model
+        finally:
+            with torch.no_grad():
+                self._write(parameters, own)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Write the averages into a model of the same kind, for good."""
+        parameters = dict(model.named_parameters())
+        self._write(parameters, self._averages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and how they came about, in types that `weights_only=True` loads. It may be published."""
+        return {
+            "kind": self._kind,
+            "decay": self._decay,
+            "start": self._start,
+            "updates": self._updates,
+            "averages": {name: a.clone() for name, a in self._averages.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict` of the same settings and the same model."""
+        try:
+            told = (state["kind"], state["decay"], state["start"])
+            updates, averages = int(state["updates"]), dict(state["averages"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError("This is no state_dict of AveragedParameters, or a damaged one.") from None
+        if told != (self._kind, self._decay, self._start):
+            raise CheckpointError(
+                f"The averages were made with kind, decay and start {told}; this run has "
+                f"{(self._kind, self._decay, self._start)}. Give the same."
+            )
+        for name, average in self._averages.items():
+            if name not in averages or averages[name].shape != average.shape:
+                raise CheckpointError(
+                    f"The averages are of another model: {name!r} is missing or has another shape."
+                )
+        if len(averages) != len(self._averages):
+            raise CheckpointError(
+                "The averages are of another model: they hold more parameters than are trained here."
+            )
+        for name, average in self._averages.items():
+            average.copy_(averages[name])
+        self._updates = updates
+
+    def _kept(self) -> float:
+        """d: how much of the average stays."""
+        t = self._updates - self._start
+        if t <= 0:
+            return 0.0
+        if self._kind == "uniform":
+            return t / (t + 1)
+        return min(self._decay, (1 + t) / (10 + t))
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+
+    @staticmethod
+    def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            parameters[name].copy_(value)

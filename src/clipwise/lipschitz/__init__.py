@@ -1,0 +1,33 @@
+"""Certified bounds of gradients from the norms of weights: no per-example gradient is ever formed."""
+
+from clipwise.lipschitz.bounds import Bounds, bounds_of
+from clipwise.lipschitz.losses import (
+    BoundedLoss,
+    CosineSimilarity,
+    Huber,
+    Logistic,
+    MulticlassHinge,
+    SoftmaxCrossEntropy,
+    clip_output_gradients,
+)
+from clipwise.lipschitz.matching import GraphMatch
+from clipwise.lipschitz.trace import Network, trace
+from clipwise.lipschitz.weights import clip_weights_, limits_of, on_limit
+
+__all__ = [
+    "BoundedLoss",
+    "Bounds",
+    "CosineSimilarity",
+    "GraphMatch",
+    "Huber",
+    "Logistic",
+    "MulticlassHinge",
+    "Network",
+    "SoftmaxCrossEntropy",
+    "bounds_of",
+    "clip_output_gradients",
+    "clip_weights_",
+    "limits_of",
+    "on_limit",
+    "trace",
+]

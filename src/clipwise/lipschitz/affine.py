@@ -1,0 +1,180 @@
+"""Bounds of linear layers, convolutions and embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.lipschitz.convolution import as_matrices, matrix_bound, operator_bound, windows_of
+from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
+from clipwise.lipschitz.reach import Reach
+from clipwise.lipschitz.rule import Effort, Norms, Rounding, Rule
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class LinearRule(Rule):
+    """y_t = W x_t + b at T positions.
+
+    |y| <= |W| |x| + sqrt(T) |b|; dW = sum_t g_t x_t^T, so |dW|_F <= |g| |x|; db = sum_t g_t, so |db| <= sqrt(T) |g|.
+    """
+
+    def __init__(self, module: nn.Linear, rounding: Rounding) -> None:
+        self.module, self.rounding = module, rounding
+
+    def measured(self, effort: Effort) -> dict[str, Tensor]:
+        weight = self.module.weight
+        frobenius = frobenius_norms(weight)
+        return {
+            "weight": frobenius if effort == "frobenius" else spectral_bounds(weight),
+            "frobenius": frobenius,
+            "rows": frobenius_norms(weight.unsqueeze(-2)).amax(),
+            "bias": _length(self.module.bias, weight),
+        }
+
+    def allowed(self, limit: float) -> dict[str, float]:
+        return _allowed(limit, min(self.module.weight.shape))
+
+    def limited(self, effort: Effort) -> dict[str, Tensor]:
+        return _limited(self.module.weight, 1, self.module.bias, effort)
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        (x,) = reaches
+        gain, bias = self._gain(norms), norms["bias"] * (1 + self.rounding.of_elements)
+        dot = norms["rows"] * (1 + self.rounding.of_sum(self.module.in_features))
+        return Reach.of(
+            (*x.shape[:-1], self.module.out_features),
+            norm=gain * x.norm + math.sqrt(x.rows) * bias,
+            row=gain * x.row + bias,
+            entry=dot * x.row + bias,
+        )
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (self._gain(norms),)
+
+    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
+        (x,) = reaches
+        slack = 1 + self.rounding.of_sum(x.rows)
+        return _with_bias(self.module.bias, slack * x.norm, slack * math.sqrt(x.rows))
+
+    def _gain(self, norms: Norms) -> float:
+        terms = max(self.module.in_features, self.module.out_features)
+        return norms["weight"] + self.rounding.of_sum(terms) * norms["frobenius"]
+
+
+class ConvolutionRule(Rule):
+    """A convolution with zero padding over P windows; see lipschitz.convolution for `cover` and its norm as operator.
+
+    dW = sum_p g_p window_p^T, so |dW|_F <= |g| |windows|_F <= |g| min(sqrt(cover) |x|, sqrt(P) max_p |window_p|);
+    db = sum_p g_p, so |db| <= sqrt(P) |g|.
+    """
+
+    def __init__(
+        self, module: Convolution, shape: Sequence[int], out: Sequence[int], rounding: Rounding
+    ) -> None:
+        self.module, self.rounding = module, rounding
+        self.out = tuple(out)
+        self.windows = windows_of(module, shape[1:], out[1:])
+        self._cover, self._taps = self.windows.cover, self.windows.taps
+        self._channels = module.in_channels // module.groups
+
+    def measured(self, effort: Effort) -> dict[str, Tensor]:
+        weight, groups = self.module.weight, self.module.groups
+        matrix = matrix_bound(weight, groups, effort)
+        return {
+            "weight": matrix,
+            "operator": operator_bound(weight, groups, self.windows, effort, matrix),
+            "frobenius": matrix if effort == "frobenius" else matrix_bound(weight, groups, "frobenius"),
+            "rows": frobenius_norms(weight.flatten(1).unsqueeze(-2)).amax(),
+            "bias": _length(self.module.bias, weight),
+        }
+
+    def allowed(self, limit: float) -> dict[str, float]:
+        side = min(as_matrices(self.module.weight, self.module.groups).shape[1:])
+        return _allowed(limit, side) | {"operator": limit * math.sqrt(self._cover)}
+
+    def limited(self, effort: Effort) -> dict[str, Tensor]:
+        return _limited(self.module.weight, self.module.groups, self.module.bias, effort)
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        (x,) = reaches
+        window = self._window(x)
+        slack = 1 + self.rounding.of_sum(self._channels * self._taps)
+        each = (norms["weight"] + (slack - 1) * norms["frobenius"]) * window  # the output of one window
+        bias = norms["bias"] * (1 + self.rounding.of_elements)
+        root = math.sqrt(self.windows.positions)
+        # One window's output is bounded group by group; together they are within the root of the groups.
+        apart = math.sqrt(self.module.groups)
+        return Reach.of(
+            self.out,
+            norm=min(self._gain(norms) * x.norm, root * apart * each) + root * bias,
+            entry=norms["rows"] * slack * window + bias,
+        )
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (self._gain(norms),)
+
+    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
+        (x,) = reaches
+        positions = self.windows.positions
+        slack = 1 + self.rounding.of_sum(positions)
+        # The windows of a group hold its channels only: all groups together are within `cover` of |x|.
+        windows = min(math.sqrt(self._cover) * x.norm, math.sqrt(positions) * self._window(x))
+        return _with_bias(self.module.bias, slack * windows, slack * math.sqrt(positions))
+
+    def _window(self, x: Reach) -> float:
+        """The largest norm of what one window holds of one group's channels."""
+        return min(x.norm, math.sqrt(self._taps * self._channels) * x.entry)
+
+    def _gain(self, norms: Norms) -> float:
+        terms = self._taps * max(self._channels, self.module.out_channels // self.module.groups)
+        rounding = self.rounding.of_sum(terms) * math.sqrt(self._cover) * norms["frobenius"]
+        return norms["operator"] + rounding
+
+
+class EmbeddingRule(Rule):
+    """Rows of a table for T ids: |y| <= sqrt(T) max |row|. One id at all T positions gets sum_t g_t: sqrt(T) |g|."""
+
+    def __init__(self, module: nn.Embedding, out: Sequence[int], rounding: Rounding) -> None:
+        self.module, self.rounding, self.out = module, rounding, tuple(out)
+
+    def measured(self, effort: Effort) -> dict[str, Tensor]:
+        return {"rows": frobenius_norms(self.module.weight.unsqueeze(-2)).amax()}
+
+    def allowed(self, limit: float) -> dict[str, float]:
+        return {"rows": limit}
+
+    def limited(self, effort: Effort) -> dict[str, Tensor]:
+        return {"weight": frobenius_norms(self.module.weight.unsqueeze(-2)).unsqueeze(1)}
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        return Reach.of(self.out, row=norms["rows"])
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (0.0,)  # ids have no gradient
+
+    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
+        positions = math.prod(self.out[:-1])
+        return {"weight": math.sqrt(positions) * (1 + self.rounding.of_sum(positions))}
+
+
+def _allowed(limit: float, side: int) -> dict[str, float]:
+    return {"weight": limit, "frobenius": limit * math.sqrt(side), "rows": limit, "bias": limit}
+
+
+def _limited(weight: Tensor, groups: int, bias: Tensor | None, effort: Effort) -> dict[str, Tensor]:
+    norm = matrix_bound(weight, groups, effort)
+    return {"weight": norm} | ({} if bias is None else {"bias": _length(bias, weight)})
+
+
+def _length(bias: Tensor | None, like: Tensor) -> Tensor:
+    if bias is None:
+        return like.new_zeros((), dtype=torch.float64)
+    return frobenius_norms(bias.unsqueeze(0))
+
+
+def _with_bias(bias: Tensor | None, weight: float, shift: float) -> dict[str, float]:
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": shift}

@@ -1,0 +1,182 @@
+"""Forward: how large each value can be. Backward: how large a gradient can be. Together: sensitivities.
+
+    X_{k+1} = largest_k(X_k)          l_k = l_{k+1} gain_k          Delta_k = l_{k+1} parameter_gain_k
+
+over a graph: a value that goes several ways gets the sum of their gradients, a parameter that is used several
+times the sum over its uses, and the pieces of a concatenation share one gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.lipschitz.reach import Reach
+from clipwise.lipschitz.rule import EFFORTS, Effort
+from clipwise.lipschitz.shaping import JoinRule
+from clipwise.lipschitz.trace import Network
+
+_SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What no example passes, for one state of the weights. All of it follows from released values.
+
+    Args:
+        sensitivities: the largest L2 norm of one example's gradient, for each parameter of the model.
+        norms: X, the largest norm of each value, by its name in the graph.
+        gradients: l, the largest norm of one example's gradient at each value.
+    """
+
+    sensitivities: Mapping[str, float]
+    norms: Mapping[str, float]
+    gradients: Mapping[str, float]
+
+    def together(self, parameters: Iterable[str]) -> float:
+        """The largest norm of one example's gradient of several parameters together."""
+        return math.hypot(*(self.sensitivities[name] for name in parameters)) * _SLACK
+
+
+class Lengths:
+    """A bound of a gradient's norm that remembers which piece of a concatenation it came through.
+
+    It stands for sum_k a_k s_k, where the s of the pieces of one concatenation have sum s^2 <= 1: so the largest
+    value is the sum, over concatenations, of the root of the sum of their a^2. A value that went through two
+    branches which are then joined has sqrt(a^2 + b^2), and not a + b.
+    """
+
+    def __init__(self, coefficients: Mapping[tuple[str, int], float] | None = None) -> None:
+        self._coefficients = dict(coefficients or {})
+
+    @property
+    def largest(self) -> float:
+        """The largest value."""
+        by_join: dict[str, list[float]] = {}
+        for (join, _), coefficient in self._coefficients.items():
+            by_join.setdefault(join, []).append(coefficient)
+        return sum(math.hypot(*those) for those in by_join.values())
+
+    def __add__(self, other: Lengths) -> Lengths:
+        total = dict(self._coefficients)
+        for key, coefficient in other._coefficients.items():
+            total[key] = total.get(key, 0.0) + coefficient
+        return Lengths(total)
+
+    def times(self, gain: float) -> Lengths:
+        """After an operation with this gain."""
+        # 0 inf is 0 here: where no gradient arrives, a gain without bound does no harm.
+        return Lengths({key: c * gain for key, c in self._coefficients.items() if c > 0 and gain > 0})
+
+    def piece(self, join: str, index: int) -> Lengths:
+        """What one input of a concatenation gets."""
+        return Lengths({(join, index): self.largest})
+
+
+def bounds_of(
+    network: Network,
+    loss_constant: float,
+    *,
+    effort: Effort = "spectral",
+    limits: Mapping[str, float] | None = None,
+) -> Bounds:
+    """The sensitivity of each parameter for the current weights, under "one example added".
+
+    Args:
+        network: a traced model; see `trace`.
+        loss_constant: the largest norm of one example's gradient at the model's output. Whoever uses the result
+            clips that gradient to it.
+        effort: what the norms of the weights may cost: "frobenius", "spectral", or "tight", which adds the operator
+            norms of convolutions by Fourier transforms.
+        limits: instead of the current weights, whatever weights are clipped to these norms (one for each
+            parameter; see `weights.limits_of`). The bounds are then the same in every step.
+    """
+    if not (math.isfinite(loss_constant) and loss_constant > 0):
+        raise ConfigurationError(f"loss_constant must be a positive, finite number, not {loss_constant!r}.")
+    if effort not in EFFORTS:
+        raise ConfigurationError(
+            f"effort={effort!r} is not known: use one of {', '.join(map(repr, EFFORTS))}."
+        )
+    norms = _allowed_norms(network, limits) if limits is not None else _measured_norms(network, effort)
+    reaches = _forward(network, norms)
+    return _backward(network, norms, reaches, loss_constant)
+
+
+Measured = dict[str, dict[str, float]]  # by operation
+
+
+def _measured_norms(network: Network, effort: Effort) -> Measured:
+    """All norms of the weights, brought from the device in one go."""
+    tensors = {op.name: op.rule.measured(effort) for op in network.operations}
+    names = [(op, name) for op, found in tensors.items() for name in found]
+    if not names:
+        return {op: {} for op in tensors}
+    values = torch.stack([tensors[op][name].reshape(()) for op, name in names]).tolist()
+    found: Measured = {op: {} for op in tensors}
+    for (op, name), value in zip(names, values, strict=True):
+        found[op][name] = value
+    return found
+
+
+def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
+    """The same for all weights within the limits; what is not trained is what it is."""
+    found: Measured = {}
+    for op in network.operations:
+        given = [limits[full] for full in op.parameters.values() if full in limits]
+        if len(given) < len(op.parameters):
+            raise ConfigurationError(f"limits: give a norm for each parameter of {op.where!r}.")
+        if given:
+            found[op.name] = op.rule.allowed(max(given))
+        else:
+            found[op.name] = {k: float(v) for k, v in op.rule.measured("spectral").items()}
+    return found
+
+
+def _forward(network: Network, norms: Measured) -> dict[str, Reach]:
+    reaches = {network.input: Reach.of(network.input_shape)}
+    for op in network.operations:
+        reach = op.rule.largest([reaches[name] for name in op.inputs], norms[op.name])
+        if not math.isfinite(reach.norm):
+            raise UnsupportedModelError(
+                f"Lipschitz bounds: values at {op.where!r} can be infinite. Its weights, or those before it, "
+                "are not finite or too large: take a smaller learning rate or max_weight_norm."
+            )
+        reaches[op.name] = reach
+    return reaches
+
+
+def _backward(
+    network: Network, norms: Measured, reaches: Mapping[str, Reach], loss_constant: float
+) -> Bounds:
+    arriving: dict[str, Lengths] = {network.output: Lengths({("loss", 0): loss_constant})}
+    parameters: dict[str, Lengths] = {}
+    for op in reversed(network.operations):
+        gradient = arriving.setdefault(op.name, Lengths())
+        inputs = [reaches[name] for name in op.inputs]
+        for own, gain in op.rule.parameter_gains(inputs, norms[op.name]).items():
+            name = op.parameters[own]
+            parameters[name] = parameters.get(name, Lengths()) + gradient.times(gain)
+        pieces = isinstance(op.rule, JoinRule)
+        for index, (name, gain) in enumerate(
+            zip(op.inputs, _gains(op.rule.gains(inputs, norms[op.name]), op.inputs), strict=True)
+        ):
+            passed = gradient.piece(op.name, index) if pieces else gradient
+            arriving[name] = arriving.get(name, Lengths()) + passed.times(gain)
+    sensitivities = {name: found.largest * _SLACK for name, found in parameters.items()}
+    for name, bound in sensitivities.items():
+        if not math.isfinite(bound):
+            raise UnsupportedModelError(f"Lipschitz bounds: the gradient of {name!r} can be infinite.")
+    return Bounds(
+        sensitivities,
+        {name: reach.norm for name, reach in reaches.items()},
+        {name: found.largest * _SLACK for name, found in arriving.items()},
+    )
+
+
+def _gains(gains: tuple[float, ...], inputs: Sequence[str]) -> tuple[float, ...]:
+    assert len(gains) == len(inputs)
+    return gains

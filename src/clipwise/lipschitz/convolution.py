@@ -1,0 +1,152 @@
+"""Bounds of a convolution as an operator, and how often it looks at each position."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
+from clipwise.lipschitz.rule import Effort
+
+_EPS = torch.finfo(torch.float64).eps
+_LARGEST_TORUS = 2**23  # numbers in the transfer matrices of a torus bound: 128 MiB
+_TORUS_ITERATIONS = 5
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the windows of a kernel lie on an image: all that the bounds need to know of a geometry.
+
+    Args:
+        size: of the image in each dimension.
+        kernel, stride, dilation: in each dimension.
+        before: zeros in front of each dimension.
+        out: how many windows there are in each dimension.
+    """
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    out: tuple[int, ...]
+
+    @property
+    def positions(self) -> int:
+        """The number of windows."""
+        return math.prod(self.out)
+
+    @cached_property
+    def cover(self) -> int:
+        """In how many windows one pixel is at most; ceil(k / (s / gcd(s, dilation))) a dimension, or fewer."""
+        return math.prod(max(inside, default=0) for inside, _ in self._counts())
+
+    @cached_property
+    def taps(self) -> int:
+        """How many pixels of the image one window holds at most."""
+        return math.prod(max(held, default=0) for _, held in self._counts())
+
+    def _counts(self) -> list[tuple[list[int], list[int]]]:
+        """For each dimension: windows of every pixel, pixels of every window."""
+        found = []
+        for n, k, s, d, b, o in zip(
+            self.size, self.kernel, self.stride, self.dilation, self.before, self.out, strict=True
+        ):
+            inside, held = [0] * n, [0] * o
+            for q, j in itertools.product(range(o), range(k)):
+                if 0 <= (pixel := q * s - b + j * d) < n:
+                    inside[pixel] += 1
+                    held[q] += 1
+            found.append((inside, held))
+        return found
+
+
+def windows_of(module: nn.Module, size: Sequence[int], out: Sequence[int]) -> Windows:
+    """The geometry of a convolution with zero padding."""
+    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    if module.padding == "same":
+        before = tuple(r // 2 for r in reach)
+    elif isinstance(module.padding, str):
+        before = (0,) * len(reach)
+    else:
+        before = tuple(module.padding)
+    return Windows(tuple(size), module.kernel_size, module.stride, module.dilation, before, tuple(out))
+
+
+def as_matrices(weight: Tensor, groups: int) -> Tensor:
+    """[g, c_out / g, c_in / g * k]: a window's pixels to its outputs."""
+    return weight.reshape(groups, weight.shape[0] // groups, -1)
+
+
+def matrix_bound(weight: Tensor, groups: int, effort: Effort = "spectral") -> Tensor:
+    """At least |W|, W as c_out x (c_in k), the largest of the groups."""
+    matrices = as_matrices(weight, groups)
+    return (frobenius_norms(matrices) if effort == "frobenius" else spectral_bounds(matrices)).amax()
+
+
+def operator_bound(
+    weight: Tensor, groups: int, windows: Windows, effort: Effort = "spectral", matrix: Tensor | None = None
+) -> Tensor:
+    """At least the norm of the convolution from image to image, the smallest of the bounds that hold:
+
+    - gathering: |windows of x|^2 <= cover |x|^2, so sqrt(cover) |W|, W as c_out x (c_in k);
+    - scattering: an output sums at most `taps` parts, so sqrt(taps) |W|, W as (c_out k) x c_in;
+    - sqrt(|.|_1 |.|_inf) of the operator, from the sums of its kernel;
+    - with effort "tight": the exact norm on a torus that is so large that nothing wraps around.
+
+    `matrix` is what `matrix_bound` gives, where it is known already.
+    """
+    if matrix is None:
+        matrix = matrix_bound(weight, groups, effort)
+    if effort == "frobenius":
+        return matrix * math.sqrt(min(windows.cover, windows.taps))
+    gathering = matrix * math.sqrt(windows.cover)
+    by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    scattering = spectral_bounds(by_group.transpose(2, 3).flatten(1, 2)).amax() * math.sqrt(windows.taps)
+    sums = by_group.abs()
+    crossed = (sums.sum((2, 3)).amax() * sums.sum((1, 3)).amax()).sqrt()
+    found = torch.minimum(torch.minimum(gathering, scattering), crossed) * (1 + weight.numel() * _EPS)
+    if effort == "tight":
+        found = torch.minimum(found, torus_bound(weight, groups, windows))
+    return found
+
+
+def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
+    """At least the norm, from the operator's Fourier transform; infinite where that would be too large to form.
+
+    On a torus of N >= n + d (k - 1) pixels a dimension a convolution with zero padding is a part of the circular
+    one: no window wraps around. Of stride s it keeps every s-th output, which folds S = prod s frequencies
+    onto each other: with N a multiple of s its norm is that of [K(w_1) ... K(w_S)] / sqrt(S).
+    """
+    torus = tuple(
+        -(-(n + d * (k - 1)) // s) * s
+        for n, k, s, d in zip(windows.size, windows.kernel, windows.stride, windows.dilation, strict=True)
+    )
+    w = weight.detach().double()
+    if math.prod(torus) * w.shape[0] * w.shape[1] > _LARGEST_TORUS:
+        return torch.tensor(math.inf, dtype=torch.float64, device=w.device)
+    spread = w.new_zeros((*w.shape[:2], *torus))
+    taps = tuple(slice(0, d * (k - 1) + 1, d) for k, d in zip(windows.kernel, windows.dilation, strict=True))
+    everywhere = (slice(None), slice(None))
+    spread[everywhere + taps] = w
+    dims = range(2, spread.ndim)
+    transfer = torch.fft.fftn(spread, dim=tuple(dims))
+    # A frequency w = v + j N / s: [v] counts blocks that fold onto each other, [j] the members of a block.
+    apart = [n for total, s in zip(torus, windows.stride, strict=True) for n in (s, total // s)]
+    transfer = transfer.reshape(groups, w.shape[0] // groups, w.shape[1], *apart)
+    members = [3 + 2 * i for i in range(len(torus))]
+    blocks = [4 + 2 * i for i in range(len(torus))]
+    folded = transfer.permute(0, *blocks, 1, 2, *members).reshape(
+        -1, w.shape[0] // groups, w.shape[1] * math.prod(windows.stride)
+    )
+    bounds = spectral_bounds(folded, _TORUS_ITERATIONS) / math.sqrt(math.prod(windows.stride))
+    # An FFT's error is below c log2(N) u of the whole spectrum, |K|_F = sqrt(N) |W|_F.
+    rounding = 32 * math.log2(2 * math.prod(torus)) * _EPS * math.sqrt(math.prod(torus))
+    return bounds.amax() + rounding * frobenius_norms(w.flatten(1))

@@ -1,0 +1,179 @@
+"""Which rule bounds which function or method of a tensor; what has none is refused by name."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.lipschitz.activations import FUNCTIONS, ElementwiseRule, SoftmaxRule
+from clipwise.lipschitz.pooling import AverageRule
+from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal
+from clipwise.lipschitz.rule import Rounding, Rule
+from clipwise.lipschitz.shaping import JoinRule, MoveRule, ProductRule, ScaleRule, SumRule, dropped
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function or method: its arguments with None in the place of tensors, and one example's shapes."""
+
+    name: str
+    target: Any
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    shapes: Sequence[Shape]
+    out: Shape
+    rounding: Rounding
+
+    def option(self, name: str, position: int, default: Any = None) -> Any:
+        """An argument given by name or by place."""
+        by_place = self.arguments[position] if len(self.arguments) > position else default
+        return self.options.get(name, by_place)
+
+    def refusal(self, reason: str) -> UnsupportedModelError:
+        return refusal(self.name, self.target, reason)
+
+    def own_dimension(self, dim: int, of: Shape | None = None) -> int:
+        return own_dimension(self.name, dim, len(self.out if of is None else of))
+
+
+Build = Callable[[Call], Rule]
+
+
+def function_rule(call: Call) -> Rule:
+    """The rule of a function or a method."""
+    target = call.target
+    if target in FUNCTIONS and len(call.shapes) == 1:
+        others = [v for k, v in call.options.items() if k not in ("inplace", "input")]
+        if len(call.arguments) > 1 or others:
+            raise call.refusal("only its default arguments are known here: take the module of the same name")
+        return ElementwiseRule(FUNCTIONS[target], call.rounding)
+    if target in _BUILDERS:
+        return _BUILDERS[target](call)
+    if target in _DOT_PRODUCTS:
+        raise call.refusal(DOT_PRODUCTS)
+    raise call.refusal(UNKNOWN)
+
+
+def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
+    """x op y of two values, or of one and a number."""
+
+    def build(call: Call) -> Rule:
+        if call.options:
+            raise call.refusal("options such as alpha have no bound here: leave them out")
+        if len(call.shapes) == 2:
+            return rule(call.out, call.rounding)
+        numbers = [a for a in call.arguments if isinstance(a, (int, float))]
+        if len(numbers) != 1 or len(call.shapes) != 1:
+            raise call.refusal("its operands must be values of the network or plain numbers")
+        if rule is SumRule:
+            return ScaleRule(1.0, call.rounding, shift=numbers[0])
+        return ScaleRule(numbers[0], call.rounding)
+
+    return build
+
+
+def _divide(call: Call) -> Rule:
+    divisor = call.option("other", 1)
+    if len(call.shapes) != 1 or call.arguments[0] is not None or not isinstance(divisor, (int, float)):
+        raise call.refusal("only division of a value by a plain number has a bound")
+    if divisor == 0 or "rounding_mode" in call.options:
+        raise call.refusal("division by 0 and rounding have no bound")
+    return ScaleRule(1 / divisor, call.rounding)
+
+
+def _negate(call: Call) -> Rule:
+    return ScaleRule(1.0, call.rounding)
+
+
+def _move(call: Call) -> Rule:
+    """The examples stay in the first dimension, and all numbers stay: then each example keeps its own."""
+    if math.prod(call.shapes[0]) != math.prod(call.out):
+        raise call.refusal("it does not keep the numbers of each example together")
+    return MoveRule(call.out)
+
+
+def _swap(call: Call) -> Rule:
+    for dim in (call.option("dim0", 1), call.option("dim1", 2)):
+        call.own_dimension(dim)
+    return MoveRule(call.out)
+
+
+def _permute(call: Call) -> Rule:
+    order = call.options.get("dims", call.arguments[1:])
+    if len(order) == 1 and isinstance(order[0], (tuple, list)):
+        order = order[0]
+    if order[0] not in (0, -len(order)):
+        call.own_dimension(0)
+    return MoveRule(call.out)
+
+
+def _take(call: Call) -> Rule:
+    index = call.arguments[1] if isinstance(call.arguments[1], tuple) else (call.arguments[1],)
+    if not all(isinstance(i, (int, slice, type(None), type(Ellipsis))) for i in index):
+        raise call.refusal("only numbers and slices have a bound as an index")
+    if index[0] != slice(None):
+        call.own_dimension(0)
+    return MoveRule(call.out)
+
+
+def _join(call: Call) -> Rule:
+    own = call.own_dimension(call.option("dim", 1, 0))
+    return JoinRule(call.out, along_rows=own == len(call.out) - 1)
+
+
+def _reduce(total: bool) -> Build:
+    """The mean of n numbers has the norm 1 / sqrt(n), their sum sqrt(n)."""
+
+    def build(call: Call) -> Rule:
+        dims, shape = call.option("dim", 1), call.shapes[0]
+        if dims is None or set(call.options) - {"dim", "keepdim"}:
+            raise call.refusal("give dim, such that each example keeps its own value")
+        owned = [call.own_dimension(d, shape) for d in ([dims] if isinstance(dims, int) else dims)]
+        n = math.prod(shape[d] for d in owned)
+        norm, most = (math.sqrt(n), float(n)) if total else (1 / math.sqrt(n), 1.0)
+        return AverageRule(norm, call.out, call.rounding, most)
+
+    return build
+
+
+def _dropout(call: Call) -> Rule:
+    return ScaleRule(dropped(float(call.option("p", 1, 0.5))), call.rounding)
+
+
+def _softmax(call: Call) -> Rule:
+    dim = call.option("dim", 1)
+    if not isinstance(dim, int):
+        raise call.refusal("give dim")
+    return SoftmaxRule(call.own_dimension(dim), call.rounding)
+
+
+_DOT_PRODUCTS = (F.scaled_dot_product_attention, torch.matmul, torch.bmm, "matmul", "bmm", operator.matmul)
+_BUILDERS: dict[Any, Build] = {
+    target: build
+    for targets, build in (
+        ((operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub"), _two(SumRule)),
+        ((operator.mul, torch.mul, "mul"), _two(ProductRule)),
+        ((operator.truediv, torch.div, "div"), _divide),
+        ((operator.neg, torch.neg, "neg"), _negate),
+        ((torch.flatten, "flatten", torch.reshape, "reshape", "view", "unflatten"), _move),
+        (("contiguous", torch.squeeze, "squeeze", torch.unsqueeze, "unsqueeze"), _move),
+        ((torch.permute, "permute"), _permute),
+        ((torch.transpose, "transpose"), _swap),
+        ((operator.getitem,), _take),
+        ((torch.cat, torch.concat), _join),
+        ((torch.mean, "mean"), _reduce(total=False)),
+        ((torch.sum, "sum"), _reduce(total=True)),
+        ((F.dropout,), _dropout),
+        ((torch.softmax, F.softmax, "softmax"), _softmax),
+    )
+    for target in targets
+}

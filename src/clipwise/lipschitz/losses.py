@@ -1,0 +1,150 @@
+"""Losses with a bounded slope: one loss an example, and the largest norm of its gradient at the model's output."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clipwise.errors import ConfigurationError
+
+KINDS = ("all-pairs", "largest", "one-against-all")
+
+
+class BoundedLoss(ABC):
+    """A loss that is called with outputs and targets, and knows its constant."""
+
+    @abstractmethod
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One loss an example."""
+
+    @abstractmethod
+    def constant(self, shape: Sequence[int]) -> float:
+        """The largest norm of an example's gradient at its output, which has this shape."""
+
+
+@dataclass(frozen=True)
+class SoftmaxCrossEntropy(BoundedLoss):
+    """-log softmax(z / tau)_y: |p - e_y| / tau <= sqrt(2) / tau. A high temperature tau means small gradients."""
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive("temperature", self.temperature)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+    def constant(self, shape: Sequence[int]) -> float:
+        # (classes, positions...): each position has its own loss.
+        return math.sqrt(2 * math.prod(shape[1:])) / self.temperature
+
+
+@dataclass(frozen=True)
+class CosineSimilarity(BoundedLoss):
+    """1 - z y / (max(|z|, floor) |y|): the slope is at most 1 / floor. Without a floor it has no bound at z = 0."""
+
+    floor: float
+
+    def __post_init__(self) -> None:
+        _require_positive("floor", self.floor)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        z, y = outputs.flatten(1), targets.flatten(1)
+        # The floor comes before the root, whose slope at 0 is infinite.
+        lengths = z.square().sum(1).clamp(min=self.floor**2).sqrt()
+        return 1 - (z * F.normalize(y, dim=1)).sum(1) / lengths
+
+    def constant(self, shape: Sequence[int]) -> float:
+        return 1 / self.floor
+
+
+@dataclass(frozen=True)
+class MulticlassHinge(BoundedLoss):
+    """The hinge over c classes, in one of three forms.
+
+    Args:
+        kind: "all-pairs": sum_{j != y} max(0, m - z_y + z_j), whose slope is sqrt(c (c - 1)): all c - 1 others pull at
+            z_y. "largest": only the worst of them, sqrt(2). "one-against-all": sum_j max(0, m - t_j z_j) with
+            t_j = 1 for the class and -1 for others, sqrt(c).
+        margin: m.
+    """
+
+    kind: str = "largest"
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigurationError(
+                f"kind={self.kind!r} is not known: use one of {', '.join(map(repr, KINDS))}."
+            )
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        is_class = F.one_hot(targets, outputs.shape[1]).bool()
+        if self.kind == "one-against-all":
+            return (self.margin - torch.where(is_class, outputs, -outputs)).relu().sum(1)
+        own = outputs.gather(1, targets.unsqueeze(1))
+        others = torch.where(is_class, 0, (self.margin - own + outputs).relu())
+        return others.sum(1) if self.kind == "all-pairs" else others.amax(1)
+
+    def constant(self, shape: Sequence[int]) -> float:
+        (classes,) = shape
+        if self.kind == "all-pairs":
+            return math.sqrt(classes * (classes - 1))
+        return math.sqrt(2) if self.kind == "largest" else math.sqrt(classes)
+
+
+@dataclass(frozen=True)
+class Huber(BoundedLoss):
+    """sum over n outputs of e^2 / 2 up to delta, then delta (|e| - delta / 2): a slope of sqrt(n) delta."""
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive("delta", self.delta)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+    def constant(self, shape: Sequence[int]) -> float:
+        return math.sqrt(math.prod(shape)) * self.delta
+
+
+@dataclass(frozen=True)
+class Logistic(BoundedLoss):
+    """log(1 + e^z) - y z over n outputs, for labels y in [0, 1]: |sigmoid(z) - y| <= 1, so sqrt(n)."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+    def constant(self, shape: Sequence[int]) -> float:
+        return math.sqrt(math.prod(shape))
+
+
+def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
+    """Each example's gradient at the output, at most `constant` long; one that is not finite counts as 0.
+
+    With this a wrong or scaled loss cannot break a bound. A loss that keeps its constant is left as it is.
+    """
+    rows = gradients.flatten(1) if gradients.ndim > 1 else gradients.unsqueeze(1)
+    norms_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    # A loss at its constant may pass it by rounding; the bounds allow for that much anyway.
+    scales_B = (constant / norms_B).clamp(max=1)
+    shape = (-1, *[1] * (gradients.ndim - 1))
+    good_B = torch.isfinite(norms_B).view(shape)
+    return torch.where(good_B, gradients * scales_B.to(gradients.dtype).view(shape), 0)
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    ):
+        raise ConfigurationError(f"{name} must be a positive, finite number, not {value!r}.")

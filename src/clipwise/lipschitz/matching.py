@@ -1,0 +1,163 @@
+"""Whether outputs were made by the graph that the bounds were derived from.
+
+A model may do one thing when it is traced and another in training: a branch on a flag, a layer that is skipped,
+autocast, an input that went around the clip. What autograd recorded tells. It is compared, node by node, with what
+it records for the traced graph on two synthetic examples: the operations and their settings, the parameters,
+the shapes, and that every input went through `ClipInput` (or is ids).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz.trace import Network
+
+Node = torch.autograd.graph.Node
+_CLIPPED = "ClippedInputBackward"
+_EXAMPLES = 2
+_FOLLOWS = (
+    "_sym_",
+    "_sizes",
+    "_strides",
+    "_options",
+)  # what is saved of shapes, which are compared themselves
+
+
+class GraphMatch:
+    """Compares the graph of some outputs with that of a traced network.
+
+    The comparison holds for the mode (training or evaluation) of the model at that moment, and costs a walk over
+    the nodes of the graph: well below a millisecond for small networks.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._expected: dict[tuple[Any, ...], list[Any]] = {}
+        self._owners = {id(p): name for name, p in network.graph.named_parameters()}
+
+    def require(self, outputs: Tensor) -> None:
+        """Refuse outputs that other operations made than those that were bounded."""
+        if outputs.grad_fn is None:
+            raise UnsupportedModelError(
+                "outputs: no gradient leads back from them. Give what the model returned, with gradients enabled."
+            )
+        if tuple(outputs.shape[1:]) != self._network.output_shape:
+            raise UnsupportedModelError(
+                f"outputs: each example has the shape {tuple(outputs.shape[1:])}; the bounds are for "
+                f"{self._network.output_shape}. Give what the model returned."
+            )
+        if len(outputs) == 0:
+            return  # an empty batch has no gradients to bound
+        # Of a single example torch lays out sequences otherwise, with other views.
+        reference = min(len(outputs), _EXAMPLES)
+        expected = self._of_the_trace(outputs.device, reference)
+        try:
+            found = self._described(outputs.grad_fn)
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                "outputs: their graph was used up, or weights were changed since the model ran: the bounds are for "
+                "the weights of now. Run the model again."
+            ) from error
+        for place, (one, other) in enumerate(zip(expected, found, strict=False)):
+            if not _same(one, other, len(outputs) / reference):
+                same = ", with other inputs" if _told(one) == _told(other) else ""
+                raise UnsupportedModelError(
+                    f"outputs: operation {place} from the end is {_told(other)}{same}, where the traced model "
+                    f"has {_told(one)}. The bounds hold for the traced model only: give what that model returned, "
+                    "without autocast, compilation or branches that differ between calls."
+                )
+        if len(expected) != len(found):
+            raise UnsupportedModelError(
+                f"outputs: {len(found)} operations made them, where the traced model has {len(expected)}. The bounds "
+                "hold for the traced model only: give what that model returned."
+            )
+
+    def _of_the_trace(self, device: torch.device, examples: int) -> list[Any]:
+        graph = self._network.graph
+        modes = tuple(m.training for m in graph.modules())
+        key = (*modes, device, examples)
+        if key not in self._expected:
+            with torch.random.fork_rng(enabled=True), torch.enable_grad():
+                outputs = graph(self._examples(device, examples))
+            assert outputs.grad_fn is not None
+            self._expected[key] = self._described(outputs.grad_fn)
+        return self._expected[key]
+
+    def _examples(self, device: torch.device, examples: int) -> Tensor:
+        shape = (examples, *self._network.input_shape)
+        takes_numbers = any(isinstance(m, ClipInput) for m in self._network.graph.modules())
+        kind = next(self._network.graph.parameters()).dtype if takes_numbers else torch.long
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    def _described(self, root: Node) -> list[Any]:
+        """Every node once, in an order that the graph alone decides, with what it does and where it leads."""
+        order: dict[Node, int] = {root: 0}
+        nodes = [root]
+        for node in nodes:  # grows on the way
+            for following, _ in node.next_functions if not _is_clip(node) else ():
+                if following is not None and following not in order:
+                    order[following] = len(nodes)
+                    nodes.append(following)
+        return [self._of_node(node, order) for node in nodes]
+
+    def _of_node(self, node: Node, order: Mapping[Node, int]) -> tuple[Any, ...]:
+        if _is_clip(node):
+            return (_CLIPPED, (), (), (("max_norm", node.max_norm),))  # type: ignore[attr-defined]
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            return ("parameter", (), (), (("name", self._owners.get(id(variable), "unknown")),))
+        leads = tuple((None if f is None else order[f], index) for f, index in node.next_functions)
+        shapes = tuple(tuple(m.shape) for m in node._input_metadata)
+        return (node.name(), leads, shapes, _settings(node))
+
+
+def _settings(node: Node) -> tuple[tuple[str, Any], ...]:
+    """The numbers that an operation keeps, such as stride or slope, but for sizes."""
+    found = []
+    for name in dir(node):
+        if not name.startswith("_saved_") or any(word in name for word in _FOLLOWS):
+            continue
+        value = getattr(node, name)
+        if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu" and _is_number(value):
+            value = value.item()
+        if isinstance(value, (bool, int, float, str)) or (
+            isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float)) for v in value)
+        ):
+            found.append((name, tuple(value) if isinstance(value, list) else value))
+    return tuple(found)
+
+
+def _is_number(value: Tensor) -> bool:
+    """Whether a tensor without dimensions is a number of the code, such as the 2 of `2 * x`."""
+    return not value.requires_grad and not isinstance(value, nn.Parameter)
+
+
+def _same(one: Any, other: Any, times: float) -> bool:
+    """Whether two nodes do the same, where the second has so many times as many examples."""
+    return bool(
+        one[0] == other[0]
+        and one[1] == other[1]
+        and one[3] == other[3]
+        and len(one[2]) == len(other[2])
+        and all(
+            len(a) == len(b) and all(m == n or m * times == n for m, n in zip(a, b, strict=True))
+            for a, b in zip(one[2], other[2], strict=True)
+        )
+    )
+
+
+def _told(description: Any) -> str:
+    name, _, shapes, settings = description
+    extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in settings)
+    size = f" of shape {list(shapes[0][1:])}" if shapes and len(shapes[0]) > 1 else ""
+    return f"{name.removesuffix('Backward0')}{size}{f' ({extra})' if extra else ''}"
+
+
+def _is_clip(node: Node) -> bool:
+    return node.name() == _CLIPPED

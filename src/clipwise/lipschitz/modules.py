@@ -1,0 +1,157 @@
+"""Which rule bounds which module; what has none is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
+from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.l2_attention import L2Mixture
+from clipwise.lipschitz import activations, pooling
+from clipwise.lipschitz.activations import ElementwiseRule, LearnedSlopeRule, SoftmaxRule
+from clipwise.lipschitz.affine import ConvolutionRule, EmbeddingRule, LinearRule
+from clipwise.lipschitz.normalizing import BoundedNormRule, ClipInputRule, MixtureRule
+from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
+from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal
+from clipwise.lipschitz.rule import Rounding, Rule
+from clipwise.lipschitz.shaping import DropoutRule, MoveRule
+
+Shape = tuple[int, ...]
+# name, module, one example's shapes before and after it, the arithmetic
+Build = Callable[[str, Any, Sequence[Shape], Shape, Rounding], Rule]
+
+_OURS = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, L2Mixture)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What people will try, and what they can do instead.
+_REFUSED: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: DOT_PRODUCTS,
+    nn.TransformerEncoderLayer: DOT_PRODUCTS,
+    nn.TransformerDecoderLayer: DOT_PRODUCTS,
+    nn.LayerNorm: "its slope grows as the deviation shrinks: take clipwise.layers.BoundedLayerNorm",
+    nn.GroupNorm: "its slope grows as the deviation shrinks: take clipwise.layers.BoundedGroupNorm",
+    nn.RMSNorm: "its slope grows as the input shrinks: take clipwise.layers.BoundedLayerNorm",
+    nn.LogSoftmax: "give the scores themselves to the loss",
+    nn.modules.batchnorm._BatchNorm: "it mixes examples: take clipwise.layers.BoundedGroupNorm",
+    nn.modules.instancenorm._InstanceNorm: "its slope grows as the deviation shrinks: take "
+    "clipwise.layers.BoundedGroupNorm with one group a channel",
+}
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module is looked at as a whole, though it may have a Python `forward`."""
+    return isinstance(module, _OURS)
+
+
+def require_rule(name: str, module: nn.Module) -> None:
+    """Refuse a module that no rule is for, before anything is done with it."""
+    if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
+        raise refusal(
+            name, module, "it has hooks, or a forward of its own, which no bound knows: take them off"
+        )
+    if type(module) in _BUILDERS:
+        return
+    for refused, instead in _REFUSED.items():
+        if isinstance(module, refused):
+            raise refusal(name, module, instead)
+    raise refusal(name, module, UNKNOWN)
+
+
+def module_rule(
+    name: str, module: nn.Module, shapes: Sequence[Shape], out: Shape, rounding: Rounding
+) -> Rule:
+    """The rule of a module, for one example's shapes."""
+    require_rule(name, module)
+    return _BUILDERS[type(module)](name, module, shapes, out, rounding)
+
+
+def _elementwise(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    return ElementwiseRule(activations.MODULES[type(module)](module), rounding)
+
+
+def _convolution(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    if module.padding_mode != "zeros":
+        raise refusal(name, module, f"padding_mode={module.padding_mode!r} has no bound here: take 'zeros'")
+    if len(shapes[0]) != len(module.kernel_size) + 1:
+        raise refusal(
+            name, module, "its input has no dimension for examples: give input_shape without the batch"
+        )
+    return ConvolutionRule(module, shapes[0], out, rounding)
+
+
+def _pooling(make: Callable[[nn.Module, Shape, Shape, Rounding], Rule]) -> Build:
+    return lambda name, module, shapes, out, rounding: make(module, shapes[0], out, rounding)
+
+
+def _embedding(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    if module.max_norm is not None:
+        raise refusal(
+            name,
+            module,
+            "max_norm changes the rows that a batch uses, without noise: leave it out, rows are clipped",
+        )
+    if module.scale_grad_by_freq or module.sparse:
+        raise refusal(name, module, "scale_grad_by_freq and sparse have no bound here: leave them out")
+    return EmbeddingRule(module, out, rounding)
+
+
+def _recurrent(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    if len(shapes) != 1:
+        raise refusal(name, module, "a first state of its own has no bound here: leave it out, it is 0")
+    if not module.batch_first or module.proj_size:
+        raise refusal(name, module, "only batch_first=True without proj_size has a bound")
+    return RecurrentRule(module, shapes[0], rounding)
+
+
+def _mixture(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    if shapes[0] != shapes[1] or len(out) != 2:
+        raise refusal(name, module, "places and values must both have the shape (batch, positions, width)")
+    return MixtureRule(module, out, rounding)
+
+
+def _softmax(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    if module.dim is None:
+        raise refusal(name, module, "give dim")
+    return SoftmaxRule(own_dimension(name, module.dim, len(out)), rounding)
+
+
+def _group_norm(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    return BoundedNormRule(module.alpha, math.prod(out) // module.num_groups, out, rounding)
+
+
+def _layer_norm(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    return BoundedNormRule(module.alpha, math.prod(module.normalized_shape), out, rounding)
+
+
+_BUILDERS: dict[type[nn.Module], Build] = {
+    kind: build
+    for kinds, build in (
+        (tuple(activations.MODULES), _elementwise),
+        ((nn.Linear,), lambda name, module, shapes, out, rounding: LinearRule(module, rounding)),
+        ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+        ((nn.Embedding,), _embedding),
+        (pooling.MAX, _pooling(pooling.maximum_rule)),
+        (pooling.AVERAGE, _pooling(pooling.average_rule)),
+        (pooling.ADAPTIVE_MAX, _pooling(pooling.adaptive_maximum_rule)),
+        (pooling.ADAPTIVE_AVERAGE, _pooling(pooling.adaptive_average_rule)),
+        (RECURRENT, _recurrent),
+        (
+            (nn.Flatten, nn.Unflatten, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+            lambda name, module, shapes, out, rounding: MoveRule(out),
+        ),
+        (
+            (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+            lambda name, module, shapes, out, rounding: DropoutRule(module, rounding),
+        ),
+        ((nn.PReLU,), lambda name, module, shapes, out, rounding: LearnedSlopeRule(module, rounding)),
+        ((nn.Softmax,), _softmax),
+        ((ClipInput,), lambda name, module, shapes, out, rounding: ClipInputRule(module, out, rounding)),
+        ((L2Mixture,), _mixture),
+        ((BoundedGroupNorm,), _group_norm),
+        ((BoundedLayerNorm,), _layer_norm),
+    )
+    for kind in kinds
+}

@@ -1,0 +1,311 @@
+"""A model as a graph of operations that have bounds."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz.functions import Call, function_rule
+from clipwise.lipschitz.modules import is_known, module_rule, require_rule
+from clipwise.lipschitz.refusals import refusal
+from clipwise.lipschitz.rule import Rounding, Rule
+from clipwise.lipschitz.shaping import MoveRule, ParameterRule
+
+_EXAMPLES = (
+    7919  # a prime: no other dimension is likely to have this size, and tensors without data cost nothing
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the network.
+
+    Args:
+        name: of its value.
+        where: how a message calls it: the module, or the name in the graph.
+        rule: its bounds.
+        inputs: the names of the values that it takes.
+        parameters: the names that its module and the model have for its parameters.
+    """
+
+    name: str
+    where: str
+    rule: Rule
+    inputs: tuple[str, ...]
+    parameters: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A traced model.
+
+    Args:
+        graph: the model again, as a module that does exactly what was traced. It shares all parameters.
+        operations: in the order in which they run.
+        input: the name of the model's input.
+        output: the name of its output.
+        input_shape, output_shape: of one example.
+        rounding: the arithmetic that the bounds allow for.
+    """
+
+    graph: fx.GraphModule
+    operations: tuple[Operation, ...]
+    input: str
+    output: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    rounding: Rounding
+
+
+class _Tracer(fx.Tracer):
+    """Stops at modules that have a rule of their own."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_known(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
+    """Follow one example through the model; what has no bound, or leaves the example, is refused by name.
+
+    Args:
+        model: its first operation on the input is a `ClipInput`, or an embedding of ids.
+        input_shape: of one example, without the batch. It is public and the same for all.
+        arithmetic: in which the products of training run.
+    """
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            "Lipschitz bounds: the model cannot be traced, because its forward depends on values or uses Python "
+            f"that torch.fx does not know ({type(error).__name__}: {error}). Write it without such branches."
+        ) from error
+    module = fx.GraphModule(model, graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    rounding = Rounding(_unit_of(model), arithmetic)
+    walk = _Walk(model, module, tuple(input_shape), rounding)
+    return walk.network()
+
+
+class _Walk:
+    """Runs the graph on tensors without data, and gives every operation its rule."""
+
+    def __init__(
+        self, model: nn.Module, module: fx.GraphModule, input_shape: tuple[int, ...], rounding: Rounding
+    ) -> None:
+        self._model, self._module, self._rounding = model, module, rounding
+        self._input_shape = input_shape
+        self._hollow = copy.deepcopy(module).to("meta")  # shapes without numbers
+        self._values: dict[fx.Node, Any] = {}
+        self._operations: list[Operation] = []
+        # Tied parameters have several names; bounds are told under the first, as optimizers know them.
+        self._names = {id(p): name for name, p in model.named_parameters()}
+
+    def network(self) -> Network:
+        nodes = list(self._module.graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder" and n.users]
+        if len(inputs) != 1:
+            raise UnsupportedModelError(
+                f"Lipschitz bounds: the model uses {len(inputs)} inputs; it must have exactly one."
+            )
+        (input_node,) = inputs
+        self._require_clipped(input_node)
+        for node in nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder" and not node.users:
+                continue
+            self._values[node] = self._value(node)
+        (result,) = next(n for n in nodes if n.op == "output").args
+        if not (isinstance(result, fx.Node) and isinstance(self._values[result], Tensor)):
+            raise UnsupportedModelError("Lipschitz bounds: the model must return one tensor.")
+        return Network(
+            self._module,
+            tuple(self._operations),
+            input_node.name,
+            result.name,
+            self._input_shape,
+            self._shape(result),
+            self._rounding,
+        )
+
+    def _require_clipped(self, input_node: fx.Node) -> None:
+        """Whatever sees the input must bound it."""
+        for user in input_node.users:
+            module = self._module.get_submodule(str(user.target)) if user.op == "call_module" else None
+            if not isinstance(module, (ClipInput, nn.Embedding)):
+                where = str(user.target) if user.op == "call_module" else user.name
+                raise UnsupportedModelError(
+                    f"Lipschitz bounds: {where!r} sees inputs of any length. Begin the model with "
+                    "clipwise.layers.ClipInput(input_norm), for instance nn.Sequential(ClipInput(1.0), model)."
+                )
+
+    def _value(self, node: fx.Node) -> Any:
+        """What the node gives, on tensors without data; notes the rule if that is a value of the network."""
+        if node.op == "placeholder":
+            whole = any(
+                isinstance(self._module.get_submodule(str(user.target)), nn.Embedding) for user in node.users
+            )
+            kind = torch.long if whole else _dtype_of(self._model)
+            return torch.empty((_EXAMPLES, *self._input_shape), dtype=kind, device="meta")
+        if node.op == "get_attr":
+            return self._attribute(node)
+        given: Any = (node.args, node.kwargs)
+        arguments, options = fx.node.map_arg(given, lambda n: self._values[n])
+        tensors = [n for n in _operands(node) if isinstance(self._values[n], Tensor)]
+        self._require_alone(node)
+        target: Any = node.target
+        where = str(target) if node.op == "call_module" else node.name
+        value = self._run(node, where, arguments, options)
+        if target is operator.getitem and isinstance(arguments[0], _States):
+            return self._state(node, arguments)
+        if isinstance(value, _States):
+            self._note(node, where, value.output, tensors, arguments, options)
+            return value
+        if not isinstance(value, Tensor):
+            if tensors and not _is_public(value):
+                raise refusal(where, node.target, "it gives no single tensor")
+            return value
+        self._note(node, where, value, tensors, arguments, options)
+        return value
+
+    def _run(self, node: fx.Node, where: str, arguments: Any, options: Any) -> Any:
+        try:
+            if node.op == "call_module":
+                module = self._hollow.get_submodule(str(node.target))
+                require_rule(where, module)
+                found = module(*arguments, **options)
+                return _States(found[0]) if isinstance(module, (nn.RNN, nn.GRU, nn.LSTM)) else found
+            if node.op == "call_method":
+                return getattr(arguments[0], str(node.target))(*arguments[1:], **options)
+            assert callable(node.target)
+            if node.target is operator.getitem and isinstance(arguments[0], _States):
+                return arguments[0].output
+            return node.target(*arguments, **options)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"Lipschitz bounds: {where!r} does not take examples of the shape {self._input_shape} given as "
+                f"input_shape ({type(error).__name__}: {error})."
+            ) from error
+
+    def _state(self, node: fx.Node, arguments: Any) -> Any:
+        """The first result of a recurrent module is its output at every position."""
+        if arguments[1] != 0:
+            raise refusal(node.name, "the last state", "take output[:, -1], the last position, instead")
+        (source,) = node.all_input_nodes
+        shape = tuple(arguments[0].output.shape[1:])
+        self._operations.append(
+            Operation(node.name, node.name, MoveRule(shape, keeps_rows=True), (source.name,), {})
+        )
+        return arguments[0].output
+
+    def _note(
+        self, node: fx.Node, where: str, value: Tensor, tensors: list[fx.Node], arguments: Any, options: Any
+    ) -> None:
+        shapes = [self._shape(n) for n in tensors]
+        if value.ndim == 0 or value.shape[0] != _EXAMPLES:
+            raise refusal(
+                where,
+                node.target,
+                "the first dimension of its result is not that of the examples; each example must be treated by itself",
+            )
+        out = tuple(value.shape[1:])
+        parameters: dict[str, str] = {}
+        if node.op == "call_module":
+            module = self._module.get_submodule(str(node.target))
+            rule = module_rule(where, module, shapes, out, self._rounding)
+            parameters = {name: self._names[id(p)] for name, p in module.named_parameters()}
+        else:
+            plain_arguments = tuple(None if isinstance(a, Tensor) else a for a in arguments)
+            call = Call(where, node.target, plain_arguments, options, shapes, out, self._rounding)
+            rule = function_rule(call)
+        self._operations.append(Operation(node.name, where, rule, tuple(n.name for n in tensors), parameters))
+
+    def _require_alone(self, node: fx.Node) -> None:
+        """Nobody else may look at what is changed in place."""
+        module = self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        changes = (
+            node.kwargs.get("inplace") or getattr(module, "inplace", False) or node.target is operator.iadd
+        )
+        changed = node.args[0] if changes else None
+        while isinstance(changed, fx.Node):
+            if len(changed.users) > 1:
+                raise refusal(
+                    node.name, node.target, "it changes in place what others use too: leave inplace out"
+                )
+            # A view is the same memory.
+            is_view = any(
+                op.name == changed.name and isinstance(op.rule, MoveRule) for op in self._operations
+            )
+            changed = changed.args[0] if is_view else None
+
+    def _attribute(self, node: fx.Node) -> Any:
+        owner: Any = self._module
+        for part in str(node.target).split("."):
+            owner = getattr(owner, part)
+        if not isinstance(owner, Tensor):
+            return owner
+        name = self._names.get(id(owner), "")
+        shape = tuple(owner.shape)
+        example = shape[1:] if shape[:1] == (1,) else shape
+        self._operations.append(
+            Operation(
+                node.name, str(node.target), ParameterRule(owner, example), (), {"": name} if name else {}
+            )
+        )
+        return owner.detach().to("meta")
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Of one example's value; parameters have no dimension for examples."""
+        value = self._values[node]
+        shape = tuple((value.output if isinstance(value, _States) else value).shape)
+        if node.op == "get_attr":
+            return shape[1:] if shape[:1] == (1,) else shape
+        return shape[1:]
+
+
+@dataclass(frozen=True)
+class _States:
+    """What a recurrent module gives: of its results only the first has bounds."""
+
+    output: Tensor
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes that it takes, each as often as it takes it: x + x has two."""
+    found: list[fx.Node] = []
+    given: Any = (node.args, node.kwargs)
+    fx.node.map_arg(given, found.append)
+    return found
+
+
+def _is_public(value: Any) -> bool:
+    """Sizes and types, which are the same for all examples."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_public, value))
+    return isinstance(value, (int, float, bool, str, torch.dtype, torch.device, type(None)))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _unit_of(model: nn.Module) -> float:
+    """The coarsest type among the parameters."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if not kinds <= {torch.float32, torch.float64}:
+        raise UnsupportedModelError(
+            "Lipschitz bounds: the parameters must be float32 or float64; half precision rounds too much to bound."
+        )
+    return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)

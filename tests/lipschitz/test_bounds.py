@@ -1,0 +1,249 @@
+"""No gradient of any example passes its bound, in thousands of random networks, and uphill."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz import bounds_of, clip_weights_, limits_of, trace
+from tests.lipschitz.networks import draw, ratios
+
+MANY = {"dense": 900, "convolutional": 700, "sequential": 250, "table": 300}
+
+
+@pytest.mark.parametrize("family", MANY)
+@pytest.mark.filterwarnings("ignore")
+def test_no_gradient_passes_its_bound(family: str) -> None:
+    best = 0.0
+    for seed in range(MANY[family]):
+        model, shape = draw(family, seed)
+        for name, ratio in ratios(model, shape, seed).items():
+            assert ratio <= 1, f"network {seed}: {name} by {ratio}"
+            best = max(best, ratio)
+    assert best > 0.9  # and bounds are reached, so a smaller one would be wrong
+
+
+@pytest.mark.parametrize("family", ["dense", "convolutional", "sequential"])
+@pytest.mark.filterwarnings("ignore")
+def test_no_gradient_passes_its_bound_uphill(family: str) -> None:
+    for seed in range(40):
+        model, shape = draw(family, 10_000 + seed)
+        for name, ratio in ratios(model, shape, seed, ascent=8).items():
+            assert ratio <= 1, f"network {seed}: {name} by {ratio}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_gradient_passes_its_bound_in_float64() -> None:
+    for seed in range(100):
+        model, shape = draw("dense", seed, torch.float64)
+        assert max(ratios(model, shape, seed).values()) <= 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["dense", "convolutional", "sequential", "table"])
+def test_fixed_limits_bound_every_network_that_is_clipped_to_them(family: str) -> None:
+    for seed in range(40):
+        model, shape = draw(family, seed)
+        network = trace(model, shape)
+        limits = limits_of(network, 0.7)
+        clip_weights_(network, limits)
+        now, always = bounds_of(network, 1.0), bounds_of(network, 1.0, limits=limits)
+        for name, bound in now.sensitivities.items():
+            assert bound <= always.sensitivities[name] * (1 + 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_more_effort_never_gives_larger_bounds() -> None:
+    for seed in range(60):
+        model, shape = draw("convolutional", seed)
+        network = trace(model, shape)
+        loose, usual, tight = (bounds_of(network, 1.0, effort=e) for e in ("frobenius", "spectral", "tight"))
+        for name in usual.sensitivities:
+            assert tight.sensitivities[name] <= usual.sensitivities[name] * (1 + 1e-9)
+            assert usual.sensitivities[name] <= loose.sensitivities[name] * (1 + 1e-9)
+
+
+def test_an_mlp_has_the_bounds_of_the_formula() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ClipInput(2.0), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    bounds = bounds_of(trace(model, (5,)), math.sqrt(2)).sensitivities
+    w1, w2 = (float(torch.linalg.matrix_norm(model[i].weight.detach(), 2)) for i in (1, 3))
+    hidden = min(w1 * 2 + float(model[1].bias.detach().norm()), 2.0)  # tanh: at most sqrt(4)
+    expected = {
+        "1.weight": math.sqrt(2) * w2 * 2,
+        "1.bias": math.sqrt(2) * w2,
+        "3.weight": math.sqrt(2) * hidden,
+        "3.bias": math.sqrt(2),
+    }
+    assert bounds == pytest.approx(expected, rel=1e-8)
+
+
+def test_a_constant_image_needs_the_count_of_windows() -> None:
+    """Every window is the same, so their gradients add up: three times what |x| |g| would be."""
+    model = nn.Sequential(ClipInput(1.0), nn.Conv2d(1, 1, 3, padding=1, bias=False))
+    outputs = model(torch.ones(1, 1, 20, 20))
+    (g,) = torch.autograd.grad(outputs.sum() / 20, model[1].weight)
+    bound = bounds_of(trace(model, (1, 20, 20)), 1.0).sensitivities["1.weight"]
+    assert 2.8 < float(g.norm()) <= bound <= 3.01
+
+
+def test_an_lstm_that_forgets_nothing_adds_up_over_time() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip, self.lstm = ClipInput(0.1), nn.LSTM(1, 1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(self.clip(x))[0][:, -1]
+
+    model = Last()
+    with torch.no_grad():
+        for p in model.lstm.parameters():
+            p.zero_()
+        model.lstm.weight_ih_l0[2] = 1.0  # gates are in the order i, f, g, o
+        model.lstm.bias_ih_l0[[0, 1, 3]] = 10.0
+    (g,) = torch.autograd.grad(model(torch.ones(1, 9, 1)).sum(), model.lstm.weight_ih_l0)
+    bound = bounds_of(trace(model, (9, 1)), 1.0).sensitivities["lstm.weight_ih_l0"]
+    gate = math.sqrt(17 + 81) / 4 * 0.1  # what one position could do
+    assert gate < float(g.norm()) <= bound
+
+
+class Branches(nn.Module):
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.clip, self.first = ClipInput(1.0), nn.Linear(3, 3, bias=False)
+        self.joined = joined
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.clip(x))
+        return torch.cat([x, 2 * x], dim=1) if self.joined else x + 2 * x
+
+
+def test_joined_branches_add_in_squares_and_summed_ones_plainly() -> None:
+    for joined, gain in ((True, math.sqrt(5)), (False, 3.0)):
+        bounds = bounds_of(trace(Branches(joined), (3,)), 1.0)
+        assert bounds.sensitivities["first.weight"] == pytest.approx(gain, rel=1e-4)
+        assert bounds.sensitivities["first.weight"] >= gain
+
+
+def test_a_layer_that_is_used_twice_adds_its_uses() -> None:
+    shared = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        shared.weight.copy_(2 * torch.eye(3))
+    bounds = bounds_of(trace(nn.Sequential(ClipInput(1.0), shared, shared), (3,)), 1.0)
+    assert bounds.sensitivities == {"1.weight": pytest.approx(2 * 1 + 1 * 2, rel=1e-4)}
+
+
+def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Conv2d(1, 1, 3, padding=1))
+    bounds = bounds_of(trace(model, (1, 8, 8)), 1.0)
+    assert bounds.sensitivities["1.bias"] == pytest.approx(8, rel=1e-3)
+    assert bounds.together(["1.weight", "1.bias"]) == pytest.approx(math.hypot(3, 8), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.BatchNorm1d(4), "BatchNorm1d.*mixes examples"),
+        (nn.LayerNorm(4), "LayerNorm.*BoundedLayerNorm"),
+        (nn.GroupNorm(1, 4), "GroupNorm.*BoundedGroupNorm"),
+        (nn.LogSoftmax(1), "LogSoftmax.*scores"),
+        (nn.Bilinear(4, 4, 2), "'1' .Bilinear.*no bound"),
+        (nn.TransformerEncoderLayer(4, 2), "L2Attention"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
+        (nn.Softmax(0), "dimension 0"),
+    ],
+)
+def test_layers_without_a_bound_are_refused_by_name(layer: nn.Module, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        trace(nn.Sequential(ClipInput(1.0), layer), (4,))
+
+
+class Function(nn.Module):
+    """One function of a clipped input."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.clip, self.function = ClipInput(1.0), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.clip(x))  # type: ignore[operator,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: x @ x.transpose(1, 2), "L2Attention"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), "L2Attention"),
+        (lambda x: x.exp(), "exp.*no bound"),
+        (lambda x: 1 / x, "division"),
+        (lambda x: x.flatten(0, 1), "each example"),
+        (lambda x: x.transpose(0, 1), "each example"),
+        (lambda x: x.permute(1, 0, 2), "each example"),
+        (lambda x: x - x.mean(), "dim"),
+        (lambda x: x - x.mean(dim=0), "each example"),
+        (lambda x: torch.cat([x, x]), "each example"),
+        (lambda x: x[0:1] + x, "each example"),
+        (lambda x: x.flip(0), "flip"),
+        (lambda x: F.leaky_relu(x, 3.0), "default"),
+        (lambda x: x if x.sum() > 0 else -x, "cannot be traced"),
+    ],
+)
+def test_functions_without_a_bound_are_refused_by_name(function: object, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        trace(Function(function), (3, 4))
+
+
+def test_an_input_that_is_not_clipped_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'0' sees inputs of any length.*ClipInput"):
+        trace(nn.Sequential(nn.Linear(3, 2)), (3,))
+
+
+def test_hooks_and_tables_that_change_themselves_are_refused() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
+    handle = model[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"'1' \(Linear\): it has hooks"):
+        trace(model, (3,))
+    handle.remove()
+    trace(model, (3,))
+    with pytest.raises(UnsupportedModelError, match="max_norm changes the rows"):
+        trace(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), (4,))
+
+
+def test_a_change_in_place_of_what_others_use_is_refused() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip, self.linear = ClipInput(1.0), nn.Linear(3, 3)
+            self.act = nn.SELU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(self.clip(x))
+            return self.act(x) + x
+
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        trace(Careless(), (3,))
+
+
+def test_weights_that_are_not_finite_and_wrong_arguments_are_refused() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
+    network = trace(model, (3,))
+    with pytest.raises(ConfigurationError, match="loss_constant"):
+        bounds_of(network, math.inf)
+    with pytest.raises(ConfigurationError, match="effort"):
+        bounds_of(network, 1.0, effort="power")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="input_shape"):
+        trace(model, (4,))
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.nan
+    with pytest.raises(UnsupportedModelError, match="'1' can be infinite"):
+        bounds_of(network, 1.0)
+    with warnings.catch_warnings(), pytest.raises(UnsupportedModelError, match="float32 or float64"):
+        trace(nn.Sequential(ClipInput(1.0), nn.Linear(3, 2)).bfloat16(), (3,))

@@ -1,0 +1,84 @@
+"""The constants of losses: never passed, and reached."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipwise.errors import ConfigurationError
+from clipwise.lipschitz import (
+    BoundedLoss,
+    CosineSimilarity,
+    Huber,
+    Logistic,
+    MulticlassHinge,
+    SoftmaxCrossEntropy,
+    clip_output_gradients,
+)
+
+CLASSES = 10
+LABELS: list[BoundedLoss] = [
+    SoftmaxCrossEntropy(),
+    SoftmaxCrossEntropy(temperature=4.0),
+    MulticlassHinge("all-pairs"),
+    MulticlassHinge("largest"),
+    MulticlassHinge("one-against-all"),
+]
+VALUES: list[BoundedLoss] = [Huber(), Huber(0.3), Logistic(), CosineSimilarity(0.5)]
+
+
+def gradients(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> Tensor:
+    outputs = outputs.detach().requires_grad_()
+    losses = loss(outputs, targets)
+    assert losses.shape == (len(outputs),)
+    return torch.autograd.grad(losses.sum(), outputs)[0]
+
+
+@pytest.mark.parametrize("loss", [*LABELS, *VALUES], ids=repr)
+def test_no_gradient_passes_the_constant_and_some_reach_it(loss: BoundedLoss) -> None:
+    torch.manual_seed(0)
+    best, constant = 0.0, loss.constant((CLASSES,))
+    for scale in (0.0, 0.01, 1.0, 100.0):
+        z = torch.randn(2000, CLASSES, dtype=torch.float64) * scale
+        if loss in LABELS:
+            targets = torch.randint(0, CLASSES, (2000,))
+        else:
+            targets = torch.rand(2000, CLASSES, dtype=torch.float64).round()
+            targets[:, 0] = 1  # no target of length 0
+            z[1] = 1e4 * (1 - 2 * targets[1])  # all wrong
+        best = max(best, float(gradients(loss, z, targets).norm(dim=1).amax()))
+        assert best <= constant * (1 + 1e-12)
+    assert best >= 0.99 * constant
+
+
+def test_a_loss_for_every_position_has_the_root_of_them() -> None:
+    loss = SoftmaxCrossEntropy()
+    z = torch.zeros(2, 3, 4, dtype=torch.float64)
+    z[:, 1] = 100.0
+    g = gradients(loss, z, torch.zeros(2, 4, dtype=torch.long))
+    assert g.flatten(1).norm(dim=1).tolist() == pytest.approx([loss.constant((3, 4))] * 2)
+
+
+def test_a_scaled_or_broken_loss_is_clipped_and_a_right_one_is_not() -> None:
+    g = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.inf, 0.0], [math.nan, 1.0], [0.0, 0.0], [3e30, 4e30]])
+    found = clip_output_gradients(g, 1.0)
+    expected = [[0.6, 0.8], [0.3, 0.4], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.6, 0.8]]
+    assert torch.allclose(found, torch.tensor(expected))
+    assert torch.equal(found[1], g[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SoftmaxCrossEntropy(0.0), "temperature"),
+        (lambda: CosineSimilarity(0.0), "floor"),
+        (lambda: Huber(math.inf), "delta"),
+        (lambda: MulticlassHinge("other"), "kind"),
+    ],
+)
+def test_settings_without_a_constant_are_refused(make: object, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make()  # type: ignore[operator]

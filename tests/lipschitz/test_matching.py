@@ -1,0 +1,111 @@
+"""Outputs of another graph than the traced one are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz import GraphMatch, trace
+from tests.lipschitz.networks import FAMILIES, draw
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        ClipInput(1.0),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.LeakyReLU(0.1),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(144, 3),
+    )
+
+
+X = torch.randn(5, 1, 6, 6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_traced_model_makes_is_accepted_for_every_batch_size(family: str) -> None:
+    for seed in range(15):
+        model, shape = draw(family, seed)
+        match = GraphMatch(trace(model, shape))
+        for size in (1, 2, 3, 8):
+            x = torch.randint(0, 3, (size, *shape)) if family == "table" else torch.randn(size, *shape)
+            match.require(model(x))
+            model.eval()
+            match.require(model(x))
+            model.train()
+
+
+def _autocast(model: nn.Sequential) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(X)  # type: ignore[no-any-return]
+
+
+OTHERS: dict[str, Callable[[nn.Sequential], Tensor]] = {
+    "a factor at the end": lambda m: 2 * m(X),
+    "an input that is not clipped": lambda m: m[1:](X),
+    "another clip": lambda m: nn.Sequential(ClipInput(2.0), *m[1:])(X),
+    "a layer left out": lambda m: nn.Sequential(*m[:2], *m[3:])(X),
+    "another slope": lambda m: nn.Sequential(*m[:2], nn.LeakyReLU(0.5), *m[3:])(X),
+    "another layer's weights": lambda m: nn.Sequential(*m[:5], nn.Linear(144, 3))(X),
+    "an input of its own": lambda m: m(X) + X.flatten(1)[:, :3],
+    "autocast": _autocast,
+    "a larger image": lambda m: nn.Sequential(*m[:4], nn.AvgPool2d(2), *m[4:])(torch.randn(5, 1, 12, 12)),
+    "a shape of its own": lambda m: m(X)[:, :2],
+    "nothing to go back to": lambda m: m(X).detach(),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_something_else_made_is_refused(what: str) -> None:
+    model = net()
+    match = GraphMatch(trace(model, (1, 6, 6)))
+    match.require(model(X))
+    with pytest.raises(UnsupportedModelError, match="outputs: "):
+        match.require(OTHERS[what](model))
+
+
+def test_numbers_in_the_code_are_compared_too() -> None:
+    class Scaled(nn.Module):
+        factor = 2.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip, self.linear = ClipInput(1.0), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.clip(x)) * self.factor
+
+    model = Scaled()
+    match = GraphMatch(trace(model, (3,)))
+    match.require(model(torch.randn(4, 3)))
+    model.factor = 50.0
+    with pytest.raises(UnsupportedModelError, match=r"50\.0.*2\.0"):
+        match.require(model(torch.randn(4, 3)))
+
+
+def test_looking_draws_no_random_numbers_and_changes_no_gradients() -> None:
+    model = net()
+    match = GraphMatch(trace(model, (1, 6, 6)))
+    outputs = model(X)
+    before = torch.random.get_rng_state()
+    match.require(outputs)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_outputs_from_before_a_change_of_the_weights_are_refused() -> None:
+    model = net()
+    match = GraphMatch(trace(model, (1, 6, 6)))
+    outputs = model(X)
+    with torch.no_grad():
+        model[5].weight.mul_(2)
+    with pytest.raises(UnsupportedModelError, match="Run the model again"):
+        match.require(outputs)

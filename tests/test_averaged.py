@@ -1,0 +1,122 @@
+"""Averages of parameters: what they are, and that nothing else changes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from clipwise.averaged import AveragedParameters
+from clipwise.errors import CheckpointError, ConfigurationError
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+
+
+def wander(net: nn.Module, averages: AveragedParameters, steps: int) -> list[torch.Tensor]:
+    seen = []
+    for _ in range(steps):
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(torch.randn_like(p))
+        averages.update()
+        seen.append(net[0].weight.detach().clone())  # type: ignore[index]
+    return seen
+
+
+@given(steps=st.integers(1, 8), start=st.integers(0, 4))
+def test_the_uniform_average_is_the_mean_since_its_start(steps: int, start: int) -> None:
+    net = model()
+    averages = AveragedParameters(net, kind="uniform", start=start)
+    seen = wander(net, averages, steps)
+    expected = torch.stack(seen[min(start, steps - 1) :]).mean(0)
+    with averages.applied():
+        assert torch.allclose(net[0].weight, expected, rtol=1e-12, atol=1e-12)  # type: ignore[index]
+
+
+@given(steps=st.integers(1, 30), decay=st.sampled_from([0.0, 0.5, 0.9]))
+def test_the_exponential_average_follows_its_formula(steps: int, decay: float) -> None:
+    net = model()
+    averages = AveragedParameters(net, decay)
+    seen = wander(net, averages, steps)
+    expected = seen[0]
+    for t, p in enumerate(seen[1:], start=1):
+        d = min(decay, (1 + t) / (10 + t))
+        expected = d * expected + (1 - d) * p
+    with averages.applied():
+        assert torch.allclose(net[0].weight, expected, rtol=1e-12, atol=1e-12)  # type: ignore[index]
+
+
+def test_the_model_gets_its_own_parameters_back_even_after_an_error() -> None:
+    net = model()
+    averages = AveragedParameters(net)
+    wander(net, averages, 3)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(RuntimeError), averages.applied():
+        assert not torch.equal(net[0].weight, before["0.weight"])  # type: ignore[index]
+        raise RuntimeError
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
+    net = model()
+    averages = AveragedParameters(net, 0.9)
+    wander(net, averages, 4)
+    file = io.BytesIO()
+    torch.save(averages.state_dict(), file)
+    other = AveragedParameters(net, 0.9)
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    wander(net, averages, 0)
+    for one in (averages, other):
+        one.update()
+    assert other.updates == 5
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            averages.state_dict()["averages"].values(), other.state_dict()["averages"].values(), strict=True
+        )
+    )
+
+
+def test_a_saved_state_does_not_change_with_later_updates() -> None:
+    net = model()
+    averages = AveragedParameters(net)
+    state = averages.state_dict()
+    before = state["averages"]["0.weight"].clone()
+    wander(net, averages, 2)
+    assert torch.equal(state["averages"]["0.weight"], before)
+
+
+def test_frozen_parameters_and_buffers_are_left_out_and_a_copy_takes_the_rest() -> None:
+    net = model()
+    net[0].bias.requires_grad_(False)  # type: ignore[index]
+    averages = AveragedParameters(net)
+    wander(net, averages, 2)
+    assert set(averages.state_dict()["averages"]) == {"0.weight", "1.weight", "1.bias"}
+    target = model()
+    averages.copy_to(target)
+    assert torch.equal(target[0].weight, averages.state_dict()["averages"]["0.weight"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"kind": "other"}, {"start": -1}])
+def test_settings_that_make_no_sense_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        AveragedParameters(model(), **options)  # type: ignore[arg-type]
+
+
+def test_another_model_and_other_settings_are_refused() -> None:
+    averages = AveragedParameters(model())
+    with pytest.raises(CheckpointError, match="decay"):
+        averages.load_state_dict(AveragedParameters(model(), 0.5).state_dict())
+    with pytest.raises(CheckpointError, match=r"0\.weight"):
+        averages.load_state_dict(AveragedParameters(nn.Sequential(nn.Linear(4, 2))).state_dict())
+    with pytest.raises(CheckpointError, match="more"):
+        AveragedParameters(nn.Sequential(nn.Linear(3, 2))).load_state_dict(averages.state_dict())
+    with pytest.raises(CheckpointError, match="damaged"):
+        averages.load_state_dict({"kind": "exponential"})
