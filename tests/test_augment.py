@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import PerExample, augment, models
 from clipwise.augment import Crop, Flip, Views
+from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError
 from tests.sites import site
 from tests.soundness.neighbours import distance
 
@@ -171,3 +172,80 @@ def test_a_private_run_with_views():
     for x, y in private.loader:  # some batches are empty
         steps += private.step(losses_of(model, views.of(x), views.labels(y), views))
     assert steps == private.steps == 50
+
+
+# ------------------------------------------------------------------- the engine
+
+
+def run_with(averaged_views, **options):
+    model = model_of().float()
+    data = TensorDataset(images(40).float(), torch.arange(40) % 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"sample_rate": 0.1, "noise_multiplier": 0.0, "seed": 5} | options
+    return model, clipwise.make_private(model, optimizer, data, averaged_views=averaged_views, **settings)
+
+
+def plain_losses(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def test_the_engine_hands_out_rows_and_takes_their_mean():
+    model, private = run_with(Views(3, Crop(8, 2), Flip()))
+    assert private.views == 3
+    for x, y in private.loader:
+        assert len(x) == len(y) and len(x) % 3 == 0 and (y.view(-1, 3) == y.view(-1, 3)[:, :1]).all()
+        rows, labels = x.detach(), y.clone()
+        private.step(plain_losses(model, x, y))
+        break
+    assert private.steps == 1 and len(rows) == len(labels)
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_rows_that_are_alike_change_nothing(most):
+    """K times the same row is that row: the run is that of the engine without views, however batches are cut."""
+    found = []
+    for K in (1, 4):
+        model, private = run_with(K, max_physical_batch_size=most)
+        private._fingerprint = lambda: ""  # (views are part of it, and a seed gives them other draws)
+        private._key = private._key_from(5)
+        for batch in private.loader:
+            private.step(plain_losses(model, *batch))
+            if private.steps == 3:
+                break
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_losses_of_examples_are_not_those_of_rows():
+    model, private = run_with(2, sample_rate=0.9)
+    x, y = next(iter(private.loader))
+    with pytest.raises(StepError, match="2 an example"):
+        private.step(plain_losses(model, x, y)[::2])
+
+
+def test_coupled_views_are_still_found():
+    model, private = run_with(2, sample_rate=0.9)
+    x, y = next(iter(private.loader))
+    with pytest.raises(CoupledExamplesError):
+        private.step(plain_losses(model, x - x.mean(0), y))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
+def test_a_wrong_number_of_views_is_named(wrong):
+    with pytest.raises(ConfigurationError, match="averaged_views"):
+        run_with(wrong)
+
+
+def test_a_compiled_step_takes_views_too():
+    model, private = run_with(2)
+    step = private.compiled(lambda x, y: plain_losses(model, x, y))
+    for batch in private.loader:
+        step(*batch)
+    assert private.steps == private._scheme.steps_per_epoch
+
+
+def test_batches_of_another_form_are_refused_with_random_changes():
+    with pytest.raises(ConfigurationError, match="first entry"):
+        Views(2, Flip()).of_batch({"x": images(2)})
+    doubled = Views(2).of_batch({"x": images(2)})
+    assert len(doubled["x"]) == 4

@@ -1,9 +1,9 @@
 """Random changes of images, drawn for each example on its own, and averages over several of them.
 
     views = augment.Views(8, augment.Crop(32, padding=4), augment.Flip())
-    for x, y in private.loader:
-        losses = F.cross_entropy(model(views.of(x)), views.labels(y), reduction="none")
-        private.step(views.mean(losses))
+    private = make_private(..., averaged_views=views)
+    for x, y in private.loader:  # eight rows an example
+        private.step(F.cross_entropy(model(x), y, reduction="none"))
 
 Guarantee:
     An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.structure import map_tensors
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
 
@@ -92,6 +94,20 @@ class Views:
     def labels(self, y_B: Tensor) -> Tensor:
         """[B, ...] to [B K, ...]: each view has its example's label."""
         return y_B.repeat_interleave(self.count, 0)
+
+    def of_batch(self, batch: Any) -> Any:
+        """The views of a whole batch: of its inputs, which come first, with everything else for each view."""
+        if isinstance(batch, Tensor):
+            return self.of(batch)
+        if not self._draws:
+            return map_tensors(self.labels, batch)
+        if not isinstance(batch, (tuple, list)) or not batch or not isinstance(batch[0], Tensor):
+            raise ConfigurationError(
+                "Views with random changes needs batches whose first entry is a tensor of inputs, as in (inputs, "
+                "labels): let collate_fn make such, or give averaged_views=K and change the rows in your loop."
+            )
+        first, *others = batch
+        return type(batch)([self.of(first), *(map_tensors(self.labels, other) for other in others)])
 
     def mean(self, losses: Tensor) -> Tensor:
         """[B K] losses of views to [B] losses of examples."""

@@ -79,14 +79,15 @@ class CompiledStep:
         # Bounds that are learned would stay what they were, and so would random numbers.
         clipper = private._clipper
         is_constant = clipper.is_capturable and not (clipper.adapts or clipper.draws)
-        is_constant = is_constant and private._public_statistics is None  # which follow the weights
+        # Statistics follow the weights, and examples of several rows are not filled up.
+        is_constant = is_constant and private._public_statistics is None and private.views == 1
         self._stays_ordinary = not (is_constant and _can_capture(self._device))
 
     def __call__(self, *batch: Any) -> bool:
         """One step on the batch that `private.loader` handed out; returns whether the optimizer stepped."""
         private = self._private
         piece = private._require_open().awaited()
-        checks.require_rows(batch, piece.size)
+        checks.require_rows(batch, piece.size * private.views)
         batch = map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
         if piece.index_in_batch == 0:
             self._is_replaying = self._may_replay(batch)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from clipwise import accounting, checkpoint, checks, faults, fingerprint, statement
 from clipwise.about import About, versions
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
+from clipwise.augment import Views
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, BatchClipper, Clipper, PerExample, Site, Strategy, noised_parts
 from clipwise.compiled import CompiledStep
@@ -86,6 +87,7 @@ class Private:
         seed: int | None,
         cut: Cut | None,
         public_statistics: PublicStatistics | None,
+        views: Views | None,
         loader_options: Mapping[str, Any],
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
@@ -95,7 +97,7 @@ class Private:
         self._scheme, self._strategy, self._clipper = scheme, strategy, clipper
         self._users = cut if isinstance(cut, ByUser) else None
         self._parts, self._event = parts, event
-        self._public_statistics = public_statistics
+        self._public_statistics, self._views = public_statistics, views
         self._budget, self._delta = budget, delta
         self._ledger, self._resume_file = ledger, resume_file
         self._seeded = seed is not None
@@ -169,6 +171,7 @@ class Private:
         """
         piece = self._require_open().awaited()
         self._require_no_local_update("private.step")
+        losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
         if self._independence is not None:
@@ -336,6 +339,11 @@ class Private:
         return self._event.noise_multiplier
 
     @property
+    def views(self) -> int:
+        """How many rows the loader hands out for each example."""
+        return 1 if self._views is None else self._views.count
+
+    @property
     def divisor(self) -> float:
         """The public constant that the noised sum is divided by: the expected number of clipped vectors."""
         return self._clipper.divisor
@@ -492,7 +500,22 @@ class Private:
         self._require_loaded()
         self._refresh_statistics()
         self._buffers.remember()
-        return batch if self._independence is None else self._independence.mark(batch)
+        if self._independence is not None:
+            batch = self._independence.mark(batch)
+        return batch if self._views is None else self._views.of_batch(batch)
+
+    def _over_views(self, losses: Tensor, size: int) -> Tensor:
+        """One loss an example from those of its views."""
+        if self._views is None or (
+            self._strategy.is_coupled and isinstance(losses, Tensor) and losses.dim() == 0
+        ):
+            return losses
+        if not isinstance(losses, Tensor) or losses.shape != (size * self._views.count,):
+            raise StepError(
+                "losses must have one entry for each row that private.loader handed out: with averaged_views there "
+                f"are {self._views.count} an example. Their mean is taken here."
+            )
+        return self._views.mean(losses)
 
     def _refresh_statistics(self) -> None:
         """Public statistics follow the weights; their buffers hold nothing of private data."""
@@ -591,6 +614,7 @@ class Private:
             "parameters": _signature(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
+            **({} if self._views is None else {"averaged_views": self._views.count}),
             **(
                 {} if self._public_statistics is None else {"public_statistics": self._described_statistics()}
             ),
@@ -646,6 +670,7 @@ def make_private(
     adjacency: str | Adjacency | None = None,
     noise: str = "standard",
     max_physical_batch_size: int | None = None,
+    averaged_views: int | Views = 1,
     seed: int | None = None,
     ledger: str | os.PathLike[str] | Ledger | None = None,
     resume_file: str | os.PathLike[str] | None = None,
@@ -679,6 +704,9 @@ def make_private(
         noise: "standard": tail-exact Gaussian noise.
         max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Not for
             `Batch`, whose pieces are its mini-sets.
+        averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
+            each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
+            of one example. A number K hands each row out K times, for draws of your own.
         seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
             configuration, model or data set gets other noise from it, as far as those can be seen (of a data
             set that is not made of tensors, some records); another loss function does not: take a new seed.
@@ -747,6 +775,7 @@ def make_private(
             seed=seed,
             cut=cut,
             public_statistics=PublicStatistics.find(model),
+            views=_views(averaged_views),
             loader_options={
                 "max_physical_batch_size": max_physical_batch_size,
                 "num_workers": num_workers,
@@ -760,6 +789,17 @@ def make_private(
         if not isinstance(ledger, Ledger):
             book.close()
         raise
+
+
+def _views(averaged_views: object) -> Views | None:
+    if isinstance(averaged_views, Views):
+        return averaged_views
+    if isinstance(averaged_views, bool) or not isinstance(averaged_views, int) or averaged_views < 1:
+        raise ConfigurationError(
+            f"averaged_views={averaged_views!r} is not possible: give a whole number of at least 1, or "
+            "clipwise.augment.Views(K, ...)."
+        )
+    return None if averaged_views == 1 else Views(averaged_views)
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
