@@ -1,6 +1,7 @@
 """clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
 
-from clipwise import accounting, gradients, layers
+from clipwise import accounting, augment, gradients, layers, models
+from clipwise.averaged import AveragedParameters
 from clipwise.clipping import (
     Adaptive,
     Batch,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "Adjacency",
+    "AveragedParameters",
     "Batch",
     "BudgetExhausted",
     "ByNorm",
@@ -61,8 +63,10 @@ __all__ = [
     "Unit",
     "UnsupportedModelError",
     "accounting",
+    "augment",
     "check",
     "gradients",
     "layers",
     "make_private",
+    "models",
 ]

@@ -5,6 +5,9 @@ from clipwise.layers.batch_statistics import (
     recompute_statistics,
     without_running_statistics,
 )
+from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
+from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.l2_attention import L2Attention, L2Mixture
 from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_batchnorm import (
     PublicBatchNorm,
@@ -19,6 +22,11 @@ from clipwise.layers.tempered import TemperedSigmoid
 
 __all__ = [
     "BatchStatisticsNorm",
+    "BoundedGroupNorm",
+    "BoundedLayerNorm",
+    "ClipInput",
+    "L2Attention",
+    "L2Mixture",
     "NoisyWeights",
     "PublicBatchNorm",
     "PublicBatchNorm1d",
