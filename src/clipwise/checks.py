@@ -85,13 +85,14 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
         if module.training:
             raise UnsupportedModelError(
                 f"Layer {name!r} ({kind}) is in training mode: it mixes the examples of a batch, so one record moves "
-                "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or "
-                f"InstanceNorm, or freeze its statistics with .eval(). {_USE_BATCH}."
+                "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a layer "
+                "with public statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with "
+                f".eval(). {_USE_BATCH}."
             )
         if module.running_mean is None or _has_no_statistics(module):
             raise UnsupportedModelError(
                 f"Layer {name!r} ({kind}) keeps no running statistics, so it mixes the examples of a batch even in "
-                f".eval(). Replace it by GroupNorm, LayerNorm or InstanceNorm. {_USE_BATCH}."
+                f".eval(). Replace it by GroupNorm or LayerNorm (clipwise.layers.replace_batchnorm does). {_USE_BATCH}."
             )
     keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
     if keeps and module.training:
