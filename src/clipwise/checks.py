@@ -85,8 +85,8 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
         if module.training:
             raise UnsupportedModelError(
                 f"Layer {name!r} ({kind}) is in training mode: it mixes the examples of a batch, so one record moves "
-                "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a layer "
-                "with public statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with "
+                "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a "
+                "layer with public statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with "
                 f".eval(). {_USE_BATCH}."
             )
         if module.running_mean is None or _has_no_statistics(module):
