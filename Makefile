@@ -18,7 +18,7 @@ demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budg
 	$(BIN)/clipwise demo
 
 test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy and scipy, and no pytest
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.exactness

@@ -1,4 +1,11 @@
+import os
+
+import torch
 from hypothesis import settings
+
+# Several processes share the cores: each has one of its own, and none waits for another's threads.
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)
 
 # The same examples in every run: a failure is a change of the code, not of the dice. To look for new ones:
 # pytest --hypothesis-profile=default

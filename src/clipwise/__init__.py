@@ -13,6 +13,7 @@ from clipwise.clipping import (
     Quantile,
     RandomLayer,
     Released,
+    Sparse,
 )
 from clipwise.engine import Private, make_private
 from clipwise.errors import (
@@ -58,6 +59,7 @@ __all__ = [
     "RandomLayer",
     "Released",
     "Sampling",
+    "Sparse",
     "Spent",
     "StepError",
     "Unit",

@@ -24,6 +24,7 @@ from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_st
 from clipwise.augment import Views
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, BatchClipper, Clipper, PerExample, Site, Strategy, noised_parts
+from clipwise.clipping.sparse import without
 from clipwise.compiled import CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -212,6 +213,7 @@ class Private:
             faults.reached("step.before-update")
             self.optimizer.step()
             self._remember_written()
+            self._clipper.settle()
             self._refresh_statistics()  # so that the model can be evaluated as it is
         return is_released
 
@@ -241,6 +243,8 @@ class Private:
         gradients: Mapping[str, Tensor] = noised_sums
         if self._public_statistics is not None:
             gradients = self._public_statistics.correct(noised_sums)
+        if self._clipper.frozen:
+            gradients = without(gradients, self._clipper.frozen)
         for name, p in self._parameters.items():
             p.grad = gradients[name].to(p.dtype)
         self._remember_written()
@@ -498,6 +502,7 @@ class Private:
     def _hand_out(self, batch: Any) -> Any:
         self._require_open()
         self._require_loaded()
+        self._clipper.settle()  # for whoever steps the optimizer on their own
         self._refresh_statistics()
         self._buffers.remember()
         if self._independence is not None:

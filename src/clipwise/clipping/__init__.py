@@ -10,6 +10,7 @@ from clipwise.clipping.public import Public
 from clipwise.clipping.quantile import Quantile
 from clipwise.clipping.random_layer import RandomLayer
 from clipwise.clipping.released import Released
+from clipwise.clipping.sparse import Sparse
 from clipwise.clipping.strategy import Bound, Clipper, Site, Strategy, noised_parts
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RandomLayer",
     "Released",
     "Site",
+    "Sparse",
     "Strategy",
     "noised_parts",
 ]

@@ -21,6 +21,7 @@ from clipwise.clipping.choices import (
 )
 from clipwise.clipping.constants import Constants
 from clipwise.clipping.parts import Groups, Policy
+from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
 from clipwise.clipping.strategy import Bound, Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.rare import PutAside
@@ -57,6 +58,7 @@ class Batch(Strategy):
             model and the batch that was given to `private.step_sets`, may train the copy as long as it likes, and
             returns the change of each trainable parameter by name; or None, and then the change is what became of
             the copy. SGD with a learning rate of 1 adds the mean of the clipped changes to the weights.
+        sparse: `Sparse(...)` freezes entries that only hover within the noise.
 
     Guarantee:
         Adjacency: zero-out and replace-one, under every sampling scheme that knows the adjacency. Sensitivity of
@@ -75,11 +77,13 @@ class Batch(Strategy):
     parts: Groups | Policy = "all"
     split: Split = "optimal"
     local_update: LocalUpdate | None = None
+    sparse: Sparse | None = None
 
     is_coupled = True
 
     def __post_init__(self) -> None:
         require_max_norm(self.max_norm)
+        require_sparse(self.sparse)
         whole("mini_sets", self.mini_sets, least=1)
         if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
             raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
@@ -100,7 +104,7 @@ class Batch(Strategy):
                 "max_norm=Quantile(...) and policies that count examples are not for Batch, which clips mini-sets: "
                 "give a number, or use PerExample."
             )
-        return constants
+        return thinned(self.sparse, constants, site)
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
@@ -111,6 +115,7 @@ class Batch(Strategy):
             "parts": described_parts(self.parts),
             "split": self.split if isinstance(self.split, str) else dict(self.split),
             "local_update": None if self.local_update is None else _name(self.local_update),
+            **({} if self.sparse is None else {"sparse": self.sparse.describe()}),
         }
 
 
@@ -167,6 +172,13 @@ class BatchClipper(Clipper):
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
 
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        return self._constants.frozen
+
+    def settle(self) -> None:
+        self._constants.settle()
+
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         return self._restated(self._constants.learn(means, self.noise))
 
@@ -178,6 +190,7 @@ class BatchClipper(Clipper):
 
     def _clipped(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
+        vectors = without(vectors, self._constants.frozen)
         norms = {
             name: torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for name, g in vectors.items()
         }

@@ -21,6 +21,7 @@ class Constants:
         adapts: whether `learn` may change groups, norms or scales.
         alone: whether a vector takes part in one part only, drawn at random; see privacy.Part.
         share: of all vectors, how many each part is expected to hold; what the divisor is multiplied by.
+        frozen: entries that count 0 before the clip, by parameter: bool of its shape. None where none is given.
     """
 
     adapts: bool = False
@@ -35,6 +36,7 @@ class Constants:
     ) -> None:
         self.groups, self.norms, self.scales = groups, norms, dict(scales or {})
         self.bounds: tuple[Bound, ...] = ()
+        self.frozen: dict[str, Tensor] = {}
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
         """All bounds of a step, where a unit moves part k by at most `factor` times C_k."""
@@ -66,6 +68,9 @@ class Constants:
         `noise` is the standard deviation of the noise on each coordinate of the means; see `Clipper.noise`.
         """
         return False
+
+    def settle(self) -> None:
+        """Put frozen entries of the parameters back where they belong."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned so far, in plain types. It is public."""

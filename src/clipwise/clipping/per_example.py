@@ -20,6 +20,7 @@ from clipwise.clipping.choices import (
 )
 from clipwise.clipping.constants import Constants
 from clipwise.clipping.parts import Groups, Policy
+from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinned
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
@@ -29,6 +30,7 @@ from clipwise.privacy import Adjacency, Unit
 
 MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")
+_WRITTEN = ("instantiate", "vmap", "loop")  # methods that write every gradient out
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): keeps tiny gradients from being blown up
 _SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # a smaller one would be rounded by more than 2^-24
 
@@ -50,6 +52,8 @@ class PerExample(Strategy):
             pass; "loop": one pass an example, the reference; "auto" chooses. All give the same sum.
         products: the arithmetic of norms and sums. "ieee"; "tf32": TensorFloat-32 on CUDA; "auto": TF32 if
             `torch.set_float32_matmul_precision` allows it when `make_private` is called.
+        sparse: `Sparse(...)` freezes entries that only hover within the noise. Gradients are then written out:
+            method "instantiate" (which "auto" comes to), "vmap" or "loop".
 
     Guarantee:
         Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
@@ -72,9 +76,11 @@ class PerExample(Strategy):
     mode: str = "clip"
     method: str = "auto"
     products: str = "auto"
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         require_max_norm(self.max_norm)
+        require_sparse(self.sparse)
         for argument, value, allowed in (
             ("mode", self.mode, MODES),
             ("method", self.method, METHODS),
@@ -84,12 +90,18 @@ class PerExample(Strategy):
             if value not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise ConfigurationError(f"{argument}={value!r} is not known: use one of {choices}.")
+        if self.sparse is not None and self.method not in ("auto", *_WRITTEN):
+            choices = ", ".join(map(repr, _WRITTEN))
+            raise ConfigurationError(
+                f"method={self.method!r} does not go with sparse=Sparse(...): it finds norms without writing gradients "
+                f"out, and frozen entries cannot be left out of those. Use one of {choices}, or leave method out."
+            )
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model's trainable parameters."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"PerExample protects single records, not unit={str(site.unit)!r}.")
-        constants = constants_for(self.max_norm, self.parts, site)
+        constants = thinned(self.sparse, constants_for(self.max_norm, self.parts, site), site)
         return PerExampleClipper(self, site, constants, self._arithmetic(site.parameters))
 
     def _arithmetic(self, parameters: Parameters) -> Arithmetic:
@@ -106,6 +118,7 @@ class PerExample(Strategy):
             "parts": described_parts(self.parts),
             "split": self.split if isinstance(self.split, str) else dict(self.split),
             "mode": self.mode,
+            **({} if self.sparse is None else {"sparse": self.sparse.describe()}),
         }
 
 
@@ -119,6 +132,8 @@ class PerExampleClipper(Clipper):
         self.arithmetic, self.divisor = arithmetic, site.scheme.expected_size * constants.share
         self.adapts, self.draws = constants.adapts, constants.alone
         self._memory = Memory(arithmetic)
+        by_default = strategy.method == "auto" and strategy.sparse is not None
+        self._method = "instantiate" if by_default else strategy.method
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
         self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
         self._restated(True)
@@ -129,7 +144,9 @@ class PerExampleClipper(Clipper):
             total = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
             nobody = torch.zeros(0, dtype=torch.bool, device=losses.device)
             return total | self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
-        gradients = per_example_gradients(losses, self._parameters, self._memory, self._strategy.method)
+        gradients = per_example_gradients(losses, self._parameters, self._memory, self._method)
+        if self._constants.frozen:
+            gradients = active_only(gradients, self._constants.frozen, self._parameters)
         squares, errors = gradients.squared_norms(), gradients.squared_errors()
         groups, norms, scales = self._constants.groups, self._constants.norms, self._constants.scales
         for name, m in scales.items():  # |m g|^2 = m^2 |g|^2, rounded up
@@ -175,6 +192,13 @@ class PerExampleClipper(Clipper):
             return norm_B
         error_B = _sum(errors).sqrt()
         return torch.maximum(norm_B, (norm_B + error_B) / (1 + self.arithmetic.slack))
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        return self._constants.frozen
+
+    def settle(self) -> None:
+        self._constants.settle()
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         return self._restated(self._constants.learn(means, self.noise))

@@ -41,7 +41,8 @@ class Bound:
 
     A part without parameters is a number beside the gradient, such as a count.
     A part with `count_noise` gets noise of that standard deviation times the expected batch size; the others
-    share what the noise multiplier then leaves. `scales` and `alone` are those of `privacy.Part`.
+    share what the noise multiplier then leaves. `scales` and `alone` are those of `privacy.Part`. `size` is how many
+    entries of its parameters are released, if not all.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Bound:
     count_noise: float | None = None
     scales: tuple[float, ...] = ()
     alone: bool = False
+    size: int | None = None
 
 
 class Clipper(ABC):
@@ -82,6 +84,14 @@ class Clipper(ABC):
             for part in self.parts
             for name, m in zip(part.parameters, part.scales or (1.0,) * len(part.parameters), strict=True)
         }
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Entries that the sum holds 0 for and whose `.grad` is 0, by parameter: bool of its shape."""
+        return {}
+
+    def settle(self) -> None:  # noqa: B027 (most strategies freeze nothing)
+        """Put frozen entries of the parameters back, after an optimizer has moved them."""
 
     @abstractmethod
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -156,7 +166,7 @@ def noised_parts(
         assert all(b.alone for b in rest)
         divided = [z * b.sensitivity for b in rest]
     elif isinstance(split, str):
-        sizes = [sum(parameters[n].numel() for n in b.parameters) for b in rest]
+        sizes = [sum(parameters[n].numel() for n in b.parameters) if b.size is None else b.size for b in rest]
         divided = split_noise([b.sensitivity for b in rest], sizes, z, split)
     else:
         divided = _by_weights(rest, z, split)
