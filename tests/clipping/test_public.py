@@ -95,7 +95,9 @@ def test_it_states_its_name_and_size_and_never_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [TensorDataset(torch.zeros(3, 4)), BATCHES, None, "mnist", {"x": 1}], ids=repr
+    "given",
+    [TensorDataset(torch.zeros(3, 4)), BATCHES, None, "mnist", {"x": 1}],
+    ids=["data set", "batches", "none", "text", "mapping"],
 )
 def test_what_is_not_marked_as_public_is_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Somebody: public must be .* not a .*Public\(data, loss="):

@@ -106,7 +106,10 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         data.images("imagenet", train=True, folder=tmp_path)
 
 
-@pytest.mark.parametrize("broken", [b"", b"text", gzip.compress(b""), gzip.compress(b"\0\0\x09\1\0\0\0\1x")])
+BROKEN = [b"", b"text", gzip.compress(b""), gzip.compress(b"\0\0\x09\1\0\0\0\1x")]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=["empty", "text", "packed nothing", "packed end"])
 def test_a_broken_file_is_refused(mnist, broken):
     folder = mnist[0]
     (folder / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(broken)
