@@ -9,8 +9,8 @@ Run it on synthetic or public rows: what it says depends on them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, requ
 from clipwise.clipping import Strategy
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
+from clipwise.structure import evaluating
 
 Loss = Callable[..., Tensor]
 
@@ -126,7 +127,7 @@ def _removal(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, repo
     """
     everyone = torch.arange(size)
     random = _moved(_run(model, loss, batch), _run(model, loss, batch, seed=1), everyone)
-    with _evaluating(model) if random else nullcontext():
+    with evaluating(model) if random else nullcontext():
         before = _run(model, loss, batch)
         if _moved(before, _run(model, loss, batch, seed=1), everyone):
             report.notes.append("The losses are random even in .eval(): no example was taken out to test.")
@@ -161,17 +162,6 @@ def _run(model: nn.Module, loss: Loss, batch: Sequence[Any], seed: int = 0) -> T
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return loss(model, *batch)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _with_row(batch: Sequence[Any], place: int, size: int, source: int | None) -> tuple[Any, ...]:

@@ -1,11 +1,12 @@
-"""Tensors inside lists, tuples and mappings, as a loader hands them out."""
+"""What a batch is made of, as a loader hands it out, and the modes of what a model is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -28,3 +29,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, Mapping)):
         for member in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(member)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In this block the model is in `.eval()`: no dropout, and no running statistics of what runs through."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

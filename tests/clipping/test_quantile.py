@@ -202,7 +202,7 @@ def test_rounding_never_brings_a_step_below_its_event(z: float, room: float, nor
     clipper = strategy.attach(site(on))
     given_norms = dict(zip(on, norms, strict=True))
     clipper._constants.norms.update(given_norms)  # type: ignore[attr-defined]
-    clipper.bounds = clipper._bounds()  # type: ignore[attr-defined]
+    clipper._restate()  # type: ignore[attr-defined]
     for split in ("equal", "optimal"):
         parts = noised_parts(clipper.bounds, on, z, split, L)
         assert z <= effective_multiplier(parts) <= z * (1 + 1e-8)

@@ -19,10 +19,10 @@ from clipwise.clipping.choices import (
     described_parts,
     require_max_norm,
 )
-from clipwise.clipping.constants import Constants
+from clipwise.clipping.constants import ClipperByConstants, Constants
 from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
-from clipwise.clipping.strategy import Bound, Clipper, Site, Split, Strategy
+from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Unit
@@ -119,21 +119,17 @@ class Batch(Strategy):
         }
 
 
-class BatchClipper(Clipper):
+class BatchClipper(ClipperByConstants):
     """`Batch` for one model."""
 
     is_capturable = False
 
     def __init__(self, strategy: Batch, site: Site, constants: Constants) -> None:
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
-        self._constants = constants
-        self.adapts, self.draws = constants.adapts, constants.alone
-        self.divisor = _expected_mini_sets(strategy.mini_sets, site) * constants.share
         # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
         self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
         halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
-        self._factor = 1.0 if halves else 2.0
-        self.bounds = self._bounds()
+        super().__init__(constants, 1.0 if halves else 2.0, _expected_mini_sets(strategy.mini_sets, site))
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
@@ -171,22 +167,6 @@ class BatchClipper(Clipper):
     def putting_aside(self) -> Iterator[PutAside]:
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
-
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        return self._constants.frozen
-
-    def settle(self) -> None:
-        self._constants.settle()
-
-    def learn(self, means: Mapping[str, Tensor]) -> bool:
-        return self._restated(self._constants.learn(means, self.noise))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._constants.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        return self._restated(self._constants.load_state_dict(state))
 
     def _clipped(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
@@ -247,14 +227,6 @@ class BatchClipper(Clipper):
             name: deltas[name].detach().to(p.device) if name in deltas else torch.zeros_like(p)
             for name, p in self._parameters.items()
         }
-
-    def _restated(self, changed: bool) -> bool:
-        if changed:
-            self.bounds = self._bounds()
-        return changed
-
-    def _bounds(self) -> tuple[Bound, ...]:
-        return self._constants.bounds_with(self._factor)
 
 
 def _weight(norm: float, bound: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from clipwise.clipping.strategy import Bound
+from clipwise.clipping.strategy import Bound, Clipper
 
 
 class Constants:
@@ -79,3 +79,45 @@ class Constants:
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Go back to what a `state_dict` holds. Returns whether anything changed."""
         return False
+
+
+class ClipperByConstants(Clipper):
+    """A clipper whose bounds are its constants' norms times a factor, and change when those do.
+
+    Args:
+        constants: of the parts.
+        factor: by how many times C_k a unit can move part k.
+        vectors: how many clipped vectors a step is expected to have.
+    """
+
+    def __init__(self, constants: Constants, factor: float, vectors: float) -> None:
+        self._constants, self._factor = constants, factor
+        self.divisor = vectors * constants.share
+        self.adapts, self.draws = constants.adapts, constants.alone
+        self._restate()
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        return self._constants.frozen
+
+    def settle(self) -> None:
+        self._constants.settle()
+
+    def learn(self, means: Mapping[str, Tensor]) -> bool:
+        changed = self._constants.learn(means, self.noise)
+        if changed:
+            self._restate()
+        return changed
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._constants.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        changed = self._constants.load_state_dict(state)
+        if changed:
+            self._restate()
+        return changed
+
+    def _restate(self) -> None:
+        """Take over what follows from the constants."""
+        self.bounds = self._constants.bounds_with(self._factor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,10 @@ from clipwise.clipping.choices import (
     described_parts,
     require_max_norm,
 )
-from clipwise.clipping.constants import Constants
+from clipwise.clipping.constants import ClipperByConstants, Constants
 from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinned
-from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
+from clipwise.clipping.strategy import Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
@@ -122,21 +122,19 @@ class PerExample(Strategy):
         }
 
 
-class PerExampleClipper(Clipper):
+class PerExampleClipper(ClipperByConstants):
     """`PerExample` for one model."""
 
     def __init__(
         self, strategy: PerExample, site: Site, constants: Constants, arithmetic: Arithmetic
     ) -> None:
-        self._strategy, self._parameters, self._constants = strategy, site.parameters, constants
-        self.arithmetic, self.divisor = arithmetic, site.scheme.expected_size * constants.share
-        self.adapts, self.draws = constants.adapts, constants.alone
+        self._strategy, self._parameters, self.arithmetic = strategy, site.parameters, arithmetic
         self._memory = Memory(arithmetic)
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
-        self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
-        self._restated(True)
+        factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
+        super().__init__(constants, factor * (1 + arithmetic.slack), site.scheme.expected_size)
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
@@ -193,34 +191,13 @@ class PerExampleClipper(Clipper):
         error_B = _sum(errors).sqrt()
         return torch.maximum(norm_B, (norm_B + error_B) / (1 + self.arithmetic.slack))
 
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        return self._constants.frozen
-
-    def settle(self) -> None:
-        self._constants.settle()
-
-    def learn(self, means: Mapping[str, Tensor]) -> bool:
-        return self._restated(self._constants.learn(means, self.noise))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._constants.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        return self._restated(self._constants.load_state_dict(state))
-
-    def _restated(self, changed: bool) -> bool:
-        if changed:
-            self.bounds = self._bounds()
-            self._in_float32 = {
-                part
-                for part, names in self._constants.groups.items()
-                if all(self._parameters[name].dtype == torch.float32 for name in names)
-            }
-        return changed
-
-    def _bounds(self) -> tuple[Bound, ...]:
-        return self._constants.bounds_with(self._factor * (1 + self.arithmetic.slack))
+    def _restate(self) -> None:
+        super()._restate()
+        self._in_float32 = {
+            part
+            for part, names in self._constants.groups.items()
+            if all(self._parameters[name].dtype == torch.float32 for name in names)
+        }
 
     def _weights(self, norm_B: Tensor, bound: float) -> Tensor:
         if self._strategy.mode == "normalize":

@@ -52,10 +52,9 @@ class Alone(Constants):
 
     alone = True
 
-    @property
-    def share(self) -> float:  # type: ignore[override]
-        """1 / K of the vectors are expected in each part."""
-        return 1 / len(self.groups)
+    def __init__(self, groups: dict[str, list[str]], norms: dict[str, float]) -> None:
+        super().__init__(groups, norms)
+        self.share = 1 / len(groups)  # of the vectors are expected in each part
 
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
         """Which vectors each part holds; every vector is in exactly one."""

@@ -18,4 +18,4 @@ def require_every(every: object, who: str, never: bool = True) -> None:
 
 def period_of(every: Every, site: Site) -> int | None:
     """The number of releases between two times. An epoch is that of the sampling scheme; None is never."""
-    return site.scheme.steps_per_epoch if every == "epoch" else every  # type: ignore[return-value]
+    return site.scheme.steps_per_epoch if isinstance(every, str) else every

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 
@@ -27,15 +26,3 @@ def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 def placed(rows: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, ...]:
     """On the device and, if they are no ids, in the precision of a tensor of the model."""
     return tuple(x.to(at) if x.is_floating_point() else x.to(at.device) for x in rows)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this block the model is in `.eval()`: no dropout, and no running statistics of what runs through."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

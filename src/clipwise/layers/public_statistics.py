@@ -12,7 +12,8 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.inventory import Inventory
 from clipwise.layers.noisy_weights import NoisyWeights
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.layers.public_rows import as_rows, evaluating, placed
+from clipwise.layers.public_rows import as_rows, placed
+from clipwise.structure import evaluating
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of a layer's channels
 

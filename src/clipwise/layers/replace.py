@@ -16,8 +16,9 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm2d,
     PublicBatchNorm3d,
 )
-from clipwise.layers.public_rows import as_rows, evaluating, placed
+from clipwise.layers.public_rows import as_rows, placed
 from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.structure import evaluating
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
 _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
