@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from clipwise import FileLedger, PerExample, accounting
+from clipwise import FileLedger, PerExample, Sparse, accounting, make_private
 from clipwise.about import About, versions
 from clipwise.errors import LedgerError
 from clipwise.privacy import Adjacency, Entry, Event, Part, Sampling, Spent, Unit
@@ -291,3 +295,42 @@ def test_other_software_does_not_hinder_going_on(tmp_path: Path, monkeypatch: py
     said = of_ledger(tmp_path / "ledger")
     assert said.spent.steps == 4
     assert [found["torch"] for found in said.to_dict()["versions"]["run"]] == [versions()["torch"], "99"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_norm": {"rule": "decay", "max_norm": 1.0, "factor": 0.9, "every": "epoch"}},
+        {"parts": {"rule": "adaptive", "every": "epoch", "norms from": {"released": "gradients of the run"}}},
+        {"sparse": {"every": 100}},
+    ],
+)
+def test_bounds_that_change_are_said_to(changes: dict[str, Any]) -> None:
+    changing = replace(ABOUT, strategy={**(ABOUT.strategy or {}), **changes})
+    assert "bounds change by a public rule" in line(statement(about=changing), "sensitivity")
+    assert "bounds change" not in line(statement(), "sensitivity")
+
+
+def test_public_data_is_named() -> None:
+    parts = {"rule": "multipliers", "norms from": {"public": "simulated", "examples": 500}}
+    about = replace(ABOUT, strategy={**(ABOUT.strategy or {}), "parts": parts})
+    said = line(statement(about=about), "public data")
+    assert said.startswith("simulated (500 examples), for typical gradient norms")
+    assert line(statement(), "public data").startswith("none is known here")
+
+
+def test_frozen_entries_are_not_spelled_out() -> None:
+    model = nn.Linear(4, 2)
+    private = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        TensorDataset(torch.randn(60, 4), torch.randint(0, 2, (60,))),
+        clipping=PerExample(1.0, sparse=Sparse(every=10)),
+        batch_size=6,
+        noise_multiplier=3.0,
+    )
+    while private.steps < 20:
+        for x, y in private.loader:
+            private.step(F.cross_entropy(model(x), y, reduction="none"))
+    assert private._clipper.frozen  # so there is something to leave out
+    assert "entries" not in str(private.statement().to_dict()["strategy"])

@@ -628,7 +628,8 @@ class Private:
     def _about(self) -> About:
         """What a statement of this run needs and its releases do not tell."""
         return About(
-            strategy=self._described_strategy(),
+            # (Which entries are frozen follows from releases, and would be the longest line of the ledger.)
+            strategy={k: v for k, v in self._described_strategy().items() if k != "frozen"},
             public_statistics=self._described_statistics(),
             parts=self._parts,
             divisor=self._clipper.divisor,
@@ -711,7 +712,8 @@ def make_private(
             `Batch`, whose pieces are its mini-sets.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
             each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
-            of one example. A number K hands each row out K times, for draws of your own.
+            of one example. A number K hands each row out K times, for draws of your own. Views come from the operating
+            system, whatever `seed` is.
         seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
             configuration, model or data set gets other noise from it, as far as those can be seen (of a data
             set that is not made of tensors, some records); another loss function does not: take a new seed.

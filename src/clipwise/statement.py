@@ -183,6 +183,10 @@ class Statement:
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
         if any(not p.parameters for p in parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
+        elif wording.bounds_change(self.about.strategy or {}):
+            text += (
+                " (of the step that was next then: bounds change by a public rule, and the noise with them)"
+            )
         return text
 
     def _divisor(self) -> str:

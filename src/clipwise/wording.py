@@ -47,7 +47,10 @@ SEPARATE = (
 # With a known seed, which numbers a record's rows get depends on who else was drawn.
 RANDOM_LAYERS = "random layers and augmentations, such as dropout, draw from a generator whose seed is secret"
 
-OWNED = "all records of a user carry the same id, and no other user's records do"
+OWNED = (
+    "all records of a user carry the same id, and no other user's records do; the ids are public, and stay when "
+    "records are replaced"
+)
 
 _NEIGHBOURS: Mapping[str, str] = {
     "zero-out": "one {unit} replaced by an empty one (the number of {unit}s is public)",
@@ -104,3 +107,10 @@ def public_data(strategy: Mapping[str, Any], statistics: Mapping[str, Any] | Non
     if statistics and statistics.get("rows"):
         used.append(f"{statistics['rows']} rows, for the statistics of normalization layers")
     return f"{'; '.join(used) or NO_PUBLIC_DATA}: {TAKEN_AS_PUBLIC}"
+
+
+def bounds_change(strategy: Mapping[str, Any]) -> bool:
+    """Whether the bounds of a strategy are not the same in every step, though nothing is counted for them."""
+    norm, parts = strategy.get("max_norm"), strategy.get("parts")
+    follows = isinstance(parts, Mapping) and parts.get("every") is not None
+    return follows or (isinstance(norm, Mapping) and norm.get("rule") == "decay") or "sparse" in strategy

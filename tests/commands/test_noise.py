@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +71,11 @@ def test_largest_batch_for_so_many_epochs() -> None:
 )
 def test_what_it_refuses(options: list[Any], words: list[str]) -> None:
     refused(clipwise("noise", *options), *words)
+
+
+def test_it_draws_the_run_that_it_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--epsilon", 2, "--batch-size", 50, *DATA, "--epochs", 10]
+    assert clipwise("noise", *options, "--plot", tmp_path / "a.svg").exit_code == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    refused(clipwise("noise", *options, "--plot", tmp_path / "a.pdf"), ".png", ".svg")

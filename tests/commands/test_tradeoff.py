@@ -57,3 +57,10 @@ def test_a_plot_goes_with_json(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     json.loads(clipwise("tradeoff", *PLAN, "--json", "--plot", tmp_path / "a.png").stdout)
     assert (tmp_path / "a.png").exists()
+
+
+def test_it_has_the_table_of_all_accountants() -> None:
+    result = clipwise("tradeoff", *PLAN)
+    expected = accounting.epsilon(**RUN, delta=1e-5)
+    assert expected <= figure(result, "PLD") <= 1.001 * expected < figure(result, "RDP")
+    assert "the one that counts" in result.stdout

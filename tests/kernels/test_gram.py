@@ -102,3 +102,34 @@ def test_nothing_to_sum(way):
     square_B, mass_B = way(torch.randn(2, 0, 3), torch.randn(2, 0, 4), "tf32")
     assert square_B.tolist() == mass_B.tolist() == [0, 0]
     assert all(len(x) == 0 for x in way(torch.randn(0, 2, 3), torch.randn(0, 2, 4), "ieee"))
+
+
+@pytest.mark.parametrize(("T", "short"), [(1, 512), (5, 512), (130, 512), (130, 64), (200, 64), (600, 512)])
+@pytest.mark.parametrize("chunk", [16, 1536])
+def test_inner_products_hold_all_pairs_once(monkeypatch, T, short, chunk):
+    """Of long rows only the blocks on the diagonal and below it; of short ones everything. No GPU is needed."""
+    monkeypatch.setattr(gram, "_SHORT", short)
+    monkeypatch.setattr(gram, "_CHUNK", chunk)
+    torch.manual_seed(T)
+    x_BTm = torch.randn(3, T, 37)
+    found, first = gram.inner_products(x_BTm), gram._first_block(T)
+    expected = x_BTm.double() @ x_BTm.double().mT
+    assert found.shape == expected.shape and (first < T) == (short < T)
+    blocks = [(slice(0, first), slice(0, first)), (slice(first, T), slice(0, T))]
+    for rows_, columns in blocks:
+        torch.testing.assert_close(
+            found[:, rows_, columns].double(), expected[:, rows_, columns], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_rows_of_the_next_example_leave_no_trace():
+    """They are multiplied where the number of positions suits no kernel: even a NaN there stays where it is."""
+    torch.manual_seed(0)
+    x_BTm = torch.randn(4, 5, 8)
+    alone = gram.inner_products(x_BTm)
+    spoiled = x_BTm.clone()
+    spoiled[2] = float("nan")
+    found = gram.inner_products(spoiled)
+    kept = [0, 1, 3]
+    torch.testing.assert_close(found[kept], alone[kept], rtol=1e-6, atol=1e-6)
+    assert found[2].isnan().all()

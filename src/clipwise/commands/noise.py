@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from clipwise import accounting
+from clipwise import accounting, figures
 from clipwise.arguments import adjacency_of
 from clipwise.commands import accountants, plan
-from clipwise.commands.output import in_words, rounded_up, say, stdout
+from clipwise.commands.output import in_words, remark, rounded_up, say, stdout
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling, Unit
 
@@ -31,6 +32,9 @@ def noise(
     max_batch_size: plan.MaxBatchSize = None,
     mini_sets: plan.MiniSets = None,
     second_opinion: accountants.SecondOpinion = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw epsilon over the steps of that run to this file: .png or .svg.")
+    ] = None,
 ) -> None:
     """What keeps a run within a budget: the noise, the number of steps, or the batch size.
 
@@ -63,6 +67,9 @@ def noise(
     answer, run, multiplier = _solve(asked, epsilon, delta, noise_multiplier)
     history = run.history(multiplier)
     reached = accounting.epsilon_of(history, delta)
+    if plot is not None:
+        figures.epsilon_over_steps(history, delta, plot)
+        remark(f"Drawn to {plot}")
     say(f"{run}, noise multiplier {multiplier:g}")
     say(answer, style="bold")
     stdout().print(accountants.table_of(history, delta, second_opinion))

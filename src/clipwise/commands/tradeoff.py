@@ -12,7 +12,7 @@ from rich.table import Table
 
 from clipwise import figures
 from clipwise.about import plain
-from clipwise.commands import plan, subject
+from clipwise.commands import accountants, plan, subject
 from clipwise.commands.output import remark, rounded_up, say, stdout
 from clipwise.privacy import Sampling, Unit
 from clipwise.risk import Risk
@@ -33,6 +33,7 @@ def tradeoff(
     max_batch_size: plan.MaxBatchSize = None,
     mini_sets: plan.MiniSets = None,
     ledger: subject.Ledgers = None,
+    second_opinion: accountants.SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
 ) -> None:
@@ -79,6 +80,7 @@ def tradeoff(
         about.describe()
         say(f"Two data sets to tell apart: {neighbours(event.adjacency, event.unit)}.")
         stdout().print(_table(risk))
+        stdout().print(accountants.table_of(about.history, delta, second_opinion))
         say(_in_terms_of_mu(risk.mu))
 
 
