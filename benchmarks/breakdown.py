@@ -92,7 +92,8 @@ def main() -> int:
     made_by = f"python benchmarks/breakdown.py --device {device.type} --method {method} " + " ".join(
         f"--row {row}" for row in options.rows
     )
-    found = environment(device)
+    with at_its_best(device):
+        found = environment(device)
     versions = ", ".join(f"{k} {v}" for k, v in found.pop("versions").items())
     lines = ["# Where the time goes", "", "Made by:", "", f"    {made_by}", ""]
     lines += [*(f"- {key}: {value}" for key, value in found.items()), f"- {versions}", ""]

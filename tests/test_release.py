@@ -48,12 +48,17 @@ def test_a_large_sum_has_a_bucket_of_its_own() -> None:
     assert grouped([1, 2, 2 * ROOM, 3, ROOM - 3, 1]) == [[1, 2], [2 * ROOM], [3, ROOM - 3], [1]]
 
 
+def put(noise: Tensor, onto: Tensor | None, divisor: float) -> Tensor:
+    """What a draw does with a sum that is alone in its bucket."""
+    return noise if onto is None else noise.add_(onto.reshape(-1)).div_(divisor)
+
+
 def drawn_numbers(calls: list[tuple[int, int, torch.dtype]]) -> release.Draw:
     """Bucket k's noise is 1000 (k + 1), 1000 (k + 1) + 1, ..."""
 
-    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+    def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
         calls.append((bucket, size, dtype))
-        return 1000 * (bucket + 1) + torch.arange(size, dtype=dtype)
+        return put(1000 * (bucket + 1) + torch.arange(size, dtype=dtype), onto, divisor)
 
     return draw
 
@@ -80,9 +85,9 @@ def test_every_number_gets_its_own_noise_once(dtype: torch.dtype, divisor: float
 def test_results_of_a_bucket_lie_in_the_memory_of_its_noise() -> None:
     drawn: list[Tensor] = []
 
-    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+    def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
         drawn.append(torch.zeros(size, dtype=dtype))
-        return drawn[-1]
+        return put(drawn[-1], onto, divisor)
 
     first, second, third = noised([torch.ones(10), torch.ones(5), torch.ones(90)], draw, 2.0)
     assert len(drawn) == 2
@@ -94,9 +99,9 @@ def test_results_of_a_bucket_lie_in_the_memory_of_its_noise() -> None:
 def test_one_sum_in_float64_is_noised_in_float64_and_none_below_float32() -> None:
     dtypes: list[torch.dtype] = []
 
-    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+    def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
         dtypes.append(dtype)
-        return torch.full((size,), 1e-9, dtype=dtype)
+        return put(torch.full((size,), 1e-9, dtype=dtype), onto, divisor)
 
     wide = noised([torch.ones(2), torch.ones(3, dtype=torch.float64)], draw, 1.0)
     narrow = noised([torch.ones(2, dtype=torch.bfloat16)], draw, 1.0)
@@ -110,9 +115,9 @@ def test_sums_are_taken_out_of_the_list_on_the_way() -> None:
     sums = [torch.ones(ROOM) for _ in range(4)]
     left: list[int] = []
 
-    def draw(bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+    def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
         left.append(len(sums))
-        return torch.zeros(size, dtype=dtype)
+        return put(torch.zeros(size, dtype=dtype), onto, divisor)
 
     assert len(noised(sums, draw, 1.0)) == 4
     assert left == [3, 2, 1, 0] and sums == []
@@ -120,5 +125,21 @@ def test_sums_are_taken_out_of_the_list_on_the_way() -> None:
 
 def test_what_is_released_has_no_history() -> None:
     sums = [torch.ones(3, requires_grad=True) * 2]
-    (found,) = noised(sums, lambda bucket, size, dtype: torch.zeros(size, dtype=dtype), 1.0)
+    (found,) = noised(sums, drawn_numbers([]), 1.0)
     assert not found.requires_grad and found.grad_fn is None
+
+
+def test_only_a_sum_that_is_alone_and_plain_is_given_to_the_draw() -> None:
+    given: list[bool] = []
+
+    def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
+        given.append(onto is not None)
+        return put(torch.zeros(size, dtype=dtype), onto, divisor)
+
+    wide, turned = torch.ones(ROOM, dtype=torch.float64), torch.ones(10, ROOM // 10).t()
+    noised([torch.ones(ROOM), torch.ones(2), torch.ones(3), turned], draw, 2.0)
+    assert given == [True, False, False]
+    given.clear()
+    halves = noised([torch.ones(ROOM), wide], draw, 2.0)
+    assert given == [False, True]  # the first is not in the type of the noise
+    assert all((t == 0.5).all() for t in halves)

@@ -312,10 +312,20 @@ class _Captured:
             p.grad = grad
         self._private._remember_written()
 
-    def _draw(self, std: float, first: int, bucket: int, size: int, dtype: torch.dtype) -> Tensor:
+    def _draw(
+        self,
+        std: float,
+        first: int,
+        bucket: int,
+        size: int,
+        dtype: torch.dtype,
+        onto: Tensor | None,
+        divisor: float,
+    ) -> Tensor:
         if std == 0:
-            return torch.zeros(size, dtype=dtype, device=self._device)
-        return normals(self._keys[first + bucket], size, std, dtype)
+            nothing = torch.zeros(size, dtype=dtype, device=self._device)
+            return nothing if onto is None else torch.div(onto, divisor, out=nothing.view_as(onto)).view(-1)
+        return normals(self._keys[first + bucket], size, std, dtype, None, onto, divisor)
 
     def _clear(self) -> None:
         torch._foreach_zero_(self._sums)

@@ -301,9 +301,18 @@ class Private:
         return total
 
     def _draw(
-        self, std: float, label: str, device: torch.device, bucket: int, size: int, dtype: torch.dtype
+        self,
+        std: float,
+        label: str,
+        device: torch.device,
+        bucket: int,
+        size: int,
+        dtype: torch.dtype,
+        onto: Tensor | None,
+        divisor: float,
     ) -> Tensor:
-        return gaussian(self._key.derive(f"{label}/{bucket}"), size, std, device=device, dtype=dtype)
+        key = self._key.derive(f"{label}/{bucket}")
+        return gaussian(key, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
 
     # ------------------------------------------------------------- what it cost
 

@@ -145,8 +145,10 @@ def gaussian(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    onto: Tensor | None = None,
+    divisor: float = 1.0,
 ) -> Tensor:
-    """`size` independent values of N(0, std^2), a pure function of `key`.
+    """`size` independent values of N(0, std^2), a pure function of `key`; or (onto + those) / divisor, flat.
 
     On the CPU the result depends on nothing else (but for a numpy that draws otherwise), not even on the number of
     threads. On CUDA the noise of a key is another one, and its last bits are those of the device's own functions.
@@ -160,6 +162,8 @@ def gaussian(
         device: where the values are wanted.
         dtype: float32 or float64. Noise is never less precise than float32: for parameters of a lower
             precision, add it in float32 and round the noised sum.
+        onto: what the noise is put onto: `size` values of that type on that device, contiguous.
+        divisor: what the noised sum is divided by. It needs `onto`.
     """
     if len(key) != KEY_BYTES:
         raise ConfigurationError(f"key must be {KEY_BYTES} bytes: take it from NoiseKey.derive(label).")
@@ -174,8 +178,11 @@ def gaussian(
         )
     target = torch.device(device)
     if target.type == "cuda":
-        return _on_cuda(key, size, std, target, dtype)
-    return _on_cpu(key, size, std, dtype).to(target)
+        # 128 bits of the key count there: words from a counter, made into normals by Box-Muller.
+        words_4 = key_words(key).to(target, non_blocking=True)
+        return normals(words_4, size, std, dtype, target, onto, divisor)
+    noise = _on_cpu(key, size, std, dtype).to(target)
+    return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
 def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
@@ -230,11 +237,6 @@ def _stream(key: bytes, chunk: int) -> np.random.Generator:
     secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
     counter = np.array([0, chunk, *secret[2:]], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=secret[:2], counter=counter))
-
-
-def _on_cuda(key: bytes, size: int, std: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Words from a counter made into normals by Box-Muller, on the device: 128 bits of the key count there."""
-    return normals(key_words(key).to(device, non_blocking=True), size, std, dtype)
 
 
 def key_words(key: bytes) -> Tensor:

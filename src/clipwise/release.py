@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,13 @@ from clipwise.privacy import Part
 
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
 
-Draw = Callable[[int, int, torch.dtype], Tensor]  # the bucket, how many numbers, in which type
+
+class Draw(Protocol):
+    """Noise of a bucket, flat; with a tensor to put it onto, (onto + noise) / divisor."""
+
+    def __call__(
+        self, bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float
+    ) -> Tensor: ...
 
 
 def buckets(sizes: Sequence[int]) -> list[int]:
@@ -46,11 +53,14 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
     found: list[Tensor] = []
     for number, count in enumerate(buckets([t.numel() for t in sums])):
         bucket = [sums.pop(0) for _ in range(count)]
-        noise = draw(number, sum(t.numel() for t in bucket), dtype)
+        # A large sum alone is noised in one pass over memory, not three.
+        alone = bucket[0] if count == 1 and bucket[0].dtype == dtype and bucket[0].is_contiguous() else None
+        noise = draw(number, sum(t.numel() for t in bucket), dtype, alone, divisor)
         pieces = torch.split(noise, [t.numel() for t in bucket])
         views = [piece.view_as(t) for piece, t in zip(pieces, bucket, strict=True)]
-        torch._foreach_add_(views, bucket)
-        noise.div_(divisor)
+        if alone is None:
+            torch._foreach_add_(views, bucket)
+            noise.div_(divisor)
         found.extend(views)
     if scales:
         torch._foreach_div_(found, list(scales))

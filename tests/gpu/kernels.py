@@ -140,6 +140,12 @@ def check_noise() -> Verdicts:
         "noise: a short draw does not begin a long one",
         torch.equal(noise.normals(key, 1001, math.pi, torch.float32), rounded[:1001]),
     )
+    sums = torch.randn(1001, device=DEVICE)
+    onto = noise.normals(key, 1001, math.pi, torch.float32, None, sums, 7.3)
+    yield (
+        "noise: put onto a sum is another noise",
+        torch.allclose(onto, (rounded[:1001] + sums) / 7.3, 1e-6, 0),
+    )
     many = noise.normals(key, 2**26, 1.0, torch.float32)
     for power, mean, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
         moment = float(many.double().pow(power).mean())

@@ -203,3 +203,14 @@ def test_moments(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_no_noise(way):
     assert not way(KEY, 100, 0.0, torch.float32).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 1023, 2049])
+def test_noise_put_onto_a_sum_is_noise_added_and_divided(size, dtype):
+    sums = torch.randn(size, dtype=dtype)
+    before = sums.clone()
+    expected = (noise.normals(KEY, size, 0.7, dtype) + sums) / 7.3
+    found = noise.normals(KEY, size, 0.7, dtype, None, sums, 7.3)
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert found.shape == (size,) and torch.equal(sums, before)

@@ -38,9 +38,18 @@ _TWIN_PAIRS = 1 << 21  # pairs that the twin makes at a time: bounds its workspa
 
 
 def normals(
-    key_4: Tensor, size: int, std: float, dtype: torch.dtype, device: torch.device | None = None
+    key_4: Tensor,
+    size: int,
+    std: float,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    onto: Tensor | None = None,
+    divisor: float = 1.0,
 ) -> Tensor:
-    """`size` independent values of N(0, std^2), flat.
+    """`size` independent values of N(0, std^2), flat; with a tensor to put them onto, (onto + noise) / divisor.
+
+    The sum is taken where the noise is made, so that the noise itself never passes through memory. Each of the
+    three values is rounded to `dtype`, as if it did.
 
     Args:
         key_4: the step's key, int64[4], on the device. Two draws from one key are the same noise.
@@ -48,21 +57,27 @@ def normals(
         std: the standard deviation. It is a number, so a captured graph keeps it.
         dtype: torch.float32 or torch.float64.
         device: where to draw: the key's device, and no other.
+        onto: `size` values of that type on that device, contiguous; not written to.
+        divisor: a number, which a captured graph keeps as well.
     """
     assert key_4.dtype == torch.int64 and key_4.shape == (4,) and key_4.is_contiguous()
     assert dtype in (torch.float32, torch.float64)
     # "cuda" without a number is the current device: a name alone says no less than where the key is.
     assert device is None or torch.device(device).type == key_4.device.type
+    assert onto is None or (onto.numel() == size and onto.dtype == dtype and onto.is_contiguous())
     if not usable(key_4):
-        return normals_in_torch(key_4, size, std, dtype)
+        noise = normals_in_torch(key_4, size, std, dtype)
+        return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
     pairs = blocks(size, 2)
     out = torch.empty(2 * pairs, dtype=dtype, device=key_4.device)
     if pairs:
         # In memory, because Triton would pass a float as float32.
         std_1 = torch.full((1,), std, dtype=torch.float64, device=key_4.device)
+        divisor_1 = torch.full((1,), divisor, dtype=dtype, device=key_4.device)
         with device_of(key_4):
             _write_normals[(blocks(pairs, _BLOCK),)](
-                key_4, std_1, out, pairs, ROUNDS, _MULTIPLY_0, _MULTIPLY_2, _GROW_0, _GROW_1, _ANGLE, _BLOCK
+                *(key_4, std_1, out, out if onto is None else onto, divisor_1, pairs, size),
+                *(ROUNDS, _MULTIPLY_0, _MULTIPLY_2, _GROW_0, _GROW_1, _ANGLE, onto is not None, _BLOCK),
             )
     return out[:size]
 
@@ -109,16 +124,20 @@ def _write_normals(
     key: Pointer,
     std: Pointer,
     out: Pointer,
+    onto: Pointer,
+    divisor: Pointer,
     pairs: int,
+    size: int,
     ROUNDS: constexpr,
     MULTIPLY_0: constexpr,
     MULTIPLY_2: constexpr,
     GROW_0: constexpr,
     GROW_1: constexpr,
     ANGLE: constexpr,
+    ADD: constexpr,
     BLOCK: constexpr,
 ) -> None:
-    """Pairs BLOCK * program ... of the draw, stored side by side."""
+    """Pairs BLOCK * program ... of the draw, stored side by side; or the sums with them, divided."""
     j_P = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     secret = tl.load(key).to(tl.uint64, bitcast=True)
     upper = tl.load(key + 1).to(tl.uint64, bitcast=True)
@@ -141,4 +160,7 @@ def _write_normals(
     t_P = a_P.to(tl.float64) * ANGLE
     pair_P2 = tl.join(tl.cos(t_P) * r_P, tl.sin(t_P) * r_P)
     at_P2 = 2 * j_P[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(out + at_P2, pair_P2.to(out.dtype.element_ty), mask=(j_P < pairs)[:, None])
+    value_P2 = pair_P2.to(out.dtype.element_ty)
+    if ADD:  # the last pair may have a second half that belongs to nothing
+        value_P2 = (value_P2 + tl.load(onto + at_P2, mask=at_P2 < size, other=0.0)) / tl.load(divisor)
+    tl.store(out + at_P2, value_P2, mask=(j_P < pairs)[:, None])
