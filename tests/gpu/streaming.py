@@ -29,7 +29,7 @@ from tests.soundness.neighbours import attach
 VOCABULARY, WIDTH, HEADS, DEPTH = 50257, 768, 12, 12
 SHAPES = ((32, 256), (16, 1024))  # batch, positions
 ROUNDS, SETTLING = 7, 4
-CLOSE = 1e-2  # TF32 sums of the two methods, relative to their norm
+CLOSE = 2e-3  # TF32 sums of the two methods, relative to their norm
 
 
 class Block(nn.Module):
@@ -122,10 +122,16 @@ def costs(batch: int, positions: int) -> Verdicts:
             f"  B={batch} T={positions} {name:12} {milliseconds:8.1f} ms {peak / 2**30:6.2f} GiB   {ratios}"
         )
     one, other = (private(method)() for method in clippers)
-    worst = max(float((one[n] - other[n]).norm() / one[n].norm()) for n in one)
-    what = f"B={batch} T={positions} largest relative difference of a parameter's sum: {worst:.1e}"
+    # TF32 moves a sum by a part of its terms, which may cancel (a key's bias has no gradient at all): what counts
+    # is the part of the whole.
+    whole = torch.stack([t.norm() for t in one.values()]).norm()
+    apart = {n: float((one[n] - other[n]).norm()) for n in one}
+    worst = max(apart, key=lambda n: apart[n] / float(one[n].norm()))
+    print(f"  {worst} differs most: {apart[worst] / float(one[worst].norm()):.1e} of its own norm")
+    moved = float(torch.tensor(list(apart.values())).norm() / whole)
+    what = f"B={batch} T={positions} sums of the two methods are {moved:.1e} of their norm apart"
     print(f"  {what}")
-    yield what, worst <= CLOSE
+    yield what, moved <= CLOSE
 
 
 def small() -> tuple[nn.Module, Tensor, Memory]:

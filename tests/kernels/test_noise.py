@@ -200,6 +200,15 @@ def test_moments(way):
     assert stats.kstest(x.numpy(), "norm").pvalue > 1e-3
 
 
+def test_the_kernel_is_the_twin_in_every_eighth_of_the_circle():
+    size = 1 << 14
+    found = noise.normals(KEY, size, 1.0, torch.float64).view(-1, 2)
+    twin = noise.normals_in_torch(KEY, size, 1.0, torch.float64).view(-1, 2)
+    eighths = torch.atan2(twin[:, 1], twin[:, 0]).div(math.pi / 4).floor().long()
+    assert eighths.unique().tolist() == list(range(-4, 4))
+    torch.testing.assert_close(found, twin, rtol=4e-15, atol=4e-15)  # the twin rounds the angle
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_no_noise(way):
     assert not way(KEY, 100, 0.0, torch.float32).any()

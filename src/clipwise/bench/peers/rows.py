@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clipwise.bench.methods import AUTO
+from clipwise.bench.methods import AUTO, COMPILED
 from clipwise.bench.peers.bars import Bar, bars, floor_bars
 from clipwise.bench.workload import Setting
 from clipwise.errors import ConfigurationError
@@ -27,10 +27,11 @@ class Row:
     bars: tuple[Bar, ...]
 
 
-def _partial_rows(name: str, title: str, data: str, batch: int) -> tuple[Row, ...]:
+def _partial_rows(name: str, title: str, data: str, batch: int, *columns: str) -> tuple[Row, ...]:
     """A transformer of which few parameters are trained, next to plain training of the same ones."""
+    limits = tuple(Bar(column, 1.1) for column in columns)
     return tuple(
-        Row(f"{name}-{part}", f"{title}, only {part}", Setting(name, data, batch, part), (Bar(AUTO, 1.1),))
+        Row(f"{name}-{part}", f"{title}, only {part}", Setting(name, data, batch, part), limits)
         for part in ("biases", "lora", "head")
     )
 
@@ -51,7 +52,7 @@ ON_CUDA = (
         Row(name, f"{title}, B=128", Setting(name, "mnist", 128), bars(2.0, 1.5))
         for name, title in _RECURRENT
     ),
-    *_partial_rows("vit-b16", "ViT-B/16, B=128", "images-224", 128),
+    *_partial_rows("vit-b16", "ViT-B/16, B=128", "images-224", 128, AUTO, COMPILED),
 )
 ON_CPU = (
     Row("gpt2-mini", "GPT-2, 4 x 256, T=128, B=8", Setting("gpt2-mini", "text-128", 8), bars(1.5)),
@@ -63,13 +64,13 @@ ON_CPU = (
     Row("mlp", "MLP, B=512", Setting("mlp-2", "mnist", 512), floor_bars(1.2)),
     Row("mlp-4x1024", "4x1024 MLP, B=512", Setting("mlp-4x1024", "mnist", 512), floor_bars(1.2)),
     *(Row(name, f"{title}, B=128", Setting(name, "mnist", 128), bars(2.0)) for name, title in _RECURRENT),
-    *_partial_rows("vit-tiny", "ViT-tiny at 32 x 32, B=32", "images-32", 32),
+    *_partial_rows("vit-tiny", "ViT-tiny at 32 x 32, B=32", "images-32", 32, AUTO),
 )
 # Shows that it works, and nothing more.
 QUICK = (
     Row("mlp", "MLP, B=32", Setting("mlp-2", "mnist", 32), floor_bars(1.2)),
     Row("cnn", "CNN, B=8", Setting("cnn", "mnist", 8), floor_bars(1.2)),
-    _partial_rows("vit-tiny", "ViT-tiny at 32 x 32, B=2", "images-32", 2)[1],
+    _partial_rows("vit-tiny", "ViT-tiny at 32 x 32, B=2", "images-32", 2, AUTO)[1],
 )
 
 
