@@ -24,7 +24,6 @@ Legend: P pairs.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +179,7 @@ def _write_normals(
 
 
 @jit
-def _series(x: Any) -> Any:
+def _series(x: Pointer) -> Pointer:
     """Cosine and sine of |x| <= pi / 4 in float64, up to x^16 / 16! and x^15 / 15!."""
     y = x * x
     cos = y * (1 / 20922789888000) - 1 / 87178291200
