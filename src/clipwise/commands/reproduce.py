@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from clipwise.commands.output import say
-from clipwise.errors import ConfigurationError
+from clipwise.reproduce.papers import PAPERS
 from clipwise.reproduce.runner import Options
 from clipwise.reproduce.runner import reproduce as run
-
-PAPERS = ("batch-clipping",)
 
 
 def reproduce(
@@ -20,7 +18,7 @@ def reproduce(
     figure: Annotated[
         list[str] | None,
         typer.Option(
-            help="1 to 18, B (appendix B) or equal-epsilon; may be given several times. All if left out."
+            help="By name, such as 4, B (appendix B) or equal-epsilon; may be repeated. All if left out."
         ),
     ] = None,
     data: Annotated[
@@ -35,10 +33,17 @@ def reproduce(
     budget_seconds: Annotated[
         float | None, typer.Option(help="Stop after this time and keep what is finished.")
     ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
+    take: Annotated[
+        list[Path] | None, typer.Option(help="Take over the runs of another folder of results.")
+    ] = None,
     out: Annotated[
-        Path, typer.Option(help="The folder of the results. What is there is not run again.")
-    ] = Path("runs/batch-clipping"),
+        Path | None,
+        typer.Option(
+            help="The folder of the results; runs/PAPER if left out. What is there is not run again."
+        ),
+    ] = None,
 ) -> None:
     """Run the experiments of a paper again, with the true epsilon of every run.
 
@@ -52,11 +57,10 @@ def reproduce(
 
     The folder gets results.json and results.md. A command that was stopped goes on there.
     """
-    if paper not in PAPERS:
-        raise ConfigurationError(f"paper={paper!r} is not known: use one of {', '.join(map(repr, PAPERS))}.")
     run(
         Options(
-            out=out,
+            paper=paper,
+            out=out or Path("runs") / paper,
             figures=tuple(figure or ()),
             data=data,
             device=device,
@@ -64,7 +68,9 @@ def reproduce(
             epochs=epochs,
             quick=quick,
             budget_seconds=budget_seconds,
+            workers=workers,
             retry=retry,
+            take=tuple(take or ()),
         ),
         say,
     )

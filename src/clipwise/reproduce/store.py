@@ -22,7 +22,8 @@ class Store:
     Attributes:
         commands: that made the runs.
         environments: hardware and versions; a run names one by its place.
-        cells: the runs, by key.
+        cells: the runs, by key. Each has where it is `shown`, and an accuracy, or why it `failed`, or that it is
+            `unfinished` and how far it came.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,8 +43,36 @@ class Store:
         self._here = self.environments.index(environment)
 
     def add(self, key: str, cell: Cell) -> None:
-        """Keep a run, on disk at once."""
-        self.cells[key] = cell | {"environment": self._here}
+        """Keep a run, on disk at once. Where an earlier one with this key was shown, this one is."""
+        shown = self.cells.get(key, {}).get("shown", [])
+        self.cells[key] = cell | {"environment": self._here, "shown": shown}
+        self._write()
+
+    def show(self, key: str, place: dict[str, Any]) -> None:
+        """Note a place where a run is shown."""
+        shown = self.cells[key]["shown"]
+        if place not in shown:
+            shown.append(place)
+            self._write()
+
+    def take(self, other: Store) -> None:
+        """Take the runs of another folder over. Of runs with one key, a finished one goes before an unfinished one."""
+        for key, cell in other.cells.items():
+            mine = self.cells.get(key)
+            if mine is not None and not ("unfinished" in mine and "unfinished" not in cell):
+                cell = mine | {"shown": mine["shown"] + [p for p in cell["shown"] if p not in mine["shown"]]}
+                self.cells[key] = cell
+                continue
+            place = other.environments[cell["environment"]]
+            if place not in self.environments:
+                self.environments.append(place)
+            earlier = mine["shown"] if mine else []
+            shown = earlier + [p for p in cell["shown"] if p not in earlier]
+            self.cells[key] = cell | {"environment": self.environments.index(place), "shown": shown}
+        self.commands += [command for command in other.commands if command not in self.commands]
+        self._write()
+
+    def _write(self) -> None:
         stored = {
             "format": FORMAT,
             "commands": self.commands,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
+import warnings
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,49 +16,118 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
-from clipwise import layers, models
+from clipwise import checkpoint, layers, models
+from clipwise.bench.environment import device_of
 from clipwise.bench.limits import Deadline
-from clipwise.errors import ClipwiseError
+from clipwise.errors import CheckpointError, ClipwiseError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Part
 from clipwise.reproduce import strategies
-from clipwise.reproduce.pictures import Pictures
+from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
+from clipwise.reproduce.paper import Options, Task
+from clipwise.reproduce.pictures import Pictures, pictures
 from clipwise.reproduce.setting import Setting
+
+__all__ = ["DELTA", "OutOfTimeError", "train", "train_task"]
 
 DELTA = 1e-5
 _ROWS = 500  # that go through a model at a time, where nothing is trained
+_KEEP_AFTER = 10.0  # seconds since what is unfinished was kept last
 
 
-class OutOfTimeError(Exception):
-    """The time for the whole command is up in the middle of a run, which leaves no result."""
+def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> dict[str, Any]:
+    """A run on the data set that its setting names. What was kept of an earlier try is gone on with."""
+    try:
+        images = _loaded(task.setting.data, options.data, device_of(options.device), task.judged_by)
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
+    kept = unfinished / f"{hashlib.sha256(task.key.encode()).hexdigest()[:20]}.pt"
+    return train(task.setting, images, task.seed, deadline, kept)
 
 
-def train(setting: Setting, pictures: Pictures, seed: int, deadline: Deadline) -> dict[str, Any]:
+def train(
+    setting: Setting, pictures: Pictures, seed: int, deadline: Deadline, kept: Path | None = None
+) -> dict[str, Any]:
     """One run: accuracy on the part that it is judged by, read once; accuracy on the public part after each epoch.
 
     The seed is of the first weights only. It is published, so noise, batches and crops do not come from it.
+
+    Args:
+        kept: a file for what is unfinished, kept at the end of an epoch. A run that is stopped in the middle of one
+            goes on from the end of the one before. What came after that is lost; nobody has seen it.
     """
     device = pictures.private.tensors[0].device
     torch.manual_seed(seed)
     model = models.build(setting.model, norm=setting.norm, image_channels=pictures.look.channels).to(device)
+    earlier = _earlier(kept, device)
+    if earlier:
+        model.load_state_dict(earlier["model"])
     trainer = (
         _Openly(setting, model, pictures) if not setting.is_private else _Privately(setting, model, pictures)
     )
-    curve, norms, start = [], [], time.perf_counter()
-    for _ in range(setting.epochs):
-        model.train()
-        trainer.epoch(deadline)
-        trainer.decay()
-        curve.append(round(_accuracy(model, pictures, pictures.public), 4))
-        if setting.watches_norms:
-            norms.append(_norms(model, pictures, setting.batch_size))
+    told = _Told(**earlier["told"]) if earlier else _Told()
+    if earlier:
+        trainer.load_state_dict(earlier["trainer"])
+    last_kept = start = time.perf_counter()
+    before = told.seconds
+    try:
+        while len(told.curve) < setting.epochs:
+            began = time.perf_counter()
+            model.train()
+            trainer.epoch(deadline)
+            trainer.decay()
+            told.curve.append(round(_accuracy(model, pictures, pictures.public), 4))
+            if setting.watches_norms:
+                told.norms.append(_norms(model, pictures, setting.batch_size))
+            now = time.perf_counter()
+            told.seconds = before + now - start
+            # The next epoch takes as long as this one: is there time for it?
+            is_late = len(told.curve) < setting.epochs and deadline.left() < now - began
+            if kept is not None and (is_late or now - last_kept > _KEEP_AFTER):
+                state = {"model": model.state_dict(), "trainer": trainer.state_dict(), "told": vars(told)}
+                checkpoint.save(kept, state)
+                last_kept = now
+            if is_late:
+                raise OutOfTimeError
+    except OutOfTimeError:
+        raise OutOfTimeError(told.in_words()) from None
     trainer.settle()
     result = {
         "accuracy": _accuracy(model, pictures, pictures.held_out),
-        "public_accuracy_by_epoch": curve,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "seconds": round(time.perf_counter() - start, 1),
     }
-    return result | trainer.cost() | ({"norms_by_epoch": norms} if norms else {})
+    result |= told.in_words() | trainer.cost()
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    return result
+
+
+@dataclass
+class _Told:
+    """What a run tells about itself on the way."""
+
+    curve: list[float] = field(default_factory=list)
+    norms: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def in_words(self) -> dict[str, Any]:
+        """As results have it."""
+        found = {"public_accuracy_by_epoch": self.curve, "seconds": round(self.seconds, 1)}
+        return found | ({"norms_by_epoch": self.norms} if self.norms else {})
+
+
+@lru_cache(maxsize=2)
+def _loaded(name: str, folder: Path | None, device: torch.device, judged_by: str) -> Pictures:
+    return pictures(name, folder, device, judged_by=judged_by)
+
+
+def _earlier(kept: Path | None, device: torch.device) -> dict[str, Any]:
+    """What was kept of an earlier try; a file that cannot be read counts as none."""
+    if kept is None or not kept.exists():
+        return {}
+    try:
+        return checkpoint.load(kept)
+    except CheckpointError:
+        return {}
 
 
 class _Openly:
@@ -81,6 +155,14 @@ class _Openly:
 
     def settle(self) -> None:
         """Nothing is left to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model that going on takes."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._optimizer.load_state_dict(state)
 
     def cost(self) -> dict[str, Any]:
         """No privacy at all."""
@@ -134,6 +216,16 @@ class _Privately(_Openly):
             size = max(2, self._setting.batch_size // self._setting.mini_sets)
             batches = _pieces(self._pictures.public.tensors[0], size)
             layers.recompute_statistics(self._model, map(self._pictures.centred, batches))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model that going on takes; no secret."""
+        return self._private.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, with a fresh secret; the history comes along."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrivacyWarning)
+            self._private.load_state_dict(state)
 
     def cost(self) -> dict[str, Any]:
         """What was spent, by PLD."""

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from clipwise import accounting
-from clipwise.reproduce import appendix
+from clipwise.reproduce.batch_clipping import appendix
 
 LINES = {line.stated.sigma: line for line in appendix.recomputed()}
 

@@ -8,7 +8,10 @@ only rate times C matters.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from clipwise.reproduce.setting import Setting
+from clipwise.reproduce.store import Cell
 
 NAME = "equal-epsilon"
 EPSILONS = (1.0, 3.0, 8.0)
@@ -60,3 +63,12 @@ def trials(method: str, epsilon: float) -> list[Setting]:
         for size in BATCH_SIZES
         for rate in NOISE_RATES
     ]
+
+
+def chosen(tried: Iterable[Cell]) -> str | None:
+    """The key of the setting that did best on the validation part; None where no trial came through.
+
+    Runs may end in any order, so a tie is broken by the keys.
+    """
+    found = [(float(cell["accuracy"]), str(cell["setting"])) for cell in tried if "accuracy" in cell]
+    return max(found)[1] if found else None

@@ -1,0 +1,1 @@
+"""Nguyen et al.: batch clipping and adaptive layerwise clipping."""

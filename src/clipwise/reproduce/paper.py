@@ -1,0 +1,114 @@
+"""What a paper is to `clipwise reproduce`: which runs it asks for, how one is trained, and the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from clipwise.bench.limits import Deadline
+from clipwise.reproduce.setting import Setting
+from clipwise.reproduce.store import Cell, Store
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command was asked for.
+
+    Attributes:
+        paper: by its name.
+        out: the folder of the results.
+        figures: by name; all if empty.
+        data: the folder of data sets.
+        seeds: how many runs of each row of a figure.
+        epochs: at most so many, in place of what a row has.
+        quick: few rows, on the digits that ship with clipwise: shows that it works, not how well.
+        budget_seconds: stop after this time; what is not finished goes on later.
+        workers: how many runs at a time, each in a process of its own.
+        retry: run again what failed.
+        take: other folders of results, whose runs are taken over.
+    """
+
+    paper: str
+    out: Path
+    figures: tuple[str, ...] = ()
+    data: Path | None = None
+    device: str = "cpu"
+    seeds: int = 1
+    epochs: int | None = None
+    quick: bool = False
+    budget_seconds: float | None = None
+    workers: int = 1
+    retry: bool = False
+    take: tuple[Path, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """Without the names of folders, which mean nothing elsewhere."""
+        words = [f"clipwise reproduce {self.paper}", *(f"--figure {name}" for name in self.figures)]
+        words += ["--data DIR"] if self.data else []
+        words += [f"--device {self.device}", f"--seeds {self.seeds}"]
+        words += [f"--epochs {self.epochs}"] if self.epochs else []
+        words += [f"--workers {self.workers}"] if self.workers > 1 else []
+        return " ".join([*words, *(["--quick"] if self.quick else [])])
+
+    def asks_for(self, figure: str) -> bool:
+        """Whether a figure is wanted."""
+        return not self.figures or figure in self.figures
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is shown: one run may be in several places."""
+
+    figure: str
+    row: str
+    epochs_asked: int
+    quick: bool = False
+    budget: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, without what is not there."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: a setting and a seed, what it is judged by ("test" or "validation"), and where it is shown."""
+
+    setting: Setting
+    seed: int
+    judged_by: str
+    place: Place
+
+    @property
+    def key(self) -> str:
+        """Rows of several figures that are the same run share it."""
+        return f"{self.judged_by} {self.setting.key} seed={self.seed}"
+
+
+# From a task, the options, the time that is left and a place for what is unfinished to a result.
+Train = Callable[[Task, Options, Deadline, Path], Cell]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper's experiments.
+
+    Attributes:
+        name: as the command calls it.
+        figures: the names of what can be asked for, in the order in which it is run.
+        tasks: the runs that can begin now, in the order of their importance, from the options and the finished runs by
+            key. It is asked again whenever a run ends: what is chosen by results appears when these are there.
+        train: one run. It lies at the top of a module, so that other processes can find it.
+        page: the results as Markdown. The flag is whether it is the page of quick runs.
+        plots: writes pictures into a folder, and returns the files.
+    """
+
+    name: str
+    figures: tuple[str, ...]
+    tasks: Callable[[Options, Mapping[str, Cell]], Iterator[Task]]
+    train: Train
+    page: Callable[[Store, bool], str]
+    plots: Callable[[Store, bool, Path], list[Path]]
