@@ -50,7 +50,7 @@ def test_a_row_that_fails_is_told_and_the_others_run(tmp_path, fake):
 
 def test_settings_are_chosen_by_validation_and_tested_once_a_seed(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(paper, "QUICK_METHODS", ("IC, flat, group norm",))
-    rates = tuned.NOISE_RATES
+    rates = [s.noise_rate for s in tuned.trials("IC, flat, group norm", 8.0)]
     reproduce(Options("batch-clipping", tmp_path, figures=(tuned.NAME,), quick=True), said()[1])
     assert [(s.noise_rate, held_out) for s, held_out in fake] == [
         (rates[0], 144),

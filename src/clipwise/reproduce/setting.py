@@ -39,6 +39,7 @@ class Setting:
         learning_rate, decay: the rate, and by what it is multiplied after each epoch; or
         noise_rate: the rate is such that an update's noise has this standard deviation on a coordinate.
         augmented: whether images are cropped at random and flipped; views: how many views are averaged.
+        sparse_from: entries that go nowhere are frozen at the end of each epoch that begins after so many.
         local_rate: mini-sets make local SGD steps with momentum 0.9 at this rate, and the change is clipped.
         watches_norms: note the norms of layers after each epoch.
     """
@@ -64,6 +65,7 @@ class Setting:
     noise_rate: float | None = None
     augmented: bool = True
     views: int = 1
+    sparse_from: int | None = None
     local_rate: float | None = None
     watches_norms: bool = False
 
@@ -84,6 +86,11 @@ class Setting:
     def divisor(self) -> float:
         """How many clipped vectors a sum is expected to have."""
         return self.batch_size if self.clip == "example" else self.mini_sets
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all batches, or mini-sets, are of one size."""
+        return self.sampling == "fixed-size" and self.batch_size % self.mini_sets == 0
 
     def but(self, **changes: Any) -> Setting:
         """The same with some things changed."""

@@ -19,15 +19,15 @@ from clipwise.clipping.parts import Groups, Policy, group_parameters
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import Public
 from clipwise.clipping.random_layer import RandomLayer
+from clipwise.clipping.sparse import Sparse
 from clipwise.clipping.strategy import Strategy
 from clipwise.reproduce.pictures import Pictures
 from clipwise.reproduce.setting import GROUPS, Setting
 
 LOCAL_MOMENTUM, LOCAL_STEPS = 0.9, 4
-Loss = Callable[..., Tensor]
 
 
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def losses(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """One loss an image."""
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -38,6 +38,9 @@ def strategy(setting: Setting, pictures: Pictures) -> Strategy:
     if setting.norm_decay != 1:
         max_norm = Decay(setting.max_norm, setting.norm_decay)
     options = {"max_norm": max_norm, "parts": _parts(setting, pictures), "split": setting.split}
+    if setting.sparse_from is not None:
+        steps = -(-len(pictures.private) // setting.batch_size)  # of an epoch
+        options["sparse"] = Sparse(every="epoch", after=setting.sparse_from * steps)
     if setting.clip == "example":
         return PerExample(**options)
     update = None if setting.local_rate is None else _local_update(setting.local_rate)

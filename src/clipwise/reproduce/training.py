@@ -22,6 +22,7 @@ from clipwise.bench.limits import Deadline
 from clipwise.errors import CheckpointError, ClipwiseError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Part
 from clipwise.reproduce import strategies
+from clipwise.reproduce.graphed import Forward, graphed
 from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
 from clipwise.reproduce.paper import Options, Task
 from clipwise.reproduce.pictures import Pictures, pictures
@@ -56,9 +57,13 @@ def train(
             goes on from the end of the one before. What came after that is lost; nobody has seen it.
     """
     device = pictures.private.tensors[0].device
+    # The search for the fastest convolution pays where shapes repeat.
+    torch.backends.cudnn.benchmark = setting.sampling == "fixed-size"
     torch.manual_seed(seed)
     model = models.build(setting.model, norm=setting.norm, image_channels=pictures.look.channels).to(device)
-    earlier = _earlier(kept, device)
+    if device.type == "cuda" and setting.clip != "example":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as tensor cores take images
+    earlier = _earlier(kept)
     if earlier:
         model.load_state_dict(earlier["model"])
     trainer = (
@@ -120,7 +125,7 @@ def _loaded(name: str, folder: Path | None, device: torch.device, judged_by: str
     return pictures(name, folder, device, judged_by=judged_by)
 
 
-def _earlier(kept: Path | None, device: torch.device) -> dict[str, Any]:
+def _earlier(kept: Path | None) -> dict[str, Any]:
     """What was kept of an earlier try; a file that cannot be read counts as none."""
     if kept is None or not kept.exists():
         return {}
@@ -145,7 +150,7 @@ class _Openly:
             if len(rows) > 1:  # batch norm cannot take one
                 _require_time(deadline)
                 self._optimizer.zero_grad()
-                self._losses(x[rows], y[rows]).mean().backward()  # type: ignore[no-untyped-call]
+                self._losses(*self._ready(x[rows], y[rows])).mean().backward()  # type: ignore[no-untyped-call]
                 self._optimizer.step()
 
     def decay(self) -> None:
@@ -168,15 +173,26 @@ class _Openly:
         """No privacy at all."""
         return {"epsilon": None, "why_no_epsilon": "no privacy"}
 
-    def _losses(self, x: Tensor, y: Tensor) -> Tensor:
+    def _ready(self, x_BCHW: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Random views, standardised: [B, K, C, H, W], with the label of each example."""
+        views_KCHW = self._pictures.look.standardised(self._views.of(x_BCHW))
+        return views_KCHW.view(len(y_B), self._views.count, *views_KCHW.shape[1:]), y_B
+
+    def _losses(self, x_BKCHW: Tensor, y_B: Tensor) -> Tensor:
+        """One loss an example, the mean over its views. It draws nothing and waits for nothing: it can be captured."""
         views = self._views
-        return views.mean(
-            strategies.losses(self._model, self._pictures.look.standardised(views.of(x)), views.labels(y))
-        )
+        return views.mean(strategies.losses(self._forward, x_BKCHW.flatten(0, 1), views.labels(y_B)))
+
+    def _forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self._model(x)
+        return found
 
 
 class _Privately(_Openly):
-    """The same by the engine."""
+    """The same by the engine, in the fastest way that the strategy allows on the device.
+
+    Per-example clipping: a captured step. Batch clipping in batches of one size: captured passes of the model.
+    """
 
     def __init__(self, setting: Setting, model: nn.Module, pictures: Pictures) -> None:
         if setting.norm == "batch":
@@ -199,16 +215,21 @@ class _Privately(_Openly):
             rate = setting.noise_rate / _noise(self._private.parts(), setting.divisor, model)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
+        self._graphed: Forward | None = None
+        if setting.local_rate is None:
+            self._step = self._private.compiled(self._losses)
 
     def epoch(self, deadline: Deadline) -> None:
         """The steps of an epoch."""
         for x, y in self._private.loader:
             _require_time(deadline)
-            if self._setting.local_rate is None:
-                self._private.step(self._losses(x, y))
-            else:
-                views = self._views
-                self._private.step_sets((self._pictures.look.standardised(views.of(x)), views.labels(y)))
+            ready, labels = self._ready(x, y)
+            if self._setting.local_rate is not None:
+                self._private.step_sets((ready.flatten(0, 1), self._views.labels(labels)))
+                continue
+            if self._graphed is None and self._setting.clip == "batch" and self._setting.has_one_shape:
+                self._graphed = graphed(self._model, ready.flatten(0, 1))
+            self._step(ready, labels)
 
     def settle(self) -> None:
         """Statistics of batch norm, for evaluation, from public images."""
@@ -241,6 +262,9 @@ class _Privately(_Openly):
                 "adjacency": str(spent.adjacency),
                 "in_words": str(spent),
             }
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return super()._forward(x) if self._graphed is None else self._graphed(x)
 
     def _rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])

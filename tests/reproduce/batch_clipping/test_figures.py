@@ -68,10 +68,28 @@ def test_settings_that_differ_have_other_keys(field):
     assert usual.but(**{field: other}).key != usual.key
 
 
-def test_every_method_has_the_same_trials():
-    tried = [
-        [(s.batch_size, s.noise_rate, s.epsilon) for s in tuned.trials(method, 3.0)]
-        for method in tuned.METHODS
-    ]
-    assert all(trial == tried[0] for trial in tried) and len(tried[0]) == 8
-    assert {s.sampling for s in tuned.METHODS.values()} == {"poisson"}
+def test_every_method_has_as_many_trials():
+    tried = {method: tuned.trials(method, 3.0) for method in tuned.METHODS}
+    assert {len(trials) for trials in tried.values()} == {6}
+    assert {s.sampling for trials in tried.values() for s in trials} == {"poisson"}
+    assert {s.epsilon for trials in tried.values() for s in trials} == {3.0}
+
+
+@pytest.mark.parametrize("method", tuned.METHODS)
+def test_trials_are_walks_whatever_the_batch_size(method):
+    """rate sqrt(T) is the walk."""
+    for trial, walk in zip(tuned.trials(method, 1.0), tuned.WALKS * 2, strict=True):
+        steps = trial.epochs * 54_000 / trial.batch_size
+        assert trial.noise_rate * math.sqrt(steps) == pytest.approx(walk, rel=0.05)
+
+
+def test_the_page_has_every_strategy_and_the_flat_row_with_group_norm():
+    found = {(s.clip, s.parts) for s in tuned.METHODS.values()}
+    for parts in ("all", "enhanced", "groups", "multipliers", "multipliers-paper"):
+        assert {("batch", parts), ("example", parts)} <= found
+    assert ("batch", "zhang") in found
+    assert any(s.sparse_from for s in tuned.METHODS.values()) and any(
+        s.local_rate for s in tuned.METHODS.values()
+    )
+    first = next(iter(tuned.METHODS.values()))
+    assert (first.clip, first.parts, first.norm) == ("example", "all", "group")

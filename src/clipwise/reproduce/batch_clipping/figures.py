@@ -147,6 +147,10 @@ FIGURES: tuple[Figure, ...] = (
             "one random layer, privacy of sigma 2.5",
             LENET.but(parts="random-layer", sigma=2.5 / math.sqrt(_LAYERS)),
         ),
+        Row(
+            "FGC, sparse from half of the epochs, privacy of sigma 2.5",
+            LENET.but(parts="all", sigma=2.5 / math.sqrt(_LAYERS), sparse_from=25),
+        ),
         *_against_flat(LENET.but(sigma=2.5), _LAYERS),
         full=True,
     ),
