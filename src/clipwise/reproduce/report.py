@@ -57,9 +57,13 @@ def epsilon(cells: list[Cell]) -> str:
     """The most that any of them spent."""
     found = [cell["epsilon"] for cell in cells if cell.get("epsilon") is not None]
     if not found:
-        return next((cell["why_no_epsilon"] for cell in cells if "why_no_epsilon" in cell), "")
-    most = max(found)
-    return rounded_up(most) if most < _NO_PRIVACY else f"{most:.3g}: none in effect"
+        return next((str(cell["why_no_epsilon"]) for cell in cells if "why_no_epsilon" in cell), "")
+    return told(max(found))
+
+
+def told(value: float) -> str:
+    """An epsilon, and whether it promises anything."""
+    return rounded_up(value) if value < _NO_PRIVACY else f"{value:.3g}: none in effect"
 
 
 def epochs(cells: list[Cell], in_paper: int | None) -> str:
@@ -77,8 +81,8 @@ def how(store: Store) -> list[str]:
     """Commands, hardware and versions."""
     lines = [*(f"    {command}" for command in store.commands), ""]
     used = {cell["environment"] for cell in store.cells.values()}
-    told = (_environment(e) for place, e in enumerate(store.environments) if place in used)
-    return [*lines, f"On {'; '.join(dict.fromkeys(told))}.", ""] if used else lines
+    places = (_environment(e) for place, e in enumerate(store.environments) if place in used)
+    return [*lines, f"On {'; '.join(dict.fromkeys(places))}.", ""] if used else lines
 
 
 def _environment(found: dict[str, object]) -> str:

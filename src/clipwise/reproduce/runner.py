@@ -68,7 +68,7 @@ def _run(paper: Paper, options: Options, store: Store, say: Say) -> None:
                 grid.finished(task, cell)
                 where = f"{task.place.figure}: {task.place.row}"
                 say(f"{where}, {task.judged_by}, seed {task.seed}: {report.in_short(cell)}")
-    if grid.next(set()) is not None:
+    if not grid.is_complete:
         say("the time is up: the same command goes on where it stopped")
 
 
@@ -86,12 +86,23 @@ class _Grid:
                 continue
             if self._is_missing(task.key):
                 return task
-            self._store.show(task.key, task.place.to_dict())
+            if task.key in self._store.cells:
+                self._store.show(task.key, task.place.to_dict())
         return None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to run."""
+        return all(
+            "unfinished" not in self._store.cells.get(task.key, {"unfinished": True})
+            for task in self._paper.tasks(self._options, self._store.cells)
+        )
 
     def finished(self, task: Task, cell: Cell) -> None:
         """Keep what a run found."""
         self._tried.add(task.key)
+        if "unfinished" in cell and not cell.get("public_accuracy_by_epoch"):
+            return  # it has nothing to tell
         setting = task.setting
         told = {
             "setting": setting.key,
@@ -105,7 +116,5 @@ class _Grid:
     def _is_missing(self, key: str) -> bool:
         """An unfinished run goes on, once a command; a failed one if that is asked for."""
         cell = self._store.cells.get(key)
-        if cell is None:
-            return True
-        again = "unfinished" in cell or (self._options.retry and "failed" in cell)
+        again = cell is None or "unfinished" in cell or (self._options.retry and "failed" in cell)
         return again and key not in self._tried

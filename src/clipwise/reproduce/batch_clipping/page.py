@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from clipwise.privacy import rounded_up
 from clipwise.reproduce import report
-from clipwise.reproduce.batch_clipping import appendix, tuned
+from clipwise.reproduce.batch_clipping import appendix, conclusions, tuned
+from clipwise.reproduce.batch_clipping.budgets import budgets
 from clipwise.reproduce.batch_clipping.figures import FIGURES, Figure
 from clipwise.reproduce.report import Shown
-from clipwise.reproduce.store import Cell, Store
+from clipwise.reproduce.store import Store
 
 
 def markdown(store: Store, quick: bool) -> str:
@@ -28,7 +29,7 @@ def markdown(store: Store, quick: bool) -> str:
             lines += [*_figure(figure, shown), ""]
     if any(name == tuned.NAME for name, _, _ in shown):
         lines += [*_equal(shown), ""]
-    return "\n".join([*lines, *_appendix()]) + "\n"
+    return "\n".join([*lines, *_conclusions(shown), *_budgets(), *_appendix()]) + "\n"
 
 
 def _figure(figure: Figure, shown: Shown) -> list[str]:
@@ -72,20 +73,46 @@ def _equal(shown: Shown) -> list[str]:
     for method in dict.fromkeys(row for name, row, _ in shown if name == tuned.NAME):
         entries = []
         for budget in budgets:
-            entries.append(report.accuracy(finals(shown.get((tuned.NAME, method, budget), []))))
+            entries.append(report.accuracy(conclusions.finals(shown.get((tuned.NAME, method, budget), []))))
         lines.append(f"| {method} | " + " | ".join(entries) + " |")
     return lines
 
 
-def finals(cells: list[Cell]) -> list[Cell]:
-    """The tested runs of the setting that did best on the validation part; a failure where no trial came through."""
-    trials = [c for c in cells if c["judged_by"] == "validation"]
-    best = tuned.chosen(trials)
-    return (
-        trials[:1]
-        if best is None
-        else [c for c in cells if c["judged_by"] == "test" and c["setting"] == best]
-    )
+def _conclusions(shown: Shown) -> list[str]:
+    found = conclusions.sentences(shown)
+    if not found:
+        return []
+    return [
+        "## Where the conclusions hold",
+        "",
+        "Computed from the tables. With several seeds a difference shows if it is more than two standard errors; with "
+        "one seed, if it is more than two points.",
+        "",
+        *found,
+        "",
+    ]
+
+
+def _budgets() -> list[str]:
+    """Every setting of the paper with its true epsilon."""
+    lines = [
+        "## What the paper's settings guarantee",
+        "",
+        f"Epsilon by PLD at delta = {appendix.DELTA:g}, for batches of fixed size and a record replaced, of the noise "
+        "that the paper prints: 2 C_h sigma on each of L parts, so the joint multiplier is sigma / sqrt(L). Beside it, "
+        "if the whole gradient were one part with that sigma. Beyond a thousand it is an upper bound that says no more "
+        "than that there is no privacy.",
+        "",
+        "| data | network | sigma | m | epochs | L | epsilon | one part | figures |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in budgets():
+        s = line.setting
+        network = s.model + (", no norm" if s.norm == "none" else "")
+        entries = (s.data, network, f"{s.sigma:g}", f"{s.batch_size}", f"{line.epochs}", f"{line.parts}")
+        proven = (report.told(line.epsilon), report.told(line.flat_epsilon), ", ".join(line.figures))
+        lines.append(f"| {' | '.join((*entries, *proven))} |")
+    return [*lines, ""]
 
 
 def _appendix() -> list[str]:
