@@ -1,11 +1,14 @@
 """`clipwise reproduce` and `python -m clipwise.reproduce`."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from clipwise.commands.reproduce import reproduce as command
 from clipwise.errors import ConfigurationError
+from clipwise.reproduce.__main__ import main
 from clipwise.reproduce.batch_clipping import paper
 from clipwise.reproduce.store import Store
 
@@ -31,3 +34,21 @@ def test_the_quick_mode_runs(tmp_path, monkeypatch):
     text = (tmp_path / "results.md").read_text()
     assert "shows that everything works, and nothing else" in text
     assert "| ALC, sigma 2.5 | 50.38%, said to be 0.52-GDP |" in text and "| 2.5 | 1.513 | 1.514 |" in text
+
+
+def test_the_module_takes_the_same_options_without_typer(tmp_path):
+    """In a fresh process, in which typer, rich and matplotlib cannot be imported."""
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'matplotlib', 'dp_accounting'): sys.modules[name] = None\n"
+        "from clipwise.reproduce.__main__ import main\n"
+        f"sys.exit(main(['batch-clipping', '--quick', '--figure', '2', '--out', {str(tmp_path)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "wrote" in done.stdout and (tmp_path / "results.md").exists()
+
+
+def test_the_module_ends_with_a_clean_line_where_it_refuses(tmp_path, capsys):
+    assert main(["other", "--out", str(tmp_path)]) == 2
+    assert "error: paper='other' is not known" in capsys.readouterr().err

@@ -90,3 +90,71 @@ def test_a_run_without_privacy_learns_and_watches_norms(digits):
 def test_time_that_runs_out_within_a_run_leaves_no_result(digits):
     with pytest.raises(training.OutOfTimeError):
         training.train(SMALL, digits, 0, Deadline(0.0))
+
+
+class EndsAfter(Deadline):
+    """Time enough for so many looks at the clock."""
+
+    def __init__(self, looks):
+        super().__init__(None)
+        self._looks = looks
+
+    def left(self):
+        self._looks -= 1
+        return float("inf") if self._looks >= 0 else 0.0
+
+
+STEPS = 21  # of an epoch
+
+
+@pytest.mark.parametrize("clip", ["batch", "none"])
+@pytest.mark.parametrize("looks", [2 * STEPS + 1, 2 * STEPS + 5], ids=["between epochs", "within an epoch"])
+def test_a_run_that_was_stopped_goes_on(digits, tmp_path, monkeypatch, clip, looks):
+    """It is as long and costs as much as one that was never stopped, and keeps its falling rate."""
+    monkeypatch.setattr(training, "_KEEP_AFTER", -1.0)
+    openly = {"sigma": None, "parts": "all"} if clip == "none" else {}
+    setting, kept = SMALL.but(epochs=3, clip=clip, **openly), tmp_path / "kept.pt"
+    with pytest.raises(training.OutOfTimeError) as stopped:
+        training.train(setting, digits, 0, EndsAfter(looks), kept)
+    begun = stopped.value.progress["public_accuracy_by_epoch"]
+    assert len(begun) == 2 and kept.exists()
+    result = training.train(setting, digits, 0, Deadline(None), kept)
+    assert result["public_accuracy_by_epoch"][:2] == begun and len(result["public_accuracy_by_epoch"]) == 3
+    assert not kept.exists()
+    if clip == "batch":
+        whole = training.train(setting, digits, 0, Deadline(None))
+        assert (
+            (result["steps"], result["epsilon"])
+            == (whole["steps"], whole["epsilon"])
+            == (63, whole["epsilon"])
+        )
+        assert result["learning_rate_at_last"] == pytest.approx(0.025 * 0.9**3)
+
+
+def test_a_damaged_file_counts_as_none(digits, tmp_path):
+    kept = tmp_path / "kept.pt"
+    kept.write_bytes(b"no checkpoint")
+    assert training.train(SMALL, digits, 0, Deadline(None), kept)["steps"] == STEPS
+
+
+def test_entries_that_go_nowhere_are_frozen_late(digits):
+    setting = SMALL.but(sparse_from=1, epochs=2, sigma=2.5, norm="group")
+    model = models.build("bn_lenet5", norm="group")
+    trainer = training._Privately(setting, model, digits)
+    found = []
+    for _ in range(setting.epochs):
+        trainer.epoch(Deadline(None))
+        found.append(sum(int(f.sum()) for f in trainer._private._clipper.frozen.values()))
+    assert found[0] == 0 and found[1] > 1000
+
+
+def test_views_of_an_example_are_averaged(digits):
+    """As a captured step needs them: one row an example."""
+    setting = SMALL.but(clip="example", norm="group", views=3)
+    model = models.build("bn_lenet5", norm="group")
+    trainer = training._Privately(setting, model, digits)
+    x, y = (t[:4] for t in digits.private.tensors)
+    ready, labels = trainer._ready(x, y)
+    assert ready.shape == (4, 3, 1, 32, 32) and labels.shape == (4,)
+    each = torch.stack([trainer._losses(ready[:, [k]].repeat(1, 3, 1, 1, 1), labels) for k in range(3)])
+    torch.testing.assert_close(trainer._losses(ready, labels), each.mean(0))

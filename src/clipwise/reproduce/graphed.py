@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from clipwise.compiled import CaptureWarning
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -38,7 +41,9 @@ def graphed(model: nn.Module, example: Tensor) -> Forward:
     own = example.detach().clone(memory_format=torch.channels_last)  # batches are copied here
     try:
         replayed: Any = torch.cuda.make_graphed_callables(_Around(model), (own,))
-    except RuntimeError:
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"The model cannot be captured in CUDA graphs: {reason}", CaptureWarning, stacklevel=2)
         return model
     shape = example.shape
 

@@ -19,7 +19,8 @@ def in_short(cell: Cell) -> str:
     """A run in a line."""
     if "accuracy" not in cell:
         return _why_none(cell)
-    return f"{cell['accuracy']:.1%}, epsilon {epsilon([cell])}, {cell['seconds']:.0f} s"
+    speed = f" ({1000 * cell['seconds'] / cell['steps']:.1f} ms a step)" if cell.get("steps") else ""
+    return f"{cell['accuracy']:.1%}, epsilon {epsilon([cell])}, {cell['seconds']:.0f} s{speed}"
 
 
 def by_place(cells: Iterable[Cell], quick: bool) -> Shown:

@@ -13,6 +13,7 @@ import torch
 
 from clipwise.bench.environment import at_its_best, device_of
 from clipwise.bench.limits import Deadline, reason_of
+from clipwise.compiled import CaptureWarning
 from clipwise.errors import ConfigurationError
 from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
 from clipwise.reproduce.paper import Options, Task
@@ -89,9 +90,10 @@ def run(task: Task, options: Options, end: float | None) -> Cell:
 
 
 def _prepare() -> None:
-    """A new process: one thread, since there are as many processes as cores; no warnings twice."""
+    """A new process: one thread, since there are as many processes as cores. What makes it slow is told."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    warnings.simplefilter("default", CaptureWarning)
 
 
 def _pass_on(done: Future[Cell], given: Future[Cell]) -> None:

@@ -1,0 +1,83 @@
+"""Runs in several processes."""
+
+import json
+
+import pytest
+
+from clipwise.bench.limits import Deadline
+from clipwise.errors import ConfigurationError
+from clipwise.reproduce import training, workers
+from clipwise.reproduce.batch_clipping.paper import PAPER
+from clipwise.reproduce.outcome import OutOfTimeError
+from clipwise.reproduce.paper import Options
+from clipwise.reproduce.runner import reproduce
+from clipwise.reproduce.workers import Workers, WorkersLostError
+
+
+def options(folder, **given):
+    return Options("batch-clipping", folder, figures=("2",), quick=True, **given)
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    lines = []
+    reproduce(options(tmp_path, workers=2), lines.append)
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"].values()
+    assert len(cells) == 2 and not any("failed" in cell for cell in cells)
+    assert all(0 < cell["accuracy"] <= 1 and cell["shown"][0]["figure"] == "2" for cell in cells)
+    assert json.loads((tmp_path / "results.json").read_text())["commands"] == [
+        "clipwise reproduce batch-clipping --figure 2 --device cpu --seeds 1 --workers 2 --quick"
+    ]
+
+
+def test_a_process_that_is_lost_ends_the_command_and_keeps_the_rest(tmp_path, fake, monkeypatch):
+    begin = Workers.begin
+
+    def lose_the_second(self, task):
+        future = begin(self, task)
+        if len(fake) == 2:
+            future = type(future)()
+            future.set_exception(workers._lost(MemoryError()))
+        return future
+
+    monkeypatch.setattr(Workers, "begin", lose_the_second)
+    lines = []
+    store = reproduce(options(tmp_path), lines.append)
+    assert len(store.cells) == 1 and any("fewer --workers" in line for line in lines)
+    assert isinstance(workers._lost(MemoryError()), WorkersLostError)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_the_number_of_workers_is_looked_at(tmp_path, count):
+    with pytest.raises(ConfigurationError, match=f"workers={count}"):
+        Workers(options(tmp_path, workers=count), Deadline(None))
+
+
+def test_what_a_run_came_to_is_kept_when_the_time_is_up(tmp_path, monkeypatch):
+    def train(*_):
+        raise OutOfTimeError({"public_accuracy_by_epoch": [0.25]})
+
+    monkeypatch.setattr(training, "train", train)
+    task = next(PAPER.tasks(options(tmp_path), {}))
+    assert workers.run(task, options(tmp_path), None) == {
+        "unfinished": True,
+        "public_accuracy_by_epoch": [0.25],
+    }
+
+
+def test_an_unfinished_run_is_told_and_goes_on_with_the_next_command(tmp_path, fake, monkeypatch):
+    train = training.train
+
+    def too_long(*given):
+        train(*given)
+        raise OutOfTimeError({"public_accuracy_by_epoch": [0.25, 0.5]})
+
+    monkeypatch.setattr(training, "train", too_long)
+    lines = []
+    reproduce(options(tmp_path), lines.append)
+    assert len(fake) == 2, "each is tried once a command"
+    assert "| unfinished: 50.0 on the public tenth after 2 epochs |" in (tmp_path / "results.md").read_text()
+    assert any("the time is up" in line for line in lines)
+    monkeypatch.setattr(training, "train", train)
+    store = reproduce(options(tmp_path), lines.append)
+    assert len(fake) == 4 and all("accuracy" in cell for cell in store.cells.values())
+    assert "unfinished" not in (tmp_path / "results.md").read_text()
