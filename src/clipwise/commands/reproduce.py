@@ -49,7 +49,7 @@ def reproduce(
 
     For example, what figure 4 of the batch-clipping paper shows, on a GPU:
 
-        clipwise reproduce batch-clipping --figure 4 --data DIR --device cuda
+        clipwise reproduce batch-clipping --figure 4 --data DIR --device cuda --workers 8
 
     Or, without any data set, to see that it works:
 
