@@ -108,10 +108,14 @@ STEPS = 21  # of an epoch
 
 
 @pytest.mark.parametrize("clip", ["batch", "none"])
-@pytest.mark.parametrize("looks", [2 * STEPS + 1, 2 * STEPS + 5], ids=["between epochs", "within an epoch"])
-def test_a_run_that_was_stopped_goes_on(digits, tmp_path, monkeypatch, clip, looks):
+@pytest.mark.parametrize(
+    ("looks", "keep_after"),
+    [(2 * STEPS + 1, math.inf), (2 * STEPS + 5, -1.0)],
+    ids=["between epochs", "within an epoch"],
+)
+def test_a_run_that_was_stopped_goes_on(digits, tmp_path, monkeypatch, clip, looks, keep_after):
     """It is as long and costs as much as one that was never stopped, and keeps its falling rate."""
-    monkeypatch.setattr(training, "_KEEP_AFTER", -1.0)
+    monkeypatch.setattr(training, "_KEEP_AFTER", keep_after)
     openly = {"sigma": None, "parts": "all"} if clip == "none" else {}
     setting, kept = SMALL.but(epochs=3, clip=clip, **openly), tmp_path / "kept.pt"
     with pytest.raises(training.OutOfTimeError) as stopped:
