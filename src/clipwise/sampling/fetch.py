@@ -38,8 +38,12 @@ class Fetcher(Dataset[Any]):
 
     def __getitem__(self, indices: Indices) -> Any:
         if self._tensors is not None:
+            # Once for each device, and without waiting for what the device still does: numbers that leave ordinary
+            # memory are taken before the call returns.
             rows = torch.from_numpy(indices)
-            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+            places = {t.device for t in self._tensors}
+            moved = {place: rows.to(place, non_blocking=True) for place in places}
+            return [tensor.index_select(0, moved[tensor.device]) for tensor in self._tensors]
         if len(indices) == 0:
             return self.empty()
         return self._collate(self._records(indices.tolist()))
