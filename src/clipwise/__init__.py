@@ -1,12 +1,13 @@
 """clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
 
-from clipwise import accounting, augment, gradients, layers, models
+from clipwise import accounting, augment, gradients, layers, lipschitz, models
 from clipwise.averaged import AveragedParameters
 from clipwise.clipping import (
     Adaptive,
     Batch,
     ByNorm,
     Decay,
+    Lipschitz,
     Multipliers,
     PerExample,
     Public,
@@ -48,6 +49,7 @@ __all__ = [
     "Event",
     "FileLedger",
     "LedgerError",
+    "Lipschitz",
     "MemoryLedger",
     "Multipliers",
     "Part",
@@ -69,6 +71,7 @@ __all__ = [
     "check",
     "gradients",
     "layers",
+    "lipschitz",
     "make_private",
     "models",
 ]

@@ -22,6 +22,7 @@ from clipwise import accounting, checkpoint, checks, faults, fingerprint, statem
 from clipwise.about import About, versions
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
 from clipwise.augment import Views
+from clipwise.averaged import AveragedParameters
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, BatchClipper, Clipper, PerExample, Site, Strategy, noised_parts
 from clipwise.clipping.sparse import without
@@ -37,6 +38,7 @@ from clipwise.errors import (
 from clipwise.layers import PublicStatistics
 from clipwise.ledger import FileLedger, Ledger, MemoryLedger
 from clipwise.noise import NoiseKey, gaussian
+from clipwise.penalty import Penalty, add_penalty, require_penalty
 from clipwise.privacy import (
     Adjacency,
     Event,
@@ -89,6 +91,8 @@ class Private:
         cut: Cut | None,
         public_statistics: PublicStatistics | None,
         views: Views | None,
+        averages: AveragedParameters | None,
+        penalty: Penalty | None,
         loader_options: Mapping[str, Any],
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
@@ -99,6 +103,7 @@ class Private:
         self._users = cut if isinstance(cut, ByUser) else None
         self._parts, self._event = parts, event
         self._public_statistics, self._views = public_statistics, views
+        self._averages, self._penalty = averages, penalty
         self._budget, self._delta = budget, delta
         self._ledger, self._resume_file = ledger, resume_file
         self._seeded = seed is not None
@@ -110,6 +115,7 @@ class Private:
                 budget.recompute(ledger.history(), event, goes_on=False)
         self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
         self._epoch_secret, self._slot = b"", 0
+        self._followed = ledger.position  # releases whose update was taken in by what follows the weights
         self._partial: dict[str, Tensor] | None = None
         self._written: dict[str, tuple[Tensor, int]] = {}
         self._buffers = checks.BufferGuard(model)
@@ -128,12 +134,12 @@ class Private:
 
     # ----------------------------------------------------------------- the step
 
-    def step(self, losses: Tensor) -> bool:
+    def step(self, losses: Tensor, outputs: Tensor | None = None) -> bool:
         """`backward(losses)`, then `optimizer.step()` when the batch is complete.
 
         Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
         """
-        return self._updated(self.backward(losses))
+        return self._updated(self.backward(losses, outputs))
 
     def step_sets(self, batch: Any) -> bool:
         """The step of a strategy with a `local_update`, which is called on the batch; then as `step`.
@@ -156,12 +162,14 @@ class Private:
         self._require_untouched()  # the update has a copy to work on
         return self._updated(self._gather(piece, clipped))
 
-    def backward(self, losses: Tensor) -> bool:
+    def backward(self, losses: Tensor, outputs: Tensor | None = None) -> bool:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
 
         Args:
             losses: one loss for each example of the batch that `loader` handed out last. A strategy that clips
                 whole mini-sets takes their mean, or a single number.
+            outputs: what the model returned, of which the losses were computed. `Lipschitz` needs it; others do not
+                look at it.
 
         Returns:
             Whether the batch is complete and `.grad` written. With `max_physical_batch_size` or mini-sets a
@@ -177,7 +185,7 @@ class Private:
         self._begin(piece)
         if self._independence is not None:
             self._independence.examine(losses)
-        return self._gather(piece, self._clipper.clipped_sum(losses))
+        return self._gather(piece, self._clipper.sum_at_outputs(losses, outputs))
 
     def _begin(self, piece: Piece) -> None:
         """Before anything is computed from a piece of a batch."""
@@ -213,9 +221,19 @@ class Private:
             faults.reached("step.before-update")
             self.optimizer.step()
             self._remember_written()
-            self._clipper.settle()
-            self._refresh_statistics()  # so that the model can be evaluated as it is
+            self._follow_update()  # so that the model can be evaluated as it is
         return is_released
+
+    def _follow_update(self) -> None:
+        """Bring up to date what follows the released weights, once an optimizer has moved them, or anybody else."""
+        self._clipper.settle()
+        is_updated = self._followed != self._ledger.position
+        self._followed = self._ledger.position
+        if self._clipper.follow(is_updated):
+            self._parts = self._next_parts()
+        if is_updated and self._averages is not None:
+            self._averages.update()
+        self._refresh_statistics()
 
     def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
@@ -247,6 +265,8 @@ class Private:
             gradients = without(gradients, self._clipper.frozen)
         for name, p in self._parameters.items():
             p.grad = gradients[name].to(p.dtype)
+        if self._penalty is not None:
+            add_penalty(self._penalty, self._model, self._parameters)
         self._remember_written()
         self._clipper.parts = self._parts
         if self._clipper.learn(noised_sums):
@@ -357,6 +377,21 @@ class Private:
         return 1 if self._views is None else self._views.count
 
     @property
+    def averaged(self) -> AveragedParameters:
+        """The average of the released parameters: `with private.averaged.applied(): evaluate(model)`."""
+        if self._averages is None:
+            raise ConfigurationError("This run keeps no averages: give make_private(..., averaged=0.999).")
+        self._follow_update()
+        return self._averages
+
+    def on_limit(self) -> dict[str, bool]:
+        """Whether each parameter's weights sit on their max_weight_norm; nothing if the strategy clips no weights.
+
+        It follows from released weights and costs no privacy. A layer that sits there might do better with more room.
+        """
+        return self._clipper.on_limit()
+
+    @property
     def divisor(self) -> float:
         """The public constant that the noised sum is divided by: the expected number of clipped vectors."""
         return self._clipper.divisor
@@ -395,6 +430,7 @@ class Private:
             "seeded": self._seeded,
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
             "optimizer": self.optimizer.state_dict(),
+            **({} if self._averages is None else {"averaged": self.averaged.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -423,6 +459,8 @@ class Private:
         if mine.items() <= strategy.items() and self._clipper.load_state_dict(strategy):
             self._parts = self._next_parts()
         self.optimizer.load_state_dict(dict(state["optimizer"]))
+        if self._averages is not None and "averaged" in state:
+            self._averages.load_state_dict(state["averaged"])
         if is_new:
             self._ledger.import_history(history)
         self._slot, self._seeded = int(state["slot"]), self._seeded or bool(state["seeded"])
@@ -455,6 +493,7 @@ class Private:
             in_epoch = goes_on and not is_new and self._slot > 0
             self._budget.recompute(self._ledger.history(), self._event, goes_on=in_epoch)
         self._must_load, self._partial = False, None
+        self._followed = self._ledger.position
         self.loader.reset()
 
     def close(self) -> None:
@@ -511,8 +550,7 @@ class Private:
     def _hand_out(self, batch: Any) -> Any:
         self._require_open()
         self._require_loaded()
-        self._clipper.settle()  # for whoever steps the optimizer on their own
-        self._refresh_statistics()
+        self._follow_update()  # for whoever steps the optimizer on their own
         self._buffers.remember()
         if self._independence is not None:
             batch = self._independence.mark(batch)
@@ -629,6 +667,7 @@ class Private:
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
             **({} if self._views is None else {"averaged_views": self._views.count}),
+            **({} if self._penalty is None else {"penalty": getattr(self._penalty, "__qualname__", "given")}),
             **(
                 {} if self._public_statistics is None else {"public_statistics": self._described_statistics()}
             ),
@@ -686,6 +725,8 @@ def make_private(
     noise: str = "standard",
     max_physical_batch_size: int | None = None,
     averaged_views: int | Views = 1,
+    averaged: float | AveragedParameters | None = None,
+    penalty: Penalty | None = None,
     seed: int | None = None,
     ledger: str | os.PathLike[str] | Ledger | None = None,
     resume_file: str | os.PathLike[str] | None = None,
@@ -723,6 +764,10 @@ def make_private(
             each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
             of one example. A number K hands each row out K times, for draws of your own. Views come from the operating
             system, whatever `seed` is.
+        averaged: keep an average of the released parameters, `private.averaged`: the largest weight that the past has
+            in it, such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
+        penalty: a function from the model to a number, such as a norm of its weights, whose gradient is added after the
+            noise, over no batch size. It must not look at the data.
         seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
             configuration, model or data set gets other noise from it, as far as those can be seen (of a data
             set that is not made of tensors, some records); another loss function does not: take a new seed.
@@ -743,6 +788,7 @@ def make_private(
         checks.require_no_batch_statistics(model, strategy.is_coupled)
     if noise != "standard":
         raise ConfigurationError(f"noise={noise!r} is not known: use 'standard'.")
+    require_penalty(penalty)
     users = None if group is None else _users(group, strategy)
     unit = strategy.unit if users is None else Unit.USER
     records = Fetcher(dataset, collate_fn).dataset_size
@@ -765,7 +811,8 @@ def make_private(
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
-    clipper = strategy.attach(Site(model, parameters, relation, unit, scheme))
+    empty_batch = Fetcher(dataset, collate_fn).empty
+    clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
     parts = noised_parts(clipper.bounds, parameters, z, strategy.split, clipper.divisor)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
@@ -792,6 +839,8 @@ def make_private(
             cut=cut,
             public_statistics=PublicStatistics.find(model),
             views=_views(averaged_views),
+            averages=_averages(averaged, model),
+            penalty=penalty,
             loader_options={
                 "max_physical_batch_size": max_physical_batch_size,
                 "num_workers": num_workers,
@@ -816,6 +865,10 @@ def _views(averaged_views: object) -> Views | None:
             "clipwise.augment.Views(K, ...)."
         )
     return None if averaged_views == 1 else Views(averaged_views)
+
+
+def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
+    return AveragedParameters(model, averaged) if isinstance(averaged, (int, float)) else averaged
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:

@@ -83,6 +83,8 @@ class Statement:
             else "noise and sampling are as random as the operating system, and their key stays secret",
             wording.RANDOM_LAYERS,
         ]
+        if (self.about.strategy or {}).get("strategy") == "lipschitz":
+            found.append(wording.AS_TRACED)
         if len(self._releases()) > 1:
             found.append(
                 "how many steps of each kind to take was not decided by looking at what was released"
@@ -183,6 +185,10 @@ class Statement:
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
         if any(not p.parameters for p in parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
+        elif wording.follows_weights(self.about.strategy or {}):
+            text += (
+                " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
+            )
         elif wording.bounds_change(self.about.strategy or {}):
             text += (
                 " (of the step that was next then: bounds change by a public rule, and the noise with them)"

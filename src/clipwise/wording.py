@@ -38,6 +38,12 @@ NOT_COVERED = (
 
 INDEPENDENT = "each loss depends on its own example only"
 
+# Of a strategy that bounds the weights.
+AS_TRACED = (
+    "layers keep the bounds that are derived from the norms of their weights: proven for each kind of layer, and every "
+    "step's graph is compared with the one that they were derived for"
+)
+
 # Of a strategy that clips whole mini-sets.
 SEPARATE = (
     "what is computed of a mini-set depends on that mini-set, on what was released and on fresh random numbers only: "
@@ -80,6 +86,8 @@ def drawn(sampling: Sampling, unit: Unit) -> str:
 
 def summed(strategy: Mapping[str, Any], unit: Unit) -> str:
     """What a step releases with noise, as a strategy describes itself."""
+    if strategy.get("strategy") == "lipschitz":
+        return "the sum of gradients, each of them bounded by the norms of the weights"
     if strategy.get("strategy") != "batch":
         return "the clipped sum"
     what = "mean gradient" if strategy.get("local_update") is None else "local update"
@@ -111,6 +119,13 @@ def public_data(strategy: Mapping[str, Any], statistics: Mapping[str, Any] | Non
 
 def bounds_change(strategy: Mapping[str, Any]) -> bool:
     """Whether the bounds of a strategy are not the same in every step, though nothing is counted for them."""
+    if follows_weights(strategy):
+        return True
     norm, parts = strategy.get("max_norm"), strategy.get("parts")
     follows = isinstance(parts, Mapping) and parts.get("every") is not None
     return follows or (isinstance(norm, Mapping) and norm.get("rule") == "decay") or "sparse" in strategy
+
+
+def follows_weights(strategy: Mapping[str, Any]) -> bool:
+    """Whether the bounds of each step are derived from the weights that were released before it."""
+    return strategy.get("strategy") == "lipschitz" and not strategy.get("fixed")

@@ -4,6 +4,7 @@ from clipwise.clipping.adaptive import Adaptive
 from clipwise.clipping.batch import Batch, BatchClipper
 from clipwise.clipping.by_norm import ByNorm
 from clipwise.clipping.decay import Decay
+from clipwise.clipping.lipschitz import Lipschitz
 from clipwise.clipping.multipliers import Multipliers
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import Public
@@ -21,6 +22,7 @@ __all__ = [
     "ByNorm",
     "Clipper",
     "Decay",
+    "Lipschitz",
     "Multipliers",
     "PerExample",
     "Public",

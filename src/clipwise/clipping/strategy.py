@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +33,9 @@ class Site:
     adjacency: Adjacency
     unit: Unit
     scheme: Scheme
+    empty_batch: Callable[[], Any] | None = (
+        None  # a batch without records, which shows what batches look like
+    )
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Clipper(ABC):
         arithmetic: in which norms and sums are formed.
         adapts: whether `learn` may change the bounds.
         is_capturable: whether a batch may be filled up with other rows and gathered by a CUDA graph.
+        needs_outputs: whether it takes the model's outputs too, by `sum_at_outputs`.
         draws: whether it draws random numbers, from `secret`. The engine sets that for each piece of a batch.
         parts: of the last release, with their noise. The engine sets them before `learn`.
     """
@@ -72,6 +76,7 @@ class Clipper(ABC):
     arithmetic: Arithmetic = IEEE
     adapts: bool = False
     is_capturable: bool = True
+    needs_outputs: bool = False
     draws: bool = False
     secret: bytes = b""
     parts: tuple[Part, ...] = ()
@@ -92,6 +97,21 @@ class Clipper(ABC):
 
     def settle(self) -> None:  # noqa: B027 (most strategies freeze nothing)
         """Put frozen entries of the parameters back, after an optimizer has moved them."""
+
+    def follow(self, is_updated: bool) -> bool:
+        """Adapt to the weights as they are: after an update, or if anybody else has changed them.
+
+        They follow from releases. Returns whether `bounds` changed.
+        """
+        return False
+
+    def on_limit(self) -> dict[str, bool]:
+        """Whether each parameter sits on the limit that its weights are clipped to, if there is one."""
+        return {}
+
+    def sum_at_outputs(self, losses: Tensor, outputs: Tensor | None) -> dict[str, Tensor]:
+        """`clipped_sum`, for a strategy that looks at the model's outputs as well."""
+        return self.clipped_sum(losses)
 
     @abstractmethod
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:

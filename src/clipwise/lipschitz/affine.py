@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import Effort, Norms, Rounding, Rule
 
+_EPS = torch.finfo(torch.float64).eps
+_NOTHING = 1e-40  # what numbers below the smallest of float32 are rounded by
+
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -21,6 +24,8 @@ class LinearRule(Rule):
 
     |y| <= |W| |x| + sqrt(T) |b|; dW = sum_t g_t x_t^T, so |dW|_F <= |g| |x|; db = sum_t g_t, so |db| <= sqrt(T) |g|.
     """
+
+    has_lengths = True
 
     def __init__(self, module: nn.Linear, rounding: Rounding) -> None:
         self.module, self.rounding = module, rounding
@@ -40,6 +45,12 @@ class LinearRule(Rule):
 
     def limited(self, effort: Effort) -> dict[str, Tensor]:
         return _limited(self.module.weight, 1, self.module.bias, effort)
+
+    def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
+        return _lengths(norms, norm, self.module.bias)
+
+    def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
+        return _scaled(norms, factors, error)
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         (x,) = reaches
@@ -72,6 +83,8 @@ class ConvolutionRule(Rule):
     db = sum_p g_p, so |db| <= sqrt(P) |g|.
     """
 
+    has_lengths = True
+
     def __init__(
         self, module: Convolution, shape: Sequence[int], out: Sequence[int], rounding: Rounding
     ) -> None:
@@ -98,6 +111,12 @@ class ConvolutionRule(Rule):
 
     def limited(self, effort: Effort) -> dict[str, Tensor]:
         return _limited(self.module.weight, self.module.groups, self.module.bias, effort)
+
+    def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
+        return _lengths(norms, norm, self.module.bias)
+
+    def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
+        return _scaled(norms, factors, error, math.sqrt(self._cover))
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         (x,) = reaches
@@ -168,6 +187,30 @@ def _allowed(limit: float, side: int) -> dict[str, float]:
 def _limited(weight: Tensor, groups: int, bias: Tensor | None, effort: Effort) -> dict[str, Tensor]:
     norm = matrix_bound(weight, groups, effort)
     return {"weight": norm} | ({} if bias is None else {"bias": _length(bias, weight)})
+
+
+def _lengths(norms: Norms, norm: str, bias: Tensor | None) -> dict[str, float]:
+    length = norms["weight"] if norm == "spectral" else norms["frobenius"]
+    return {"weight": length} | ({} if bias is None else {"bias": norms["bias"]})
+
+
+def _scaled(
+    norms: Norms, factors: Mapping[str, float], error: float, gathered: float = 1.0
+) -> dict[str, float]:
+    """f W + E with |E| <= error |f W| number by number, so |E| <= |E|_F <= error f |W|_F in every norm.
+
+    `gathered` is what that becomes as an operator, which sees E in several windows: sqrt(cover).
+    """
+    found = dict(norms)
+    if "weight" in factors:
+        f = factors["weight"] * (1 + 4 * _EPS)
+        lost = error * norms["frobenius"]
+        found |= {name: f * (norms[name] + lost) + _NOTHING for name in ("weight", "frobenius", "rows")}
+        if "operator" in norms:
+            found["operator"] = f * (norms["operator"] + gathered * lost) + _NOTHING
+    if "bias" in factors:
+        found["bias"] = factors["bias"] * norms["bias"] * (1 + error + 4 * _EPS) + _NOTHING
+    return found
 
 
 def _length(bias: Tensor | None, like: Tensor) -> Tensor:

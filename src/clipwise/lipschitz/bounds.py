@@ -18,7 +18,7 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import EFFORTS, Effort
 from clipwise.lipschitz.shaping import JoinRule
-from clipwise.lipschitz.trace import Network
+from clipwise.lipschitz.trace import Network, Operation
 
 _SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
 
@@ -101,17 +101,25 @@ def bounds_of(
         raise ConfigurationError(
             f"effort={effort!r} is not known: use one of {', '.join(map(repr, EFFORTS))}."
         )
-    norms = _allowed_norms(network, limits) if limits is not None else _measured_norms(network, effort)
-    reaches = _forward(network, norms)
-    return _backward(network, norms, reaches, loss_constant)
+    norms = _allowed_norms(network, limits) if limits is not None else measured_norms(network, effort)
+    return bounds_from(network, norms, loss_constant)
 
 
 Measured = dict[str, dict[str, float]]  # by operation
 
 
-def _measured_norms(network: Network, effort: Effort) -> Measured:
-    """All norms of the weights, brought from the device in one go."""
-    tensors = {op.name: op.rule.measured(effort) for op in network.operations}
+def bounds_from(network: Network, norms: Measured, loss_constant: float) -> Bounds:
+    """The same, from norms that were measured before."""
+    return _backward(network, norms, _forward(network, norms), loss_constant)
+
+
+def measured_norms(
+    network: Network, effort: Effort, operations: Iterable[Operation] | None = None
+) -> Measured:
+    """All norms of the weights, brought from the device in one go; or those of some operations."""
+    tensors = {
+        op.name: op.rule.measured(effort) for op in (network.operations if operations is None else operations)
+    }
     names = [(op, name) for op, found in tensors.items() for name in found]
     if not names:
         return {op: {} for op in tensors}
@@ -127,8 +135,10 @@ def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
     found: Measured = {}
     for op in network.operations:
         given = [limits[full] for full in op.parameters.values() if full in limits]
-        if len(given) < len(op.parameters):
-            raise ConfigurationError(f"limits: give a norm for each parameter of {op.where!r}.")
+        if 0 < len(given) < len(op.parameters):
+            raise ConfigurationError(
+                f"limits: give a norm for each parameter of {op.where!r}, or for none if they are not trained."
+            )
         if given:
             found[op.name] = op.rule.allowed(max(given))
         else:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 _EPS = torch.finfo(torch.float64).eps
 _NOTHING = 1e-150
-_SMALL = 256  # up to this side, and for so many matrices, eigenvalues are quick on a CPU; they are nearly exact
+_SMALL = (
+    256  # up to this side, and for so many matrices, eigenvalues are quick on a CPU; they are nearly exact
+)
 _FEW = 8
 _ITERATIONS = (
     8  # Gram iterations: at most r^(1 / 2^9) above, which is 1.009 for rank 100, and mostly far less
@@ -54,7 +56,7 @@ def eigenvalue_bounds(a: Tensor, whole: Tensor) -> Tensor:
     if m == 1:
         return whole
     a = a / whole[..., None, None]
-    squares = torch.linalg.eigvalsh(a @ a.mH)[..., -1].clamp(min=0)
+    squares: Tensor = torch.linalg.eigvalsh(a @ a.mH)[..., -1].clamp(min=0)
     return whole * (squares * (1 + 16 * m * _EPS) + (4 * (n + 8) + 16 * m) * _EPS).sqrt() * (1 + 8 * _EPS)
 
 

@@ -53,6 +53,9 @@ class Rule(ABC):
     """
 
     rounding: Rounding
+    has_lengths: bool = (
+        False  # whether `lengths` and `scaled` are there: then one measurement serves clip and bounds
+    )
 
     def measured(self, effort: Effort) -> dict[str, Tensor]:
         """Norms of the current parameters, as float64 numbers on their device."""
@@ -65,6 +68,14 @@ class Rule(ABC):
     def limited(self, effort: Effort) -> dict[str, Tensor]:
         """For each parameter the norm that weight clipping limits; it may have one for each row."""
         return {}
+
+    def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
+        """The norms that weight clipping limits ("spectral" or "frobenius"), out of the measured ones."""
+        raise NotImplementedError
+
+    def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
+        """At least the norms after parameters were multiplied by these factors, each number up to a relative error."""
+        raise NotImplementedError
 
     @abstractmethod
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:

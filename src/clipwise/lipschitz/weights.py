@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.lipschitz.bounds import Measured, measured_norms
 from clipwise.lipschitz.rule import Effort
-from clipwise.lipschitz.trace import Network
+from clipwise.lipschitz.trace import Network, Operation
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
@@ -47,21 +49,72 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     embeddings row by row), a bias by its length. This is post-processing of released values. For Frobenius
     norms it is the projection onto the ball; spectral scaling is not, and may stop short of an optimum.
 
+    A parameter without a limit, because it is not trained, stays as it is.
+
     Returns:
         For each parameter its norm before over its limit, on its device: above 1 it was clipped. See `on_limit`.
     """
     if norm not in NORMS:
         raise ConfigurationError(f"norm={norm!r} is not known: use one of {', '.join(map(repr, NORMS))}.")
+    return _clip_operations_(network, network.operations, limits, norm)
+
+
+@torch.no_grad()
+def clip_and_measure_(
+    network: Network, limits: Mapping[str, float], norm: str, effort: Effort
+) -> tuple[Measured, dict[str, float]]:
+    """`clip_weights_`, and the norms of all weights afterwards, from one measurement wherever that will do.
+
+    A weight W that is multiplied by f has norms f times as large, up to the rounding of f W. Parameters with another
+    kind of clip, or with several uses, are clipped first and measured then.
+
+    Returns:
+        The norms, for `bounds_from`; and of each parameter its norm before over its limit.
+    """
+    uses = Counter(full for op in network.operations for full in op.parameters.values())
+    shared = [op for op in network.operations if _is_shared(op, uses, limits)]
+    apart = [op for op in network.operations if not _is_shared(op, uses, limits)]
+    parameters = _parameters(network)
+    before = _clip_operations_(network, apart, limits, norm)
+    norms = measured_norms(network, effort)
+    ratios = dict(zip(before, torch.stack(list(before.values())).tolist(), strict=True)) if before else {}
+    for op in shared:
+        factors: dict[str, float] = {}
+        for own, length in op.rule.lengths(norms[op.name], norm).items():
+            name = op.parameters[own]
+            goal = _goal(parameters[name], limits[name])
+            if goal < length < math.inf:  # what is not finite is refused by whoever takes the bounds
+                factors[own] = goal / length
+                parameters[name].mul_(factors[own])
+            ratios[name] = length / limits[name]
+        if factors:
+            # The factor is rounded, and then the product: by half a unit each.
+            error = 2 * max(torch.finfo(parameters[op.parameters[own]].dtype).eps for own in factors)
+            norms[op.name] = op.rule.scaled(norms[op.name], factors, error)
+    return norms, ratios
+
+
+def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, float]) -> bool:
+    """Whether one measurement serves the clip and the bounds."""
+    names = op.parameters.values()
+    return op.rule.has_lengths and all(uses[name] == 1 and name in limits for name in names)
+
+
+def _clip_operations_(
+    network: Network, operations: Iterable[Operation], limits: Mapping[str, float], norm: str
+) -> dict[str, Tensor]:
     effort: Effort = "frobenius" if norm == "frobenius" else "spectral"
-    parameters = dict(network.graph.named_parameters(remove_duplicate=False))
+    parameters = _parameters(network)
     found: dict[str, Tensor] = {}
-    for op in network.operations:
+    for op in operations:
+        if not any(name in limits for name in op.parameters.values()):
+            continue
         for own, length in op.rule.limited(effort).items():
             name = op.parameters[own]
+            if name not in limits:
+                continue
             p = parameters[name]
-            # Rounding adds at most eps |W|_F <= eps sqrt(rank) |W|.
-            rank = p.shape[0] if p.ndim else 1
-            goal = limits[name] * (1 - 4 * torch.finfo(p.dtype).eps * math.sqrt(rank))
+            goal = _goal(p, limits[name])
             scale = (goal / length).clamp(max=1)
             p.mul_(torch.where(length > goal, scale, 1.0).to(p.dtype))
             ratio = length.amax() / limits[name]
@@ -69,12 +122,27 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     return found
 
 
+def _parameters(network: Network) -> dict[str, Tensor]:
+    return dict(network.graph.named_parameters(remove_duplicate=False))
+
+
+def _goal(p: Tensor, limit: float) -> float:
+    """A little below the limit: rounding adds at most eps |W|_F <= eps sqrt(rank) |W|."""
+    rank = p.shape[0] if p.ndim else 1
+    return limit * (1 - 4 * torch.finfo(p.dtype).eps * math.sqrt(rank))
+
+
 def on_limit(ratios: Mapping[str, Tensor]) -> dict[str, bool]:
     """Whether each parameter sits on its limit. It follows from released values, and costs no privacy."""
     if not ratios:
         return {}
     values = torch.stack(list(ratios.values())).tolist()
-    return {name: value >= _ON for name, value in zip(ratios, values, strict=True)}
+    return {name: is_on_limit(value) for name, value in zip(ratios, values, strict=True)}
+
+
+def is_on_limit(ratio: float) -> bool:
+    """The same of a single norm over its limit."""
+    return ratio >= _ON
 
 
 def _require_positive(value: float) -> None:

@@ -1,0 +1,303 @@
+"""Bound the weights, not the gradients: what one example can do follows from the norms of the layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.clipping.outputs import Watch, gradients_at_outputs
+from clipwise.clipping.parts import Groups, described_groups, group_parameters
+from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.gradients.precision import chosen_arithmetic
+from clipwise.gradients.rare import PutAside
+from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz.bounds import Bounds, bounds_from, bounds_of
+from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
+from clipwise.lipschitz.matching import GraphMatch
+from clipwise.lipschitz.rule import Effort
+from clipwise.lipschitz.trace import Network, trace
+from clipwise.lipschitz.weights import (
+    NORMS,
+    MaxWeightNorm,
+    clip_and_measure_,
+    clip_weights_,
+    is_on_limit,
+    limits_of,
+)
+from clipwise.privacy import Adjacency, Unit
+from clipwise.structure import tensors_in
+
+_SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
+_LARGEST = 2.0**50  # of any value or gradient: its square is still a number in float32
+
+
+@dataclass(frozen=True)
+class Lipschitz(Strategy):
+    """Weight clipping (Lip-DP-SGD): layers of bounded norm give gradients of bounded norm, and nothing else is clipped.
+
+    Weights are clipped after each update. From their norms follow how large each value of the network can be, how
+    much a gradient can grow on its way back, and so the most that one example adds to each parameter's gradient:
+
+        X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
+
+    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is formed, so that a step costs what an
+    ordinary one costs. Other than a gradient that is clipped, a bounded one is not biased.
+
+    The model begins with a `layers.ClipInput(input_norm)`, or with an embedding of ids. A step takes what the model
+    returned as well: `private.step(losses, outputs=outputs)`.
+
+    Args:
+        max_weight_norm: C_k, the largest norm of each layer's weights and of each bias: one number, or a mapping from
+            the names of modules or parameters.
+        input_norm: X_1, that of the `ClipInput`. None for a model of ids.
+        norm: by which weights are clipped. "frobenius" is a projection; "spectral" leaves more room, but may stop
+            short of the best weights. The bounds use spectral norms in both cases.
+        fixed: bounds from the C_k alone, the same in each step (Fix-Lip-DP-SGD), and not from the weights as they are.
+        temperature: tau of the softmax cross-entropy -log softmax(z / tau)_y, if no `loss` is given.
+        split: how the noise is divided over the parts: "optimal", "equal", or a weight for each part.
+        loss: a `lipschitz.BoundedLoss`. Its constant bounds each example's gradient at the model's output, which is
+            clipped to it: another loss, or one that is scaled, is bounded too.
+        parts: what gets noise of its own: "tensor", each parameter, which with the optimal split needs the least
+            noise; "layer", "all", or groups of names.
+        tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
+        input_shape: of one example. By default that of the first tensor of a batch.
+
+    Guarantee:
+        Adjacency: zero-out (sensitivity Delta_k of part k) and replace-one (2 Delta_k), under every sampling scheme
+        that knows the adjacency. Unit: one record. Delta_k follows from the weights before the step, which were
+        released, and from public constants. It may change from step to step; the noise follows, the multiplier stays.
+        Assumptions: an example's row of the model's input depends on that example only (probed on the first batches,
+        not proven). That the model treats each row by itself is shown by its trace, and every step compares the graph
+        that ran with the trace. Each loss depends on its own outputs only (compared in every step, as far as a
+        gradient shows it). Norms are certified upper bounds in float64, with room for the rounding of the network's
+        own arithmetic; the sum over B examples is formed in that arithmetic, which moves it by less than B u Delta_k,
+        u = 2^-24 in float32. An example that is not finite counts as 0.
+    """
+
+    max_weight_norm: MaxWeightNorm
+    input_norm: float | None
+    norm: str = "spectral"
+    fixed: bool = False
+    temperature: float = 1.0
+    split: Split = "optimal"
+    loss: BoundedLoss | None = None
+    parts: Groups = "tensor"
+    tight: bool = False
+    input_shape: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm not in NORMS:
+            choices = ", ".join(map(repr, NORMS))
+            raise ConfigurationError(f"norm={self.norm!r} is not known: use one of {choices}.")
+        if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
+            raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        if self.input_norm is not None:
+            ClipInput(self.input_norm)  # refuses what is no norm
+        if self.loss is None:
+            SoftmaxCrossEntropy(self.temperature)
+        elif not isinstance(self.loss, BoundedLoss):
+            raise ConfigurationError(
+                f"loss must be a clipwise.lipschitz.BoundedLoss, which knows its constant, not "
+                f"{type(self.loss).__name__}: for instance lipschitz.SoftmaxCrossEntropy(temperature=2.0)."
+            )
+        elif self.temperature != 1:
+            raise ConfigurationError(
+                "temperature belongs to the softmax cross-entropy that is taken without `loss`: give it to the loss."
+            )
+
+    @property
+    def bounded_loss(self) -> BoundedLoss:
+        """The loss whose constant is used: from outputs and targets to one loss an example."""
+        return SoftmaxCrossEntropy(self.temperature) if self.loss is None else self.loss
+
+    def attach(self, site: Site) -> Clipper:
+        """Trace the model, clip its weights, and bound its gradients; or refuse what has no bound, by name."""
+        if site.unit is not Unit.RECORD:
+            raise ConfigurationError(f"Lipschitz protects single records, not unit={str(site.unit)!r}.")
+        device = next(iter(site.parameters.values())).device
+        arithmetic = chosen_arithmetic(device)
+        network = trace(site.model, self._shape(site), arithmetic)
+        self._require_input_norm(network)
+        _require_reached(network, site.parameters)
+        return LipschitzClipper(self, site, network)
+
+    def _shape(self, site: Site) -> tuple[int, ...]:
+        if self.input_shape is not None:
+            return tuple(self.input_shape)
+        first = next(tensors_in(site.empty_batch()), None) if site.empty_batch is not None else None
+        if first is None or first.dim() == 0 or len(first) != 0:
+            raise ConfigurationError(
+                "Lipschitz: the shape of one example cannot be read off the data set: give input_shape, for "
+                "instance Lipschitz(..., input_shape=(1, 28, 28))."
+            )
+        return tuple(first.shape[1:])
+
+    def _require_input_norm(self, network: Network) -> None:
+        """What the model clips its inputs to is what was asked for."""
+        clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
+        if clips and self.input_norm is None:
+            raise ConfigurationError(
+                f"input_norm: give {clips[0].max_norm:g}, that of the model's ClipInput."
+            )
+        if not clips and self.input_norm is not None:
+            raise ConfigurationError(
+                f"input_norm={self.input_norm:g}, but the model has no ClipInput: it begins with an embedding of ids. "
+                "Give input_norm=None."
+            )
+        for clip in clips:
+            if clip.max_norm != self.input_norm:
+                raise ConfigurationError(
+                    f"input_norm={self.input_norm:g}, but the model clips its inputs to {clip.max_norm:g} "
+                    "(ClipInput): give the same number to both."
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types."""
+        limits = self.max_weight_norm
+        return {
+            "strategy": "lipschitz",
+            "max_weight_norm": dict(limits) if isinstance(limits, Mapping) else limits,
+            "input_norm": self.input_norm,
+            "norm": self.norm,
+            "fixed": self.fixed,
+            "loss": repr(self.bounded_loss),
+            "parts": described_groups(self.parts),
+            "split": self.split if isinstance(self.split, str) else dict(self.split),
+            "tight": self.tight,
+        }
+
+
+class LipschitzClipper(Clipper):
+    """`Lipschitz` for one model."""
+
+    is_capturable = False
+    needs_outputs = True
+
+    def __init__(self, strategy: Lipschitz, site: Site, network: Network) -> None:
+        self._strategy, self._parameters, self._network = strategy, site.parameters, network
+        self.arithmetic = network.rounding.arithmetic
+        self.divisor = site.scheme.expected_size
+        # Replacing a record takes one bounded gradient out of the sum and puts another one in.
+        self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
+        self._groups = group_parameters(strategy.parts, site.parameters)
+        limits = limits_of(network, strategy.max_weight_norm)
+        self._limits = {name: limits[name] for name in site.parameters}
+        self._constant = strategy.bounded_loss.constant(network.output_shape)
+        self._clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
+        self._match = GraphMatch(network)
+        self._watch = Watch([*network.graph.parameters(), *network.graph.buffers()])
+        self._ratios: dict[str, float] = {}
+        self.follow(is_updated=True)
+
+    # ------------------------------------------------------------------ bounds
+
+    def follow(self, is_updated: bool) -> bool:
+        """After an update: clip the weights, and derive the bounds of the next step from them."""
+        if not is_updated and not self._watch.has_changed():
+            return False
+        certified = self._fixed_bounds() if self._strategy.fixed else self._current_bounds()
+        _require_representable(certified, self._network.input)
+        self.bounds = tuple(
+            Bound(part, tuple(names), self._factor * max(certified.together(names), _SMALLEST))
+            for part, names in self._groups.items()
+        )
+        self._watch.remember()
+        return True
+
+    def on_limit(self) -> dict[str, bool]:
+        """Whether each parameter's norm was at its limit or above, when it was clipped last."""
+        return {name: is_on_limit(ratio) for name, ratio in self._ratios.items()}
+
+    def _current_bounds(self) -> Bounds:
+        effort: Effort = "tight" if self._strategy.tight else "spectral"
+        norms, self._ratios = clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
+        return bounds_from(self._network, norms, self._constant)
+
+    def _fixed_bounds(self) -> Bounds:
+        found = clip_weights_(self._network, self._limits, self._strategy.norm)
+        self._ratios = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        for name, ratio in self._ratios.items():
+            if not math.isfinite(ratio):
+                raise UnsupportedModelError(
+                    f"Lipschitz: the weights {name!r} are not finite: take a smaller learning rate."
+                )
+        return bounds_of(self._network, self._constant, limits=self._limits)
+
+    # ------------------------------------------------------------------- a step
+
+    def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
+        """Not without outputs."""
+        raise StepError(
+            "Lipschitz bounds gradients from the model's output on: call private.step(losses, outputs=outputs) with "
+            "outputs = model(x), of which the losses were computed. (private.compiled has no place for them.)"
+        )
+
+    def sum_at_outputs(self, losses: Tensor, outputs: Tensor | None) -> dict[str, Tensor]:
+        """sum_i J_i^T [g_i]_L: the gradient at each output, clipped to the loss's constant L, and one backward pass."""
+        if outputs is None:
+            return self.clipped_sum(losses)
+        if len(losses) == 0:
+            return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        self._require_as_bounded()
+        self._match.require(outputs)
+        gradients, rows = gradients_at_outputs(losses, outputs, self._parameters)
+        # An example with several rows, such as views, counts as one: each row has its share.
+        gradients = clip_output_gradients(gradients, self._constant / rows)
+        with self.arithmetic.products():
+            found = torch.autograd.grad(outputs, list(self._parameters.values()), gradients)
+        return {
+            name: g.to_dense() if g.is_sparse else g for name, g in zip(self._parameters, found, strict=True)
+        }
+
+    def _require_as_bounded(self) -> None:
+        """The bounds are for these weights, these clips and this arithmetic."""
+        if self._watch.has_changed():
+            raise StepError(
+                "The weights were changed between the draw of a batch and private.step: the bounds are for the weights "
+                "before. Change them before the next batch is drawn."
+            )
+        for clip in self._clips:
+            if clip.max_norm != self._strategy.input_norm:
+                raise StepError(
+                    f"max_norm of the model's ClipInput was changed to {clip.max_norm:g}: make a new private run."
+                )
+        device = next(iter(self._parameters.values())).device
+        if chosen_arithmetic(device).operand_error > self.arithmetic.operand_error:
+            raise StepError(
+                "torch.set_float32_matmul_precision was lowered after make_private, and the bounds allow for less "
+                "rounding: set it back, or make a new private run."
+            )
+
+    @contextmanager
+    def putting_aside(self) -> Iterator[PutAside]:
+        """Nothing is put aside: a step of this strategy is never captured."""
+        yield PutAside()
+
+
+def _require_reached(network: Network, parameters: Parameters) -> None:
+    """Every trainable parameter has a bound."""
+    known = {full for op in network.operations for full in op.parameters.values()}
+    for name in parameters:
+        if name not in known:
+            raise UnsupportedModelError(
+                f"Trainable parameter {name!r} takes no part in the model's forward pass as it was traced, so its "
+                "private gradient would be pure noise. Freeze it with requires_grad_(False), or use it."
+            )
+
+
+def _require_representable(bounds: Bounds, unclipped: str) -> None:
+    """What could overflow would turn the whole sum into NaN, for one example's sake."""
+    values = [norm for name, norm in bounds.norms.items() if name != unclipped]
+    largest = max(*values, *bounds.gradients.values(), *bounds.sensitivities.values())
+    if not largest < _LARGEST:
+        raise UnsupportedModelError(
+            f"Lipschitz: a value or a gradient may be as large as {largest:.2g}, for weights of such norms: take a "
+            "smaller max_weight_norm or input_norm, or fewer layers."
+        )

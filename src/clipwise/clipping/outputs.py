@@ -1,0 +1,100 @@
+"""From losses to each example's gradient at the model's outputs, and whether weights stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clipwise.clipping.strategy import Parameters
+from clipwise.errors import CoupledExamplesError, StepError
+from clipwise.gradients.layout import probe_weights
+from clipwise.gradients.walk import Node
+
+_COUPLED = 2.0**-20  # relative: a mean over a batch of a million shows
+
+
+def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters) -> tuple[Tensor, int]:
+    """The gradient of the sum of losses at the outputs, and how many of their rows each example has.
+
+    Refuses losses that depend on parameters in another way than through the outputs, and losses that depend on
+    another example's outputs: with weights w_i on the losses, row j of the gradient must become w_j times what it was.
+    """
+    rows = _rows_each(losses, outputs)
+    _require_only_through(losses, outputs, parameters)
+    ones_B, weights_B = torch.ones_like(losses), probe_weights(len(losses), losses)
+    plain = _gradient(losses, outputs, ones_B)
+    if len(losses) > 1:
+        weighted = _gradient(losses, outputs, weights_B)
+        expected = plain * weights_B.to(plain).repeat_interleave(rows).view(-1, *[1] * (plain.dim() - 1))
+        small = 1e-30 * float(weights_B.max())  # below, numbers are rounded to other multiples
+        if not torch.allclose(weighted, expected, rtol=_COUPLED, atol=small, equal_nan=True):
+            raise CoupledExamplesError(
+                "The loss of one example depends on the outputs of another, so that no bound of single examples holds. "
+                "Usual causes: subtracting a mean over the batch, a loss that compares examples or is divided by "
+                "something of the whole batch."
+            )
+    return plain, rows
+
+
+def _gradient(losses: Tensor, outputs: Tensor, weights_B: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(losses, outputs, weights_B, retain_graph=True, allow_unused=True)
+    if found is None:
+        raise StepError("losses were not computed from outputs: give what the model returned for this batch.")
+    return found.detach()
+
+
+def _rows_each(losses: Tensor, outputs: object) -> int:
+    if not isinstance(outputs, Tensor):
+        raise StepError(f"outputs must be the tensor that the model returned, not {type(outputs).__name__}.")
+    if outputs.dim() == 0 or len(outputs) == 0 or len(outputs) % len(losses):
+        raise StepError(
+            "outputs does not have one row for each example of the batch: give what the model returned for it."
+        )
+    return len(outputs) // len(losses)
+
+
+def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameters) -> None:
+    """No way from the losses to a parameter goes around the outputs."""
+    names = {id(p): name for name, p in parameters.items()}
+    root: Node = losses.grad_fn
+    if root is None:
+        raise StepError("losses carries no gradient: compute it from the model's output.")
+    entered, stack = {outputs.grad_fn, root}, [] if root is outputs.grad_fn else [root]
+    while stack:
+        node = stack.pop()
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise StepError(
+                f"losses depend on parameter {name!r} in another way than through outputs, and that part would be "
+                "lost. A penalty on the weights is no matter of the data: give it as make_private(..., penalty=f), or "
+                "take the optimizer's weight_decay. Of several forward passes, only one can be given."
+            )
+        for child, _ in node.next_functions:
+            if child is not None and child not in entered:
+                entered.add(child)
+                stack.append(child)
+
+
+class Watch:
+    """Whether tensors were changed since the last look, also through `.data`, which torch does not count."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [t for t in tensors if t.is_floating_point()]
+        self._seen: object = None
+
+    def remember(self) -> None:
+        """They are as they should be."""
+        self._seen = self._now()
+
+    def has_changed(self) -> bool:
+        """Since `remember`."""
+        return self._now() != self._seen
+
+    @torch.no_grad()
+    def _now(self) -> object:
+        if not self._tensors:
+            return ()
+        lengths = torch.stack([n.double() for n in torch._foreach_norm(self._tensors)]).tolist()
+        return [t._version for t in self._tensors], lengths
