@@ -41,7 +41,7 @@ class LinearRule(Rule):
         }
 
     def allowed(self, limit: float) -> dict[str, float]:
-        return _allowed(limit, min(self.module.weight.shape))
+        return _allowed(limit, min(self.module.weight.shape), self.module.bias)
 
     def limited(self, effort: Effort) -> dict[str, Tensor]:
         return _limited(self.module.weight, 1, self.module.bias, effort)
@@ -107,7 +107,7 @@ class ConvolutionRule(Rule):
 
     def allowed(self, limit: float) -> dict[str, float]:
         side = min(as_matrices(self.module.weight, self.module.groups).shape[1:])
-        return _allowed(limit, side) | {"operator": limit * math.sqrt(self._cover)}
+        return _allowed(limit, side, self.module.bias) | {"operator": limit * math.sqrt(self._cover)}
 
     def limited(self, effort: Effort) -> dict[str, Tensor]:
         return _limited(self.module.weight, self.module.groups, self.module.bias, effort)
@@ -180,8 +180,9 @@ class EmbeddingRule(Rule):
         return {"weight": math.sqrt(positions) * (1 + self.rounding.of_sum(positions))}
 
 
-def _allowed(limit: float, side: int) -> dict[str, float]:
-    return {"weight": limit, "frobenius": limit * math.sqrt(side), "rows": limit, "bias": limit}
+def _allowed(limit: float, side: int, bias: Tensor | None) -> dict[str, float]:
+    shift = 0.0 if bias is None else limit
+    return {"weight": limit, "frobenius": limit * math.sqrt(side), "rows": limit, "bias": shift}
 
 
 def _limited(weight: Tensor, groups: int, bias: Tensor | None, effort: Effort) -> dict[str, Tensor]:
