@@ -12,6 +12,7 @@ from torch import nn
 
 from clipwise.averaged import AveragedParameters
 from clipwise.errors import CheckpointError, ConfigurationError
+from tests.runs import losses_of, network, parameters, private_run, same, train
 
 
 def model() -> nn.Module:
@@ -120,3 +121,42 @@ def test_another_model_and_other_settings_are_refused() -> None:
         AveragedParameters(nn.Sequential(nn.Linear(3, 2))).load_state_dict(averages.state_dict())
     with pytest.raises(CheckpointError, match="damaged"):
         averages.load_state_dict({"kind": "exponential"})
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_private_run_takes_in_every_update_once(by_hand: bool) -> None:
+    net, private = private_run(
+        averaged=AveragedParameters(network := private_run()[0], kind="uniform"), model=network
+    )
+    seen = []
+    for batch in private.loader:
+        if by_hand:
+            private.backward(losses_of(net, batch))
+            private.optimizer.step()
+        else:
+            private.step(losses_of(net, batch))
+        seen.append(parameters(net))
+    assert private.averaged.updates == len(seen) == 5
+    with private.averaged.applied():
+        for name, p in net.named_parameters():
+            assert torch.allclose(p, torch.stack([s[name] for s in seen]).mean(0), rtol=1e-5, atol=1e-6)
+    assert same(parameters(net), seen[-1])
+
+
+def test_averages_are_part_of_a_checkpoint() -> None:
+    net, private = private_run(averaged=0.5)
+    train(net, private, 3)
+    state = private.state_dict()
+    second = private_run(averaged=0.5)[1]
+    with pytest.warns(match="fresh secret"):
+        second.load_state_dict(state)
+    assert same(state["averaged"]["averages"], second.averaged.state_dict()["averages"])
+    assert second.averaged.updates == 3
+    third = private_run(averaged=0.9)[1]
+    with pytest.raises(CheckpointError, match="decay"):
+        third.load_state_dict(state)
+
+
+def test_a_run_without_averages_says_how_to_get_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"averaged=0\.999"):
+        _ = private_run()[1].averaged

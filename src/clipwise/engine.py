@@ -676,8 +676,8 @@ class Private:
     def _about(self) -> About:
         """What a statement of this run needs and its releases do not tell."""
         return About(
-            # (Which entries are frozen follows from releases, and would be the longest line of the ledger.)
-            strategy={k: v for k, v in self._described_strategy().items() if k != "frozen"},
+            # (Frozen entries and norms of weights follow from releases, and would be the longest line of the ledger.)
+            strategy={k: v for k, v in self._described_strategy().items() if k not in ("frozen", "norms")},
             public_statistics=self._described_statistics(),
             parts=self._parts,
             divisor=self._clipper.divisor,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.outputs import Watch, gradients_at_outputs
+from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_outputs
 from clipwise.clipping.parts import Groups, described_groups, group_parameters
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
-from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clip_input import ClipInput
-from clipwise.lipschitz.bounds import Bounds, bounds_from, bounds_of
+from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.matching import GraphMatch
 from clipwise.lipschitz.rule import Effort
@@ -194,13 +194,15 @@ class LipschitzClipper(Clipper):
         self._match = GraphMatch(network)
         self._watch = Watch([*network.graph.parameters(), *network.graph.buffers()])
         self._ratios: dict[str, float] = {}
+        self._norms: Measured = {}
+        self._is_loaded = False
         self.follow(is_updated=True)
 
     # ------------------------------------------------------------------ bounds
 
     def follow(self, is_updated: bool) -> bool:
         """After an update: clip the weights, and derive the bounds of the next step from them."""
-        if not is_updated and not self._watch.has_changed():
+        if not is_updated and not self._is_loaded and not self._watch.has_changed():
             return False
         certified = self._fixed_bounds() if self._strategy.fixed else self._current_bounds()
         _require_representable(certified, self._network.input)
@@ -209,6 +211,7 @@ class LipschitzClipper(Clipper):
             for part, names in self._groups.items()
         )
         self._watch.remember()
+        self._is_loaded = False
         return True
 
     def on_limit(self) -> dict[str, bool]:
@@ -218,7 +221,9 @@ class LipschitzClipper(Clipper):
     def _current_bounds(self) -> Bounds:
         effort: Effort = "tight" if self._strategy.tight else "spectral"
         norms, self._ratios = clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
-        return bounds_from(self._network, norms, self._constant)
+        if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
+            self._norms = norms
+        return bounds_from(self._network, self._norms, self._constant)
 
     def _fixed_bounds(self) -> Bounds:
         found = clip_weights_(self._network, self._limits, self._strategy.norm)
@@ -229,6 +234,21 @@ class LipschitzClipper(Clipper):
                     f"Lipschitz: the weights {name!r} are not finite: take a smaller learning rate."
                 )
         return bounds_of(self._network, self._constant, limits=self._limits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The norms of the weights, as they were bounded: those of clipped weights are not measured again."""
+        return {"norms": {op: dict(found) for op, found in self._norms.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over norms; when the next batch is drawn they are compared with those of the weights that are there."""
+        norms = state.get("norms")
+        if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
+            raise CheckpointError(
+                "This state_dict of a private run is damaged: the norms of the weights are missing. Use the one saved "
+                "before it."
+            )
+        self._norms, self._is_loaded = {op: dict(found) for op, found in norms.items()}, True
+        return False
 
     # ------------------------------------------------------------------- a step
 
@@ -243,6 +263,7 @@ class LipschitzClipper(Clipper):
         """sum_i J_i^T [g_i]_L: the gradient at each output, clipped to the loss's constant L, and one backward pass."""
         if outputs is None:
             return self.clipped_sum(losses)
+        require_outputs(outputs)
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._require_as_bounded()
@@ -279,6 +300,25 @@ class LipschitzClipper(Clipper):
     def putting_aside(self) -> Iterator[PutAside]:
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
+
+
+def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
+    """Whether norms are of the same operations and of the same kinds."""
+    return one.keys() == other.keys() and all(
+        isinstance(one[op], Mapping)
+        and one[op].keys() == found.keys()
+        and all(isinstance(value, float) for value in one[op].values())
+        for op, found in other.items()
+    )
+
+
+def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:
+    """Whether loaded norms hold for these weights, and are those of these weights: then a run goes on bit for bit."""
+    return all(
+        value <= loaded[op][name] <= value * (1 + 1e-3) + 1e-12
+        for op, found in norms.items()
+        for name, value in found.items()
+    )
 
 
 def _require_reached(network: Network, parameters: Parameters) -> None:

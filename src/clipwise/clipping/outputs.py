@@ -45,9 +45,13 @@ def _gradient(losses: Tensor, outputs: Tensor, weights_B: Tensor) -> Tensor:
     return found.detach()
 
 
-def _rows_each(losses: Tensor, outputs: object) -> int:
+def require_outputs(outputs: object) -> None:
+    """Refuse what no model returns here."""
     if not isinstance(outputs, Tensor):
         raise StepError(f"outputs must be the tensor that the model returned, not {type(outputs).__name__}.")
+
+
+def _rows_each(losses: Tensor, outputs: Tensor) -> int:
     if outputs.dim() == 0 or len(outputs) == 0 or len(outputs) % len(losses):
         raise StepError(
             "outputs does not have one row for each example of the batch: give what the model returned for it."

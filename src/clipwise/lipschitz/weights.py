@@ -82,9 +82,8 @@ def clip_and_measure_(
         factors: dict[str, float] = {}
         for own, length in op.rule.lengths(norms[op.name], norm).items():
             name = op.parameters[own]
-            goal = _goal(parameters[name], limits[name])
-            if goal < length < math.inf:  # what is not finite is refused by whoever takes the bounds
-                factors[own] = goal / length
+            if limits[name] < length < math.inf:  # what is not finite is refused by whoever takes the bounds
+                factors[own] = _goal(parameters[name], limits[name]) / length
                 parameters[name].mul_(factors[own])
             ratios[name] = length / limits[name]
         if factors:
@@ -114,9 +113,8 @@ def _clip_operations_(
             if name not in limits:
                 continue
             p = parameters[name]
-            goal = _goal(p, limits[name])
-            scale = (goal / length).clamp(max=1)
-            p.mul_(torch.where(length > goal, scale, 1.0).to(p.dtype))
+            scale = _goal(p, limits[name]) / length
+            p.mul_(torch.where(length > limits[name], scale, 1.0).to(p.dtype))
             ratio = length.amax() / limits[name]
             found[name] = torch.maximum(found[name], ratio) if name in found else ratio
     return found
@@ -127,7 +125,7 @@ def _parameters(network: Network) -> dict[str, Tensor]:
 
 
 def _goal(p: Tensor, limit: float) -> float:
-    """A little below the limit: rounding adds at most eps |W|_F <= eps sqrt(rank) |W|."""
+    """A little below the limit, so that what was clipped is within: rounding adds eps |W|_F <= eps sqrt(rank) |W|."""
     rank = p.shape[0] if p.ndim else 1
     return limit * (1 - 4 * torch.finfo(p.dtype).eps * math.sqrt(rank))
 

@@ -1,0 +1,388 @@
+"""Bounded weights: what is asked for, what is refused by name, and what stays true from step to step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import clipwise
+from clipwise import Lipschitz, Private, lipschitz
+from clipwise.clipping.outputs import Watch
+from clipwise.errors import (
+    ConfigurationError,
+    CoupledExamplesError,
+    StepError,
+    UnsupportedModelError,
+)
+from clipwise.layers import ClipInput
+from clipwise.lipschitz import bounds_of, trace
+from clipwise.lipschitz.weights import clip_and_measure_, limits_of
+from clipwise.privacy import effective_multiplier
+from tests.runs import CLASSES, FEATURES, HIDDEN, data, parameters, private_run, same, sgd
+
+X, C = 2.0, 0.7
+
+
+def network(*layers: nn.Module) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        inner = layers or (nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+        return nn.Sequential(ClipInput(X), *inner)
+
+
+def run(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Private]:
+    strategy = Lipschitz(C, X, **options.pop("strategy", {}))
+    return private_run(network() if model is None else model, **{"clipping": strategy, **options})
+
+
+def train(model: nn.Module, private: Private, steps: int) -> None:
+    while steps:
+        for x, y in private.loader:
+            outputs = model(x)
+            steps -= private.step(F.cross_entropy(outputs, y, reduction="none"), outputs=outputs)
+            if not steps:
+                return
+
+
+def norms(model: nn.Module, kind: str) -> list[float]:
+    order = 2 if kind == "spectral" else "fro"
+    return [
+        float(torch.linalg.matrix_norm(p.detach().double(), order) if p.ndim > 1 else p.detach().norm())
+        for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("kind", ["spectral", "frobenius"])
+def test_weights_stay_within_their_norm_and_bounds_belong_to_them(kind: str, fixed: bool) -> None:
+    model, private = run(strategy={"norm": kind, "fixed": fixed})
+    first = [p.sensitivity for p in private.parts()]
+    for _ in range(4):
+        assert max(norms(model, kind)) <= C
+        found = trace(model, (FEATURES,))
+        constant = lipschitz.SoftmaxCrossEntropy().constant((CLASSES,))
+        fresh = bounds_of(found, constant, limits=limits_of(found, C) if fixed else None).sensitivities
+        for part in private.parts():
+            assert fresh[part.name] * (1 - 1e-12) <= part.sensitivity <= fresh[part.name] * (1 + 1e-5)
+        assert effective_multiplier(private.parts()) == pytest.approx(1.0, rel=1e-9)
+        assert effective_multiplier(private.parts()) >= private.noise_multiplier
+        train(model, private, 1)
+    assert (first == [p.sensitivity for p in private.parts()]) == fixed
+    assert any(private.on_limit().values()) and private.on_limit().keys() == dict(private._parameters).keys()
+
+
+def test_what_is_not_clipped_is_the_ordinary_gradient() -> None:
+    """A loss within its constant is left as it is: the sum of plain gradients over the expected size."""
+    model, private = run(noise_multiplier=0.0)
+    x, y = next(iter(private.loader))
+    outputs = model(x)
+    assert private.backward(F.cross_entropy(outputs, y, reduction="none"), outputs)
+    found = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    expected = torch.autograd.grad(
+        F.cross_entropy(model(x), y, reduction="sum") / 8, list(model.parameters())
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_norms_for_the_clip_serve_the_bounds_too() -> None:
+    """Measured once and scaled: never below those of the clipped weights, and next to nothing above."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = network(
+            nn.Conv2d(1, 4, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3), nn.PReLU()
+        )
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3 * torch.rand(()))
+        found = trace(model, (1, 8, 8))
+        scaled, ratios = clip_and_measure_(found, limits_of(found, C), "spectral", "spectral")
+        for op in found.operations:
+            for name, value in op.rule.measured("spectral").items():
+                assert float(value) <= scaled[op.name][name] <= float(value) * (1 + 1e-4) + 1e-12, name
+        assert ratios.keys() == {name for name, _ in model.named_parameters()}
+
+
+def test_each_layer_may_have_its_own_norm_and_what_is_frozen_stays() -> None:
+    model = network()
+    with torch.no_grad():
+        model[1].weight.mul_(50)
+    for p in model[1].parameters():
+        p.requires_grad_(False)
+    before = model[1].weight.clone()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    strategy = Lipschitz({"1": 9.0, "3.weight": 0.2, "3.bias": 0.1}, X)
+    model, private = private_run(model, optimizer, clipping=strategy)
+    train(model, private, 2)
+    assert torch.equal(model[1].weight, before)  # type: ignore[index]
+    assert norms(model[3], "spectral")[0] <= 0.2 and norms(model[3], "spectral")[1] <= 0.1  # type: ignore[index]
+    assert [p.name for p in private.parts()] == ["3.weight", "3.bias"]
+    assert private.parts()[0].sensitivity > 2  # the frozen layer is large, and counts as it is
+
+
+def test_replacing_costs_twice_as_much_and_parts_may_be_layers() -> None:
+    _, one = run(sampling="shuffled", adjacency="zero-out")
+    _, two = run(sampling="shuffled", adjacency="replace-one")
+    for mine, theirs in zip(one.parts(), two.parts(), strict=True):
+        assert theirs.sensitivity == 2 * mine.sensitivity
+    _, layers = run(strategy={"parts": "layer"})
+    assert [p.name for p in layers.parts()] == ["1", "3"]
+    whole = sum(p.sensitivity**2 for p in run()[1].parts()) ** 0.5
+    assert sum(p.sensitivity**2 for p in layers.parts()) ** 0.5 == pytest.approx(whole, rel=1e-6)
+
+
+def test_pieces_of_a_batch_change_nothing() -> None:
+    finished = []
+    for size in (None, 3):
+        model, private = run(max_physical_batch_size=size, seed=5)
+        train(model, private, 4)
+        finished.append(parameters(model))
+    for name in finished[0]:
+        assert torch.allclose(finished[0][name], finished[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_draw_releases_noise_and_counts() -> None:
+    model, private = run(sample_rate=1e-9)
+    before = parameters(model)
+    x, y = next(iter(private.loader))
+    assert len(x) == 0
+    outputs = model(x)
+    assert private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
+    assert private.steps == 1 and not same(before, parameters(model))
+
+
+def test_it_goes_on_bit_for_bit(tmp_path: Any) -> None:
+    whole, private = run(seed=3, averaged=0.5)
+    train(whole, private, 6)
+    model, first = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
+    train(model, first, 3)
+    state, weights = first.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    first.close()
+    model, second = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load_state_dict(state)
+    model.load_state_dict(weights)  # in any order: bounds are for the weights that are there
+    train(model, second, 3)
+    assert same(parameters(whole), parameters(model))
+    averages = [r.averaged.state_dict()["averages"] for r in (private, second)]
+    assert same(*averages)
+    second.close()
+
+
+class BySlice(torch.optim.Optimizer):
+    """Writes through `.data`, which torch does not count as a change."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(7.0)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_no_update_goes_unseen(by_hand: bool) -> None:
+    model = network()
+    model, private = run(model, optimizer=BySlice(model.parameters()))
+    for x, y in private.loader:
+        assert max(norms(model, "spectral")) <= C
+        outputs = model(x)
+        losses = F.cross_entropy(outputs, y, reduction="none")
+        if by_hand:
+            private.backward(losses, outputs)
+            private.optimizer.step()
+        else:
+            private.step(losses, outputs)
+            assert max(norms(model, "spectral")) <= C
+    for p in model.parameters():
+        p.data.mul_(5.0)
+    next(iter(private.loader))
+    assert max(norms(model, "spectral")) <= C
+
+
+def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
+    model, private = run(probe_independence=False)
+    private._buffers._left = 0  # it looks at contents on the first batches only
+    x, y = next(iter(private.loader))
+    model[3].weight.data.mul_(2)  # type: ignore[index,union-attr]
+    outputs = model(x)
+    with pytest.raises(StepError, match="weights were changed"):
+        private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
+
+
+def test_a_watch_sees_what_torch_does_not_count() -> None:
+    t = torch.ones(3)
+    watch = Watch([t])
+    watch.remember()
+    assert not watch.has_changed()
+    t.data.add_(1)
+    assert watch.has_changed()
+
+
+def test_the_statement_says_that_bounds_follow_the_weights() -> None:
+    model, private = run()
+    train(model, private, 1)
+    text = str(private.statement())
+    assert "bounds follow the released weights" in text and "bounded by the norms of the weights" in text
+    assert "every step's graph is compared" in text.replace("\n", " ")
+    fixed = str(run(strategy={"fixed": True})[1].statement())
+    assert "follow the released weights" not in fixed
+
+
+# What is refused, and how.
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no clip": (lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES)), r"ClipInput\(input_norm\)"),
+    "batch norm": (lambda: network(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)), "'2'"),
+    "group norm": (lambda: network(nn.Linear(FEATURES, 4), nn.GroupNorm(1, 4), nn.Linear(4, CLASSES)), "'2'"),
+    "attention": (lambda: network(nn.Unflatten(1, (-1, 1)), Attention()), "'2"),
+    "a mean over the batch": (lambda: network(nn.Linear(FEATURES, CLASSES), Centred()), "examples"),
+    "unused": (lambda: network(nn.Linear(FEATURES, CLASSES), Idle()), "'2.idle'"),
+    "too large": (lambda: network(*(nn.Linear(5, 5) for _ in range(30))), "max_weight_norm"),
+}
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_bound_is_refused_by_name(what: str) -> None:
+    build, message = REFUSED[what]
+    model = build()
+    limit = 50.0 if what == "too large" else 1.0
+    if what == "too large":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1000)
+    with pytest.raises((UnsupportedModelError, ConfigurationError), match=message):
+        private_run(model, clipping=Lipschitz(limit, X))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "another input norm": ({"input_norm": 1.0}, "clips its inputs to 2"),
+    "no input norm": ({"input_norm": None}, "input_norm: give 2"),
+    "norm": ({"norm": "nuclear"}, "norm='nuclear'"),
+    "split": ({"split": "fair"}, "split='fair'"),
+    "loss": ({"loss": F.cross_entropy}, "BoundedLoss"),
+    "temperature twice": ({"temperature": 2.0, "loss": lipschitz.Huber()}, "temperature"),
+    "temperature": ({"temperature": 0.0}, "temperature"),
+    "weights": ({"max_weight_norm": -1.0}, "max_weight_norm"),
+    "unknown layer": ({"max_weight_norm": {"1": 1.0, "3": 1.0, "5": 1.0}}, "'5'"),
+    "missing layer": ({"max_weight_norm": {"1": 1.0}}, "'3.weight'"),
+    "shape": ({"input_shape": (3,)}, "input_shape"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_settings_are_refused(what: str) -> None:
+    changed, message = BAD[what]
+    options = {"max_weight_norm": C, "input_norm": X, **changed}
+    with pytest.raises((ConfigurationError, UnsupportedModelError), match=message):
+        private_run(network(), clipping=Lipschitz(**options))
+
+
+def test_users_are_not_protected_by_it() -> None:
+    with pytest.raises(ConfigurationError, match="Lipschitz bounds what a single record"):
+        run(group=[0] * 40)
+
+
+def step_with(change: Any, **options: Any) -> None:
+    model, private = run(probe_independence=False, **options)
+    x, y = next(iter(private.loader))
+    assert len(x) > 1
+    outputs = model(x)
+    losses = F.cross_entropy(outputs, y, reduction="none")
+    private.step(*change(model, x, losses, outputs))
+
+
+BAD_STEPS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no outputs": (lambda m, x, loss, o: (loss,), StepError, "outputs=outputs"),
+    "a penalty": (lambda m, x, loss, o: (loss + m[1].weight.norm(), o), StepError, r"'1\.weight'.*penalty"),
+    "two passes": (lambda m, x, loss, o: (loss, m(x)), StepError, "another way than through outputs"),
+    "coupled": (
+        lambda m, x, loss, o: (loss - loss.mean() / 2, o),
+        CoupledExamplesError,
+        "outputs of another",
+    ),
+    "weighted by all": (
+        lambda m, x, loss, o: (loss * loss.sum(), o),
+        CoupledExamplesError,
+        "outputs of another",
+    ),
+    "hidden values": (lambda m, x, loss, o: (loss + m[:2](x).sum(1), o), StepError, "another way"),
+    "scaled outputs": (lambda m, x, loss, o: ((3 * o).sum(1), 3 * o), UnsupportedModelError, "traced model"),
+    "no tensor": (lambda m, x, loss, o: (loss, [o]), StepError, "outputs"),
+    "fewer rows": (lambda m, x, loss, o: (loss, o[:-1]), UnsupportedModelError, "outputs"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_STEPS)
+def test_steps_that_would_not_be_bounded_are_refused(what: str) -> None:
+    change, error, message = BAD_STEPS[what]
+    with pytest.raises(error, match=message):
+        step_with(change)
+
+
+def test_a_compiled_step_says_that_it_has_no_place_for_outputs() -> None:
+    model, private = run()
+    step = private.compiled(lambda x, y: F.cross_entropy(model(x), y, reduction="none"))
+    with pytest.raises(StepError, match="compiled"):
+        step(*next(iter(private.loader)))
+
+
+def test_views_of_an_example_count_as_one() -> None:
+    model, private = run(averaged_views=3, noise_multiplier=0.0)
+    x, _ = next(iter(private.loader))
+    outputs = model(x)
+    assert private.backward(1e6 * outputs[:, 0], outputs)
+    constant = lipschitz.SoftmaxCrossEntropy().constant((CLASSES,))
+    # Every row pulls at one output, so nothing cancels: sum_i 3 (L / 3) over 8.
+    assert float(model[3].bias.grad[0]) == pytest.approx(len(x) / 3 * constant / 8, rel=1e-5)  # type: ignore[index]
+
+
+def test_strategies_that_need_no_outputs_take_them() -> None:
+    found = []
+    for gives in (False, True):
+        model, private = private_run(seed=1)
+        x, y = next(iter(private.loader))
+        outputs = model(x)
+        private.step(F.cross_entropy(outputs, y, reduction="none"), outputs if gives else None)
+        found.append(parameters(model))
+        assert private.on_limit() == {}
+    assert same(*found)
+
+
+def test_any_optimizer_goes() -> None:
+    model = network()
+    model, private = run(model, optimizer=torch.optim.Adam(model.parameters(), 0.1))
+    train(model, private, 3)
+    assert max(norms(model, "spectral")) <= C and data()[0][0].shape == (FEATURES,)
+    assert clipwise.Lipschitz is Lipschitz and sgd(model)

@@ -1,0 +1,42 @@
+"""A penalty on the weights is added after the noise, whatever the strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError, StepError
+from tests.runs import gradients, losses_of, private_run, train
+
+
+def ridge(model: nn.Module) -> Tensor:
+    return 0.5 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+
+def test_its_gradient_is_added_to_the_noised_one() -> None:
+    found = []
+    for penalty in (None, ridge):
+        model, private = private_run(penalty=penalty)
+        private._key = type(private._key).from_seed(1, b"the same noise")
+        assert private.backward(losses_of(model, next(iter(private.loader))))
+        found.append(gradients(model))
+    for name, p in model.named_parameters():
+        assert torch.allclose(found[1][name], found[0][name] + p.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_goes_on_with_it() -> None:
+    model, private = private_run(penalty=ridge)
+    train(model, private, 3)
+    assert private.steps == 3 and private._configuration()["penalty"] == "ridge"
+
+
+@pytest.mark.parametrize("bad", [lambda m: 1.0, lambda m: torch.ones(()), lambda m: m[0].bias])
+def test_what_is_no_penalty_is_refused(bad: Any) -> None:
+    model, private = private_run(penalty=bad)
+    with pytest.raises(StepError, match="penalty"):
+        private.step(losses_of(model, next(iter(private.loader))))
+    with pytest.raises(ConfigurationError, match="penalty"):
+        private_run(penalty=0.1)
