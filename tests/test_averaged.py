@@ -125,9 +125,8 @@ def test_another_model_and_other_settings_are_refused() -> None:
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_private_run_takes_in_every_update_once(by_hand: bool) -> None:
-    net, private = private_run(
-        averaged=AveragedParameters(network := private_run()[0], kind="uniform"), model=network
-    )
+    net = network()
+    net, private = private_run(net, averaged=AveragedParameters(net, kind="uniform"))
     seen = []
     for batch in private.loader:
         if by_hand:

@@ -31,7 +31,7 @@ class LinearRule(Rule):
         self.module, self.rounding = module, rounding
 
     def measured(self, effort: Effort) -> dict[str, Tensor]:
-        weight = self.module.weight
+        weight = self.module.weight.detach().double()  # once for all
         frobenius = frobenius_norms(weight)
         return {
             "weight": frobenius if effort == "frobenius" else spectral_bounds(weight),
@@ -95,7 +95,7 @@ class ConvolutionRule(Rule):
         self._channels = module.in_channels // module.groups
 
     def measured(self, effort: Effort) -> dict[str, Tensor]:
-        weight, groups = self.module.weight, self.module.groups
+        weight, groups = self.module.weight.detach().double(), self.module.groups
         matrix = matrix_bound(weight, groups, effort)
         return {
             "weight": matrix,

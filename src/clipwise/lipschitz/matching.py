@@ -117,12 +117,21 @@ class GraphMatch:
         return (node.name(), leads, shapes, _settings(node))
 
 
+_SAVED: dict[type, tuple[str, ...]] = {}  # by the node's type: to list its attributes takes longer than to read them
+
+
+def _saved_names(node: Node) -> tuple[str, ...]:
+    kind = type(node)
+    if kind not in _SAVED:
+        names = (name for name in dir(node) if name.startswith("_saved_"))
+        _SAVED[kind] = tuple(name for name in names if not any(word in name for word in _FOLLOWS))
+    return _SAVED[kind]
+
+
 def _settings(node: Node) -> tuple[tuple[str, Any], ...]:
     """The numbers that an operation keeps, such as stride or slope, but for sizes."""
     found = []
-    for name in dir(node):
-        if not name.startswith("_saved_") or any(word in name for word in _FOLLOWS):
-            continue
+    for name in _saved_names(node):
         value = getattr(node, name)
         if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu" and _is_number(value):
             value = value.item()
