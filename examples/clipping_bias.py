@@ -34,16 +34,15 @@ Point = tuple[float, float]
 
 
 def average_gradient(offset: Sequence[float], clipped: bool) -> np.ndarray:
-    """Over the whole population, at (a, b) + offset: exact but for the quadrature over x."""
-    nodes, weights = np.polynomial.legendre.leggauss(2000)
-    x, weights = (nodes + 1) / 2, weights / 2
+    """Over the whole population, at (a, b) + offset; the integral over x by the midpoint rule."""
+    x = (np.arange(4000) + 0.5) / 4000
     total = np.zeros(2)
     for error, probability in ERRORS:
         residual = offset[0] * x + offset[1] - error
         gradients = np.stack([2 * residual * x, 2 * residual])
         if clipped:
             gradients /= np.maximum(1, np.linalg.norm(gradients, axis=0) / CLIP)
-        total += probability * gradients @ weights
+        total += probability * gradients.mean(axis=1)
     return total
 
 

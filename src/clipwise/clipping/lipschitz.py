@@ -18,6 +18,7 @@ from clipwise.errors import CheckpointError, ConfigurationError, StepError, Unsu
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.matching import GraphMatch
@@ -67,6 +68,8 @@ class Lipschitz(Strategy):
         parts: what gets noise of its own: "tensor", each parameter, which with the optimal split needs the least
             noise; "layer", "all", or groups of names.
         tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
+        balanced: move factors between layers so that the bounds add up to less noise; the network computes the same.
+            See `lipschitz.balance`. What the optimizer remembers (momentum) is not moved along.
         input_shape: of one example. By default that of the first tensor of a batch.
 
     Guarantee:
@@ -90,6 +93,7 @@ class Lipschitz(Strategy):
     loss: BoundedLoss | None = None
     parts: Groups = "tensor"
     tight: bool = False
+    balanced: bool = False
     input_shape: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +102,11 @@ class Lipschitz(Strategy):
             raise ConfigurationError(f"norm={self.norm!r} is not known: use one of {choices}.")
         if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
             raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        if self.balanced and self.fixed:
+            raise ConfigurationError(
+                "balanced=True does not go with fixed=True, whose bounds follow from max_weight_norm alone: choose a "
+                "norm for each layer instead."
+            )
         if self.input_norm is not None:
             ClipInput(self.input_norm)  # refuses what is no norm
         if self.loss is None:
@@ -171,6 +180,7 @@ class Lipschitz(Strategy):
             "parts": described_groups(self.parts),
             "split": self.split if isinstance(self.split, str) else dict(self.split),
             "tight": self.tight,
+            "balanced": self.balanced,
         }
 
 
@@ -193,6 +203,7 @@ class LipschitzClipper(Clipper):
         self._clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
         self._match = GraphMatch(network)
         self._watch = Watch([*network.graph.parameters(), *network.graph.buffers()])
+        self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
         self._norms: Measured = {}
         self._is_loaded = False
@@ -223,7 +234,10 @@ class LipschitzClipper(Clipper):
         norms, self._ratios = clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
-        return bounds_from(self._network, self._norms, self._constant)
+        found = bounds_from(self._network, self._norms, self._constant)
+        if balance_(self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm):
+            found = bounds_from(self._network, self._norms, self._constant)
+        return found
 
     def _fixed_bounds(self) -> Bounds:
         found = clip_weights_(self._network, self._limits, self._strategy.norm)

@@ -1,0 +1,147 @@
+"""Equivalent networks with smaller bounds: what one layer loses in scale the next one gains.
+
+Between two layers with nothing but positively homogeneous operations (ReLU, pooling, reshaping) a factor may move:
+
+    W_B h(W_A x + b_A) = (W_B / a) h(a W_A x + a b_A)
+
+The network computes the same. The gradient of W_A and b_A becomes 1/a times as large, that of W_B a times, and so do
+their bounds S. With the optimal split the noise is as long as sum_k S_k sqrt(d_k), so the best a makes the terms of
+both layers equal: a = sqrt(T_A / T_B). Factors are powers of two, by which floating-point numbers are multiplied
+without any rounding: outputs stay the same bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from clipwise.lipschitz.bounds import Bounds, Measured
+from clipwise.lipschitz.trace import Network, Operation
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_HOMOGENEOUS = (
+    nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Flatten, nn.Unflatten, nn.Dropout, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
+    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+)  # fmt: skip
+_HOMOGENEOUS_CALLS = (F.relu, torch.relu, "relu", torch.flatten, "flatten", "view", "reshape")
+_WORTH_IT = 0.75  # of log2(a): below, a factor of 2 makes it worse or hardly better
+_SWEEPS = 50
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two layers between which a factor may move."""
+
+    first: Operation
+    second: Operation
+
+
+def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
+    """All pairs of a network whose parameters are trained and used nowhere else."""
+    operations = {op.name: op for op in network.operations}
+    uses = [full for op in network.operations for full in op.parameters.values()]
+
+    def movable(node: fx.Node) -> bool:
+        names = operations[node.name].parameters.values() if node.name in operations else ()
+        return _is_module(network, node, _LAYERS) and all(uses.count(n) == 1 and n in trained for n in names)
+
+    found = []
+    for node in network.graph.graph.nodes:
+        if not movable(node):
+            continue
+        following = _only_user(node)
+        while following is not None and _is_homogeneous(network, following):
+            following = _only_user(following)
+        if following is not None and movable(following):
+            found.append(Pair(operations[node.name], operations[following.name]))
+    return found
+
+
+@torch.no_grad()
+def balance_(
+    network: Network,
+    pairs: list[Pair],
+    bounds: Bounds,
+    norms: Measured,
+    limits: Mapping[str, float],
+    norm: str,
+) -> bool:
+    """Move factors, in place, to where the bounds add up to less, within the limits of the weights.
+
+    `norms` are brought up to date as well. This is post-processing of released weights. Returns whether any moved.
+    """
+    parameters: dict[str, Tensor] = dict(network.graph.named_parameters(remove_duplicate=False))
+    terms = {
+        name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()
+    }
+    lengths = {
+        op.parameters[own]: length
+        for op in {id(op): op for pair in pairs for op in (pair.first, pair.second)}.values()
+        for own, length in op.rule.lengths(norms[op.name], norm).items()
+    }
+    powers = dict.fromkeys(lengths, 0)
+    for _ in range(_SWEEPS):
+        moved = False
+        for pair in pairs:
+            grows, shrinks = list(pair.first.parameters.values()), [pair.second.parameters["weight"]]
+            power = _best_power(grows, shrinks, terms, lengths, limits)
+            for names, sign in ((grows, 1), (shrinks, -1)):
+                for name in names:
+                    powers[name] += sign * power
+                    lengths[name] *= 2.0 ** (sign * power)
+                    terms[name] /= 2.0 ** (sign * power)
+            moved |= power != 0
+        if not moved:
+            break
+    for op in network.operations:
+        factors = {own: 2.0 ** powers[n] for own, n in op.parameters.items() if powers.get(n, 0) != 0}
+        for own, factor in factors.items():
+            parameters[op.parameters[own]].mul_(factor)
+        if factors:
+            norms[op.name] = op.rule.scaled(norms[op.name], factors, 0.0)
+    return any(powers.values())
+
+
+def noise_of(bounds: Bounds, network: Network) -> float:
+    """sum_k S_k sqrt(d_k): the length of the noise over z, with the optimal split and each parameter a part."""
+    sizes = {name: p.numel() for name, p in network.graph.named_parameters(remove_duplicate=False)}
+    return sum(bound * math.sqrt(sizes[name]) for name, bound in bounds.sensitivities.items())
+
+
+def _best_power(
+    grows: list[str],
+    shrinks: list[str],
+    terms: Mapping[str, float],
+    lengths: Mapping[str, float],
+    limits: Mapping[str, float],
+) -> int:
+    """The power of two nearest to a = sqrt(T_A / T_B) that keeps all weights within their limits; 0 if it is near 1."""
+    first, second = sum(terms[n] for n in grows), sum(terms[n] for n in shrinks)
+    if not (first > 0 and second > 0):
+        return 0
+    wanted = math.log2(first / second) / 2
+    if abs(wanted) < _WORTH_IT:
+        return 0
+    room = [math.log2(limits[n] / lengths[n]) for n in (grows if wanted > 0 else shrinks) if lengths[n] > 0]
+    most = max(0, math.floor(min(room, default=0.0) - 1e-6))
+    return int(math.copysign(min(abs(round(wanted)), most), wanted))
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_homogeneous(network: Network, node: fx.Node) -> bool:
+    if node.op in ("call_function", "call_method"):
+        return node.target in _HOMOGENEOUS_CALLS and len(node.all_input_nodes) == 1
+    return _is_module(network, node, _HOMOGENEOUS)
+
+
+def _is_module(network: Network, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return node.op == "call_module" and type(network.graph.get_submodule(str(node.target))) in kinds
