@@ -28,7 +28,9 @@ SLOPE, SHIFT = 0.5, 1.0  # a and b
 ERRORS = ((9.0, 0.1), (-1.0, 0.9))  # value and probability
 CLIP = 1.0
 RECORDS, BATCH, EPOCHS, NOISE = 20_000, 2_000, 30, 1.0
-STEEPEST = 12.0  # beyond this residual the Huber loss is a straight line; here no residual gets there
+STEEPEST = 14.0  # beyond this residual the Huber loss is a straight line; here no residual gets there
+START = 1.2  # away from (a, b), in both
+RATE = 0.1
 
 Point = tuple[float, float]
 
@@ -61,29 +63,26 @@ def population(seed: int = 0) -> TensorDataset:
     return TensorDataset(x, SLOPE * x + SHIFT + error)
 
 
-def trained(clipping: clipwise.PerExample | clipwise.Lipschitz, epochs: int, rate: float) -> list[Point]:
-    """The way of (slope, shift), as offsets from (a, b), after each epoch."""
+def trained(clipping: clipwise.PerExample | clipwise.Lipschitz, epochs: int) -> list[Point]:
+    """The way of (slope, shift), as offsets from (a, b), after each step."""
     model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(1, 1))
-    nn.init.zeros_(model[1].weight)
-    nn.init.zeros_(model[1].bias)
+    nn.init.constant_(model[1].weight, SLOPE + START)
+    nn.init.constant_(model[1].bias, SHIFT + START)
     private = clipwise.make_private(
         model,
-        torch.optim.SGD(model.parameters(), rate),
+        torch.optim.SGD(model.parameters(), RATE),
         population(),
         clipping=clipping,
         batch_size=BATCH,
         noise_multiplier=NOISE,
     )
     loss = lipschitz.Huber(STEEPEST)  # half the square, for residuals below
-    way: list[Point] = []
+    way: list[Point] = [(START, START)]
     for _ in range(epochs):
         for x, y in private.loader:
             outputs = model(x)
-            private.step(
-                2 * loss(outputs, y) if isinstance(clipping, clipwise.PerExample) else loss(outputs, y),
-                outputs,
-            )
-        way.append((model[1].weight.item() - SLOPE, model[1].bias.item() - SHIFT))
+            private.step(2 * loss(outputs, y), outputs)
+            way.append((model[1].weight.item() - SLOPE, model[1].bias.item() - SHIFT))
     return way
 
 
@@ -93,7 +92,7 @@ def draw(path: Path, ways: dict[str, list[Point]]) -> None:
 
     plt.rcParams["svg.hashsalt"] = "clipwise"
     figure, axes = plt.subplots(1, 2, figsize=(8, 4), sharex=True, sharey=True, layout="constrained")
-    grid = np.linspace(-1.5, 1.5, 13)
+    grid = np.linspace(-1.5, 1.5, 9)
     goals = {"gradients clipped": biased_point(), "weights bounded": (0.0, 0.0)}
     for panel, (name, goal) in zip(axes, goals.items(), strict=True):
         field = np.array(
@@ -118,10 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"average clipped gradient at the best line: {at_best:.4f}; it is 0 at (a, b) + ({biased_point()[0]:.5f}, "
           f"{biased_point()[1]:.5f})")  # fmt: skip
     strategies = {
-        "gradients clipped": (clipwise.PerExample(max_norm=CLIP), 0.5),
-        "weights bounded": (clipwise.Lipschitz(4.0, 1.0, loss=lipschitz.Huber(STEEPEST)), 0.5),
+        "gradients clipped": clipwise.PerExample(max_norm=CLIP),
+        "weights bounded": clipwise.Lipschitz(4.0, 1.0, loss=lipschitz.Huber(2 * STEEPEST)),  # twice as steep: 2 loss
     }
-    ways = {name: trained(how, options.epochs, rate) for name, (how, rate) in strategies.items()}
+    ways = {name: trained(how, options.epochs) for name, how in strategies.items()}
     for name, way in ways.items():
         print(f"{name}: private training ends at (a, b) + ({way[-1][0]:.3f}, {way[-1][1]:.3f})")
     if options.plot is not None:
