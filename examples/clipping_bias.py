@@ -118,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
           f"{biased_point()[1]:.5f})")  # fmt: skip
     strategies = {
         "gradients clipped": clipwise.PerExample(max_norm=CLIP),
-        "weights bounded": clipwise.Lipschitz(4.0, 1.0, loss=lipschitz.Huber(2 * STEEPEST)),  # twice as steep: 2 loss
+        "weights bounded": clipwise.Lipschitz(
+            4.0, 1.0, loss=lipschitz.Huber(2 * STEEPEST)
+        ),  # twice as steep: 2 loss
     }
     ways = {name: trained(how, options.epochs) for name, how in strategies.items()}
     for name, way in ways.items():
