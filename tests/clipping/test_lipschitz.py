@@ -14,6 +14,7 @@ import clipwise
 from clipwise import Lipschitz, Private, lipschitz
 from clipwise.clipping.outputs import Watch
 from clipwise.errors import (
+    CheckpointError,
     ConfigurationError,
     CoupledExamplesError,
     StepError,
@@ -173,6 +174,25 @@ def test_it_goes_on_bit_for_bit(tmp_path: Any) -> None:
     averages = [r.averaged.state_dict()["averages"] for r in (private, second)]
     assert same(*averages)
     second.close()
+
+
+def test_norms_of_a_checkpoint_are_not_believed() -> None:
+    model, private = run()
+    train(model, private, 2)
+    state = private.state_dict()
+    told = state["configuration"]["strategy"]["norms"]
+    told["_1"]["weight"] *= 0.9995
+    told["_3"]["operator" if "operator" in told["_3"] else "frobenius"] *= 0.5
+    other, second = run()
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(match="fresh secret"):
+        second.load_state_dict(state)
+    next(iter(second.loader))
+    fresh = bounds_of(trace(other, (FEATURES,)), 2**0.5).sensitivities
+    assert all(p.sensitivity >= fresh[p.name] * (1 - 1e-12) for p in second.parts())
+    del told["_3"]
+    with pytest.raises(CheckpointError, match="norms of the weights"):
+        run()[1].load_state_dict(state)
 
 
 class BySlice(torch.optim.Optimizer):
