@@ -159,3 +159,6 @@ def test_averages_are_part_of_a_checkpoint() -> None:
 def test_a_run_without_averages_says_how_to_get_them() -> None:
     with pytest.raises(ConfigurationError, match=r"averaged=0\.999"):
         _ = private_run()[1].averaged
+    for bad in ("0.9", True, 1.0):
+        with pytest.raises(ConfigurationError, match=r"averaged|decay"):
+            private_run(averaged=bad)

@@ -868,7 +868,13 @@ def _views(averaged_views: object) -> Views | None:
 
 
 def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
-    return AveragedParameters(model, averaged) if isinstance(averaged, (int, float)) else averaged
+    if isinstance(averaged, (int, float)):
+        return AveragedParameters(model, averaged)
+    if averaged is not None and not isinstance(averaged, AveragedParameters):
+        raise ConfigurationError(
+            f"averaged must be a number such as 0.999 or an AveragedParameters, not {type(averaged).__name__}."
+        )
+    return averaged
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
