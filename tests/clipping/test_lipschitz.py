@@ -371,6 +371,32 @@ def test_steps_that_would_not_be_bounded_are_refused(what: str) -> None:
         step_with(change)
 
 
+HOOKS: dict[str, Any] = {
+    "forward": lambda m, o: m[1].register_forward_hook(lambda module, args, out: 100 * out),
+    "before": lambda m, o: m[3].register_forward_pre_hook(lambda module, args: (100 * args[0],)),
+    "backward": lambda m, o: m[3].register_full_backward_hook(lambda module, into, out: (100 * into[0],)),
+    "parameter": lambda m, o: m[3].weight.register_hook(lambda g: 100 * g),
+    "outputs": lambda m, o: o.register_hook(lambda g: 100 * g),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", HOOKS)
+def test_hooks_that_come_after_the_trace_are_refused(where: str, late: bool) -> None:
+    """Before the first step nothing was compared yet, and a graph with the hook in it would look right."""
+    model, private = run(probe_independence=False)
+    if late:
+        train(model, private, 1)
+    if where != "outputs":
+        HOOKS[where](model, None)
+    x, y = next(iter(private.loader))
+    outputs = model(x)
+    if where == "outputs":
+        HOOKS[where](model, outputs)
+    with pytest.raises((StepError, UnsupportedModelError), match="hook"):
+        private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
+
+
 def test_a_compiled_step_says_that_it_has_no_place_for_outputs() -> None:
     model, private = run()
     step = private.compiled(lambda x, y: F.cross_entropy(model(x), y, reduction="none"))

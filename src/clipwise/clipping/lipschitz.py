@@ -22,6 +22,7 @@ from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.matching import GraphMatch
+from clipwise.lipschitz.modules import require_rule
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, trace
 from clipwise.lipschitz.weights import (
@@ -201,6 +202,11 @@ class LipschitzClipper(Clipper):
         self._limits = {name: limits[name] for name in site.parameters}
         self._constant = strategy.bounded_loss.constant(network.output_shape)
         self._clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
+        self._modules = {
+            str(node.target): network.graph.get_submodule(str(node.target))
+            for node in network.graph.graph.nodes
+            if node.op == "call_module"
+        }
         self._match = GraphMatch(network)
         self._watch = Watch([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
@@ -281,6 +287,7 @@ class LipschitzClipper(Clipper):
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._require_as_bounded()
+        self._require_no_hooks(outputs)
         self._match.require(outputs)
         gradients, rows = gradients_at_outputs(losses, outputs, self._parameters)
         # An example with several rows, such as views, counts as one: each row has its share.
@@ -309,6 +316,16 @@ class LipschitzClipper(Clipper):
                 "torch.set_float32_matmul_precision was lowered after make_private, and the bounds allow for less "
                 "rounding: set it back, or make a new private run."
             )
+
+    def _require_no_hooks(self, outputs: Tensor) -> None:
+        """What a hook does to a value or a gradient no graph shows."""
+        for name, module in self._modules.items():
+            require_rule(name, module)
+        for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
+            if tensor._backward_hooks:
+                raise StepError(
+                    f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
+                )
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
