@@ -397,6 +397,15 @@ def test_hooks_that_come_after_the_trace_are_refused(where: str, late: bool) -> 
         private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
 
 
+def test_settings_that_change_after_the_trace_are_refused() -> None:
+    layers = (nn.Dropout(0.1), nn.Linear(FEATURES, HIDDEN), nn.LeakyReLU(0.1), nn.Linear(HIDDEN, CLASSES))
+    for place, name, value in ((0, "max_norm", 9.0), (1, "p", 0.9), (3, "negative_slope", 5.0)):
+        model, private = run(network(*layers))
+        setattr(model[place], name, value)  # type: ignore[index]
+        with pytest.raises(StepError, match=f"layer '{place}'"):
+            train(model, private, 1)
+
+
 def test_a_compiled_step_says_that_it_has_no_place_for_outputs() -> None:
     model, private = run()
     step = private.compiled(lambda x, y: F.cross_entropy(model(x), y, reduction="none"))

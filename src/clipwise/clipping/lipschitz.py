@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_outputs
 from clipwise.clipping.parts import Groups, described_groups, group_parameters
@@ -201,12 +201,12 @@ class LipschitzClipper(Clipper):
         limits = limits_of(network, strategy.max_weight_norm)
         self._limits = {name: limits[name] for name in site.parameters}
         self._constant = strategy.bounded_loss.constant(network.output_shape)
-        self._clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
         self._modules = {
             str(node.target): network.graph.get_submodule(str(node.target))
             for node in network.graph.graph.nodes
             if node.op == "call_module"
         }
+        self._settings = {name: _settings_of(module) for name, module in self._modules.items()}
         self._match = GraphMatch(network)
         self._watch = Watch([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
@@ -299,16 +299,17 @@ class LipschitzClipper(Clipper):
         }
 
     def _require_as_bounded(self) -> None:
-        """The bounds are for these weights, these clips and this arithmetic."""
+        """The bounds are for these weights, these settings of layers and this arithmetic."""
         if self._watch.has_changed():
             raise StepError(
                 "The weights were changed between the draw of a batch and private.step: the bounds are for the weights "
                 "before. Change them before the next batch is drawn."
             )
-        for clip in self._clips:
-            if clip.max_norm != self._strategy.input_norm:
+        for name, module in self._modules.items():
+            if _settings_of(module) != self._settings[name]:
                 raise StepError(
-                    f"max_norm of the model's ClipInput was changed to {clip.max_norm:g}: make a new private run."
+                    f"Settings of layer {name!r} ({type(module).__name__}) were changed after make_private, and the "
+                    "bounds are for those before: make a new private run."
                 )
         device = next(iter(self._parameters.values())).device
         if chosen_arithmetic(device).operand_error > self.arithmetic.operand_error:
@@ -331,6 +332,17 @@ class LipschitzClipper(Clipper):
     def putting_aside(self) -> Iterator[PutAside]:
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Stride, slope, rate and the like: all plain values of a layer but its mode."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, tuple))
+        and name != "training"
+        and not name.startswith("_")
+    }
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
