@@ -186,9 +186,7 @@ class Statement:
         if any(not p.parameters for p in parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
         elif wording.follows_weights(self.about.strategy or {}):
-            text += (
-                " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
-            )
+            text += " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
         elif wording.bounds_change(self.about.strategy or {}):
             text += (
                 " (of the step that was next then: bounds change by a public rule, and the noise with them)"

@@ -117,7 +117,9 @@ class GraphMatch:
         return (node.name(), leads, shapes, _settings(node))
 
 
-_SAVED: dict[type, tuple[str, ...]] = {}  # by the node's type: to list its attributes takes longer than to read them
+_SAVED: dict[
+    type, tuple[str, ...]
+] = {}  # by the node's type: to list its attributes takes longer than to read them
 
 
 def _saved_names(node: Node) -> tuple[str, ...]:
