@@ -93,4 +93,4 @@ def test_unknown_names_are_refused():
 
 
 def test_every_model_has_a_name():
-    assert set(models.names()) == {"small_cnn", *IMAGES}
+    assert set(models.names()) >= {"small_cnn", *IMAGES}

@@ -1,8 +1,10 @@
 """Real data sets by name."""
 
+from clipwise.data import tables
 from clipwise.data.columns import columns
 from clipwise.data.digits import digits
 from clipwise.data.images import Look, images, look
 from clipwise.data.split import Split, split
+from clipwise.data.tables import Table, cut, table
 
-__all__ = ["Look", "Split", "columns", "digits", "images", "look", "split"]
+__all__ = ["Look", "Split", "Table", "columns", "cut", "digits", "images", "look", "split", "table", "tables"]

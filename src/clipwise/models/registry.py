@@ -10,7 +10,11 @@ from torch import nn
 from clipwise.errors import ConfigurationError
 from clipwise.models.bn_lenet5 import bn_lenet5
 from clipwise.models.convnet import convnet
+from clipwise.models.convnet3 import convnet3
+from clipwise.models.convnet6 import convnet6
+from clipwise.models.mlp2 import mlp2
 from clipwise.models.resnet18 import resnet18
+from clipwise.models.shallow_vgg import shallow_vgg
 from clipwise.models.small_cnn import small_cnn
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -18,6 +22,10 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "convnet": convnet,
     "bn_lenet5": bn_lenet5,
+    "mlp2": mlp2,
+    "convnet3": convnet3,
+    "convnet6": convnet6,
+    "shallow_vgg": shallow_vgg,
 }
 
 
@@ -30,7 +38,7 @@ def build(name: str, **options: Any) -> nn.Module:
     """A model with fresh random weights.
 
     Args:
-        name: "small_cnn", "resnet18", "convnet" or "bn_lenet5".
+        name: one of `names()`, such as "small_cnn", "resnet18" or "bn_lenet5".
         options: those of the function of that name, such as `classes` and, for all but "small_cnn", `norm`:
             "batch", "group" or "none".
     """

@@ -1,0 +1,36 @@
+"""Pieces of networks whose gradients can be bounded by the norms of their weights."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from clipwise.errors import ConfigurationError
+from clipwise.layers.bounded_norm import BoundedGroupNorm
+from clipwise.layers.clip_input import ClipInput
+from clipwise.models.norms import MOST_GROUPS, group_norm, no_norm
+
+KINDS = ("none", "group", "bounded")
+
+
+def first_clip(input_norm: float | None) -> list[nn.Module]:
+    """A visible clip of the inputs, if a norm is given."""
+    return [] if input_norm is None else [ClipInput(input_norm)]
+
+
+def norm_behind(kind: str, channels: int, groups: int, alpha: float) -> nn.Module:
+    """The norm behind a layer.
+
+    Args:
+        kind: "none"; "group", with a scale and a shift to train; or "bounded": (x - mu) / max(alpha, sigma), without
+            parameters, whose slope is at most 1 / alpha.
+        channels: of its input.
+        groups: at most so many, evenly, of two channels or more.
+        alpha: the floor of "bounded".
+    """
+    if kind == "bounded":
+        return BoundedGroupNorm(math.gcd(min(groups, MOST_GROUPS), channels // 2 or 1), channels, alpha)
+    if kind not in KINDS:
+        raise ConfigurationError(f"norm={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+    return group_norm(channels) if kind == "group" else no_norm(channels)
