@@ -1,0 +1,180 @@
+"""Which runs the paper's tables and figures ask for, in the order of their importance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clipwise.reproduce.lip_dp_sgd.claims import METHODS, NORMS, TABLES
+from clipwise.reproduce.lip_dp_sgd.jobs import Bias, Job, Times
+from clipwise.reproduce.lip_dp_sgd.search import (
+    IMAGE_EFFORT,
+    QUICK_EFFORT,
+    TABLE_EFFORT,
+    Effort,
+    Row,
+    near,
+    spread,
+)
+from clipwise.tune.records import DIGITS, IMAGES
+from clipwise.tune.trial import Trial
+
+Cell = dict[str, Any]
+FIGURES = ("table-1", "table-5", "1", "2", "3", "4")
+TABLE_SEEDS, IMAGE_SEEDS, QUICK_SEEDS = 10, 3, 3
+EPSILONS, TUNED_AT = (1.0, 3.0, 8.0), 3.0  # of figure 1, and the one at which settings are chosen
+IMAGE_METHODS = ("dp-sgd", "lip")
+TIMED = {"credit_default": (32, 64, 128, 256, 512), "mnist": (32, 64, 128, 256, 512)}
+BIASED = ("students_dropout", "adult")
+AVERAGED, AVERAGED_DATA = 0.99, "fashion_mnist"
+QUICK_EPSILON = 8.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One run that is asked for: the job, what it is judged by, and where it is shown."""
+
+    job: Job
+    seed: int
+    judged_by: str
+    figure: str
+    row: str
+    epsilon: float | None = None
+
+    @property
+    def key(self) -> str:
+        """The same run for several figures has one key."""
+        return f"{self.judged_by} {self.job.key} seed={self.seed}"
+
+
+def asked(figures: tuple[str, ...], quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    """The runs that can begin now, from the finished ones by key. No figures means all."""
+    for figure in figures or FIGURES:
+        if figure.startswith("table-"):
+            for row in table_rows(figure, quick):
+                yield from _chosen_and_tested(row, figure, quick, found)
+        elif figure == "1":
+            for row in image_rows(quick):
+                yield from _figure_1(row, quick, found)
+        elif figure == "2":
+            yield from _figure_2(quick)
+        elif figure == "3":
+            yield from _figure_3(quick, found)
+        else:
+            yield from _figure_4(quick, found)
+
+
+def table_rows(figure: str, quick: bool) -> list[Row]:
+    """Table 1 has no norm; table 5 has both."""
+    tables = {DIGITS: QUICK_EPSILON} if quick else {name: claim.epsilon for name, claim in TABLES.items()}
+    norms = NORMS[:1] if figure == "table-1" else NORMS
+    return [Row(d, norm, m, epsilon) for norm in norms for d, epsilon in tables.items() for m in METHODS]
+
+
+def image_rows(quick: bool) -> list[Row]:
+    """Figure 1, at the epsilon at which settings are chosen."""
+    names = (DIGITS,) if quick else tuple(IMAGES)
+    return [Row(d, norm, m, TUNED_AT) for d in names for norm in NORMS for m in IMAGE_METHODS]
+
+
+def effort_of(row: Row, quick: bool) -> Effort:
+    """How many trials a row gets: the same for every method."""
+    if quick:
+        return QUICK_EFFORT
+    return IMAGE_EFFORT if row.data in IMAGES else TABLE_EFFORT
+
+
+def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
+    """The trial that did best on the validation part, when all are there."""
+    trials = _all_trials(row, quick, found)
+    return None if trials is None else _winner(trials, found)
+
+
+def _all_trials(row: Row, quick: bool, found: Mapping[str, Cell]) -> list[Trial] | None:
+    """Those of both rounds; None as long as some are missing."""
+    effort = effort_of(row, quick)
+    first = spread(row, effort.spread)
+    winner = _winner(first, found) if _all_there(first, found) else None
+    if winner is None:
+        return None
+    second = near(row, first.index(winner), effort.near)
+    return [*first, *second] if _all_there(second, found) else None
+
+
+def _chosen_and_tested(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    """Trials of both rounds, then the best of them on the test part."""
+    yield from _trials(row, figure, quick, found)
+    chosen = best(row, quick, found)
+    if chosen is not None:
+        for seed in range(QUICK_SEEDS if quick else TABLE_SEEDS):
+            yield Asked(chosen, seed, "test", figure, row.label, row.epsilon)
+
+
+def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    effort = effort_of(row, quick)
+    first = spread(row, effort.spread)
+    for trial in first:
+        yield _validation(trial, figure, row)
+    if _all_there(first, found) and (winner := _winner(first, found)) is not None:
+        for trial in near(row, first.index(winner), effort.near):
+            yield _validation(trial, figure, row)
+
+
+def _figure_1(row: Row, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    yield from _trials(row, "1", quick, found)
+    chosen = best(row, quick, found)
+    if chosen is not None:
+        for epsilon in EPSILONS[:1] if quick else EPSILONS:
+            for seed in range(QUICK_SEEDS if quick else IMAGE_SEEDS):
+                yield Asked(chosen.but(epsilon=epsilon), seed, "test", "1", row.label, epsilon)
+
+
+def _figure_2(quick: bool) -> Iterator[Asked]:
+    timed = {DIGITS: (64, 256)} if quick else TIMED
+    for name, sizes in timed.items():
+        for size in sizes:
+            yield Asked(Times(name, size), 0, "validation", "2", f"{name}/{size}")
+
+
+def _figure_3(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    """Along the run of DP-SGD that did best."""
+    for name in (DIGITS,) if quick else BIASED:
+        row = Row(name, "none", "dp-sgd", QUICK_EPSILON if quick else TABLES[name].epsilon)
+        yield from _trials(row, "3", quick, found)
+        chosen = best(row, quick, found)
+        if chosen is not None:
+            yield Asked(Bias(chosen), 0, "validation", "3", name)
+
+
+def _figure_4(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    """The best runs of figure 1 with averaged parameters beside the last ones."""
+    for row in image_rows(quick):
+        if row.norm == "none" and row.data in (AVERAGED_DATA, DIGITS):
+            yield from _trials(row, "4", quick, found)
+            chosen = best(row, quick, found)
+            for epsilon in (EPSILONS[:1] if quick else EPSILONS) if chosen is not None else ():
+                assert chosen is not None
+                trial = chosen.but(epsilon=epsilon, averaged=AVERAGED)
+                for seed in range(QUICK_SEEDS if quick else IMAGE_SEEDS):
+                    yield Asked(trial, seed, "test", "4", row.label, epsilon)
+
+
+def _validation(trial: Trial, figure: str, row: Row) -> Asked:
+    return Asked(trial, 0, "validation", figure, row.label, row.epsilon)
+
+
+def _key(trial: Trial) -> str:
+    return f"validation {trial.key} seed=0"
+
+
+def _all_there(trials: tuple[Trial, ...], found: Mapping[str, Cell]) -> bool:
+    return all(_key(t) in found and "unfinished" not in found[_key(t)] for t in trials)
+
+
+def _winner(trials: list[Trial] | tuple[Trial, ...], found: Mapping[str, Cell]) -> Trial | None:
+    """The best accuracy on the validation part; of equals the smaller loss. None if all failed."""
+    scored = [
+        (c["accuracy"], -c["loss"], -i) for i, t in enumerate(trials) if "accuracy" in (c := found[_key(t)])
+    ]
+    return trials[-max(scored)[2]] if scored else None

@@ -1,0 +1,51 @@
+"""The weight-clipping paper for `clipwise reproduce`: its runs, how one is done, and the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from clipwise.bench.environment import device_of
+from clipwise.bench.limits import Deadline
+from clipwise.errors import ConfigurationError
+from clipwise.reproduce.lip_dp_sgd import page, plots
+from clipwise.reproduce.lip_dp_sgd.grid import FIGURES, asked
+from clipwise.reproduce.lip_dp_sgd.jobs import work
+from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
+from clipwise.reproduce.paper import Options, Paper, Place, Task
+from clipwise.reproduce.store import Cell
+from clipwise.tune.records import records
+from clipwise.tune.training import LateError
+
+
+def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
+    """Trials on validation parts; where all of a row are there, the best of them on the test part."""
+    for one in asked(options.figures, options.quick, found):
+        setting: Any = one.job
+        place = Place(one.figure, one.row, one.job.epochs, options.quick, one.epsilon)
+        yield Task(setting, one.seed, one.judged_by, place)
+
+
+def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
+    """One run. It is short: what is stopped in the middle begins again."""
+    job: Any = task.setting
+    device = device_of(options.device)
+    try:
+        records(job.trial.data if hasattr(job, "trial") else job.data, options.data, device)
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
+    try:
+        return work(job, task.seed, task.judged_by, options.data, device, deadline, unfinished)
+    except LateError:
+        raise OutOfTimeError from None
+
+
+PAPER = Paper(
+    name="lip-dp-sgd",
+    figures=FIGURES,
+    tasks=tasks,
+    train=train,
+    page=page.markdown,
+    plots=plots.plot_all,
+)

@@ -1,0 +1,94 @@
+"""The same trials for every method: points spread over a space, then points around the best of them.
+
+The space holds that of the paper's table 3 where its numbers fit, and goes beyond it where DP-SGD or weight clipping do
+better: smaller gradient norms, larger rates and batches. The noise is not searched: it follows from the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from clipwise.tune.records import IMAGES
+from clipwise.tune.space import Choice, Dimension, Range, point
+from clipwise.tune.trial import Trial
+
+_PRIMES = (2, 3, 5, 7, 11)
+_NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many trials every method gets: spread, and around the best."""
+
+    spread: int
+    near: int
+
+
+TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(16, 8), Effort(8, 4), Effort(2, 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is compared: one method, on one data set, with or without norm, at one epsilon."""
+
+    data: str
+    norm: str
+    method: str
+    epsilon: float
+
+    @property
+    def label(self) -> str:
+        """How the row is called among results."""
+        return f"{self.data}/{self.norm}/{self.method}"
+
+
+def space(row: Row) -> dict[str, Dimension]:
+    """What may be chosen for a row."""
+    is_image = row.data in IMAGES
+    found: dict[str, Dimension] = {
+        "max_norm": Range(0.1, 15, log=True) if row.method == "dp-sgd" else Range(0.5, 15, log=True),
+        "learning_rate": Range(5e-4, 3e-2, log=True) if is_image else Range(1e-3, 1e-1, log=True),
+        "sample_rate": Choice((1 / 100, 1 / 40, 1 / 16) if is_image else (1 / 32, 1 / 12, 1 / 4)),
+        "epochs": Choice((4, 12) if is_image else (8, 32)),
+    }
+    if row.norm == "bounded":
+        found["alpha"] = Range(0.05, 1, log=True)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def spread(row: Row, count: int) -> tuple[Trial, ...]:
+    """The first trials."""
+    return tuple(_trial(row, _halton(i, len(space(row)))) for i in range(1, count + 1))
+
+
+@lru_cache(maxsize=4096)
+def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
+    """Trials around the first trial with this number (from 0)."""
+    dimensions = len(space(row))
+    centre = _halton(best + 1, dimensions)
+    found = []
+    for i in range(1, count + 1):
+        away = _halton(100 + i, dimensions)
+        u = [min(1.0, max(0.0, c + 2 * _NEAR * (a - 0.5))) for c, a in zip(centre, away, strict=True)]
+        found.append(_trial(row, u))
+    return tuple(found)
+
+
+def _trial(row: Row, u: list[float]) -> Trial:
+    chosen = point(space(row), u)
+    return Trial(row.data, row.method, row.norm, row.epsilon, **chosen)
+
+
+def _halton(index: int, dimensions: int) -> list[float]:
+    """A point of the Halton sequence: the digits of the index in base p, mirrored at the point, for primes p."""
+    found = []
+    for base in _PRIMES[:dimensions]:
+        value, share, rest = 0.0, 1.0, index
+        while rest:
+            share /= base
+            value += share * (rest % base)
+            rest //= base
+        found.append(value)
+    return found

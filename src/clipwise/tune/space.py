@@ -1,0 +1,82 @@
+"""What a search may choose from: ranges and lists, and the space that the weight-clipping paper prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clipwise.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Every number from low to high; evenly on a logarithmic scale if `log`; whole numbers if `whole`."""
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ConfigurationError(
+                f"Range({self.low:g}, {self.high:g}) is empty: give two finite numbers, the smaller one first."
+            )
+        if self.log and self.low <= 0:
+            raise ConfigurationError(f"Range({self.low:g}, {self.high:g}, log=True): low must be above 0.")
+
+    def at(self, u: float) -> float | int:
+        """The number at u of the way, u in [0, 1]."""
+        value: float
+        if self.log:
+            value = self.low * (self.high / self.low) ** float(u)
+        else:
+            value = self.low + (self.high - self.low) * u
+        value = min(max(value, self.low), self.high)
+        return round(value) if self.whole else value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a list."""
+
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ConfigurationError("Choice(()) is empty: give at least one value.")
+
+    def at(self, u: float) -> Any:
+        """The value at u of the way, u in [0, 1]."""
+        return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
+
+
+Dimension = Range | Choice
+Space = Mapping[str, Dimension]
+
+
+def point(space: Space, u: Sequence[float]) -> dict[str, Any]:
+    """The point of a space at coordinates in [0, 1], one a dimension, in the order of the space."""
+    return {name: dimension.at(at) for (name, dimension), at in zip(space.items(), u, strict=True)}
+
+
+def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]:
+    """Table 3 of Barczewski and Ramon (2024), whose number of epochs is not printed: that list is ours.
+
+    Args:
+        norm: with "bounded" there are also the groups and the floor alpha of the norm.
+        group_size: how many numbers a group has: alpha goes from 0.1 / size to 1 / size.
+    """
+    space: dict[str, Dimension] = {
+        "noise_multiplier": Range(0.4, 5, log=True),
+        "max_norm": Range(1, 15, log=True),
+        "batch_size": Range(32, 512, log=True, whole=True),
+        "learning_rate": Range(1e-4, 1e-2, log=True),
+        "epochs": Choice((5, 10, 20, 40)),
+    }
+    if norm == "bounded":
+        space["groups"] = Choice((8, 16, 32))
+        space["alpha"] = Range(0.1 / group_size, 1 / group_size, log=True)
+    return space

@@ -1,0 +1,87 @@
+"""One run of a search or of a table: everything that is chosen before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from clipwise.errors import ConfigurationError
+
+METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
+TITLES = {
+    "dp-sgd": "DP-SGD",
+    "lip": "Lip-DP-SGD",
+    "fix-lip": "Fix-Lip-DP-SGD",
+    "plain": "without privacy",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained, and how.
+
+    Attributes:
+        data: a table or a set of images by name.
+        method: "dp-sgd" clips each example's gradient to `max_norm`; "lip" clips each layer's weights to it and derives
+            the noise from the weights; "fix-lip" derives it from `max_norm` alone; "plain" has no privacy.
+        norm: "none", or "bounded" for group norm with the floor `alpha`.
+        epsilon: the budget; or
+        noise_multiplier: the noise. One of the two, except for "plain".
+        batch_size: expected, of a Poisson batch; or
+        sample_rate: the same as a share of the records.
+        max_norm: C, of gradients or of weights.
+        split: how the noise is divided over layers, for "lip" and "fix-lip".
+        averaged: the decay of an exponential average of the parameters, which is then tested too.
+    """
+
+    data: str
+    method: str = "dp-sgd"
+    norm: str = "none"
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    batch_size: int | None = None
+    sample_rate: float | None = None
+    epochs: int = 10
+    learning_rate: float = 1e-2
+    max_norm: float = 1.0
+    alpha: float = 0.5
+    groups: int = 8
+    temperature: float = 1.0
+    split: str = "optimal"
+    averaged: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigurationError(
+                f"method={self.method!r} is not known: use one of {', '.join(map(repr, METHODS))}."
+            )
+        if self.method != "plain" and (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ConfigurationError("Give epsilon or noise_multiplier, and not both.")
+        if (self.batch_size is None) == (self.sample_rate is None):
+            raise ConfigurationError("Give batch_size or sample_rate, and not both.")
+
+    @cached_property
+    def key(self) -> str:
+        """A name that no other trial has: what it is, then all that is not as usual."""
+        told = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        named = ("data", "method", "norm")
+        unusual = (f"{n}={_short(v)}" for n, (v, usual) in told.items() if n not in named and v != usual)
+        return " ".join(["/".join(str(told[n][0]) for n in named), *unusual])
+
+    @property
+    def is_lipschitz(self) -> bool:
+        """Whether weights are clipped, in place of gradients."""
+        return self.method in ("lip", "fix-lip")
+
+    def but(self, **changes: Any) -> Trial:
+        """The same with some things changed."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, without what is not there."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
