@@ -18,6 +18,7 @@ from clipwise.commands.output import complain, say
 from clipwise.commands.reproduce import reproduce
 from clipwise.commands.statement import statement
 from clipwise.commands.tradeoff import tradeoff
+from clipwise.commands.tune import tune
 from clipwise.errors import ClipwiseError
 
 
@@ -61,5 +62,5 @@ def main(
     """
 
 
-for command in (demo, epsilon, noise, tradeoff, statement, check, bench, reproduce):
+for command in (demo, epsilon, noise, tradeoff, statement, check, bench, reproduce, tune):
     app.command()(command)

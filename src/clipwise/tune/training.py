@@ -40,13 +40,8 @@ def run(
     Args:
         shared: a folder in which processes share calibrated noise.
     """
-    deadline = deadline or Deadline(None)
     start = time.perf_counter()
-    training = Training(trial, records, seed, shared)
-    for _ in range(training.steps):
-        if deadline.left() <= 0:
-            raise LateError
-        training.step()
+    training = trained(trial, records, seed, deadline, shared)
     seconds = time.perf_counter() - start
     accuracy, loss = judged(training.model, records.held_out)
     result: Result = {"accuracy": accuracy, "loss": round(loss, 5), "seconds": round(seconds, 2)}
@@ -54,6 +49,19 @@ def run(
         with training.average.applied():
             result["averaged_accuracy"] = judged(training.model, records.held_out)[0]
     return result | {"steps": training.steps} | training.cost()
+
+
+def trained(
+    trial: Trial, records: Records, seed: int, deadline: Deadline | None = None, shared: Path | None = None
+) -> Training:
+    """All steps of a run, not judged yet."""
+    deadline = deadline or Deadline(None)
+    training = Training(trial, records, seed, shared)
+    for _ in range(training.steps):
+        if deadline.left() <= 0:
+            raise LateError
+        training.step()
+    return training
 
 
 class Training:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from clipwise.tune.records import IMAGES
+from clipwise.tune.records import DIGITS, IMAGES
 from clipwise.tune.space import Choice, Dimension, Range, point
 from clipwise.tune.trial import Trial
 
@@ -25,7 +25,7 @@ class Effort:
     near: int
 
 
-TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(16, 8), Effort(8, 4), Effort(2, 1)
+TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(20, 10), Effort(8, 4), Effort(2, 1)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,15 @@ class Row:
 def space(row: Row) -> dict[str, Dimension]:
     """What may be chosen for a row."""
     is_image = row.data in IMAGES
+    rates: tuple[float, ...] = (1 / 100, 1 / 40, 1 / 16) if is_image else (1 / 64, 1 / 16, 1 / 4)
+    epochs: tuple[int, ...] = (4, 12) if is_image else (8, 32)
+    if row.data == DIGITS:  # to show that everything works
+        rates, epochs = (1 / 8,), (1,)
     found: dict[str, Dimension] = {
         "max_norm": Range(0.1, 15, log=True) if row.method == "dp-sgd" else Range(0.5, 15, log=True),
         "learning_rate": Range(5e-4, 3e-2, log=True) if is_image else Range(1e-3, 1e-1, log=True),
-        "sample_rate": Choice((1 / 100, 1 / 40, 1 / 16) if is_image else (1 / 32, 1 / 12, 1 / 4)),
-        "epochs": Choice((4, 12) if is_image else (8, 32)),
+        "sample_rate": Choice(rates),
+        "epochs": Choice(epochs),
     }
     if row.norm == "bounded":
         found["alpha"] = Range(0.05, 1, log=True)

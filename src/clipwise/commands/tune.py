@@ -1,0 +1,126 @@
+"""`clipwise tune`: settings for a data set or a script, and what the search costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from safetensors.torch import save_file
+
+from clipwise.bench.environment import device_of
+from clipwise.commands.output import rounded_up, say, stdout
+from clipwise.errors import ConfigurationError
+from clipwise.tune import accounted, report, study, subject
+from clipwise.tune.front import Point, front
+from clipwise.tune.selection import composed_epsilon
+
+
+def tune(
+    what: Annotated[str, typer.Argument(help="A data set by name, or a script that ends in .py.")],
+    method: Annotated[str, typer.Option(help="For a data set: dp-sgd, lip or fix-lip.")] = "dp-sgd",
+    norm: Annotated[str, typer.Option(help="For a data set: none, or bounded for group norm.")] = "none",
+    trials: Annotated[int, typer.Option(min=1, help="Finished runs that the study shall have.")] = 30,
+    data: Annotated[
+        Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the search and of first weights, not of any noise.")] = 0,
+    is_accounted: Annotated[
+        bool,
+        typer.Option(
+            "--accounted", help="A random, secret number of runs; only the best is shown, and counted."
+        ),
+    ] = False,
+    epsilon: Annotated[float, typer.Option(help="With --accounted: what the whole search may cost.")] = 3.0,
+    mean_runs: Annotated[float, typer.Option(help="With --accounted: runs on average.")] = 10.0,
+    sample_rate: Annotated[float, typer.Option(help="With --accounted: of every run.")] = 0.05,
+    epochs: Annotated[int, typer.Option(min=1, help="With --accounted: of every run.")] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the study; runs/tune if left out. A study there goes on."),
+    ] = None,
+) -> None:
+    """Search settings for high accuracy and a small epsilon at once, and show the Pareto front.
+
+    For example, on the digits that ship with clipwise:
+
+        clipwise tune digits --trials 20
+
+    Or a script of your own, with SPACE and train(settings) -> (accuracy, epsilon):
+
+        clipwise tune my_script.py --trials 50
+
+    Or with the privacy of the search itself accounted for:
+
+        clipwise tune digits --accounted --epsilon 3 --mean-runs 10
+
+    The folder gets study.db, results.json, front.md and front.svg; a command that was stopped goes on there. With
+    --accounted it gets best.safetensors, the weights of the best run, if --out is given.
+    """
+    place = device_of(device)
+    folder = out or Path("runs/tune")
+    if is_accounted:
+        _accounted(what, method, norm, data, place, seed, epsilon, mean_runs, sample_rate, epochs, out)
+        return
+    is_script = what.endswith(".py")
+    about = (
+        subject.of_script(Path(what)) if is_script else subject.named(what, method, norm, data, place, seed)
+    )
+    found = study.search(about, trials, folder, say, seed=seed)
+    stdout().print(_table([p for p, _ in found]))
+    for file in report.write(about.name, found, folder):
+        say(f"wrote {file}")
+    for sentence in report.cost_in_words(len(found), composed_epsilon([s for _, s in found])):
+        say(sentence)
+
+
+def _accounted(
+    what: str,
+    method: str,
+    norm: str,
+    data: Path | None,
+    device: torch.device,
+    seed: int,
+    epsilon: float,
+    mean_runs: float,
+    sample_rate: float,
+    epochs: int,
+    out: Path | None,
+) -> None:
+    if what.endswith(".py"):
+        raise ConfigurationError(
+            "--accounted takes a data set by name: it has to know what every run releases. For a script of your own, "
+            "call clipwise.tune.selection.plan and select."
+        )
+    found = accounted.search(
+        what,
+        method,
+        norm,
+        data,
+        device,
+        epsilon=epsilon,
+        mean=mean_runs,
+        sample_rate=sample_rate,
+        epochs=epochs,
+        seed=seed,
+    )
+    for sentence in found.in_words():
+        say(sentence)
+    if found.released is not None and out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(found.released.output.state_dict(), out / "best.safetensors")
+        say(f"wrote {out / 'best.safetensors'}")
+
+
+def _table(points: list[Point]) -> Table:
+    best = front(points)
+    names: list[Any] = list(best[0].settings) if best else []
+    table = Table("epsilon", "accuracy", *names, title="Runs that no other beats", title_justify="left")
+    for p in best:
+        values = (p.settings.get(n) for n in names)
+        told = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)
+        table.add_row(rounded_up(p.epsilon), f"{p.accuracy:.2%}", *told)
+    return table

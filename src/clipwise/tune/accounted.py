@@ -1,0 +1,95 @@
+"""A search over a named data set with the privacy of the search itself accounted for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import rounded_up
+from clipwise.tune.records import records
+from clipwise.tune.selection import Released, SelectionPlan, plan, select
+from clipwise.tune.space import Dimension, Range
+from clipwise.tune.training import judged, trained
+from clipwise.tune.trial import Trial
+
+
+@dataclass(frozen=True)
+class Found:
+    """The plan of a search, and what it released, if it had a run at all."""
+
+    plan: SelectionPlan
+    released: Released | None
+
+    def in_words(self) -> list[str]:
+        """What may be told. How many runs there were is not among it."""
+        p = self.plan
+        lines = [
+            f"The whole search costs epsilon {rounded_up(p.epsilon)} at delta {p.delta:.3g} for one record (zero-out), "
+            "if only what stands here and the best model are shown, and the number of runs stays secret: also how long "
+            "it took tells of that number.",
+            f"A single run with this noise (multiplier {p.noise_multiplier:g}) would cost epsilon "
+            f"{rounded_up(p.epsilon_of_a_run)}; there were {p.mean:g} runs on average.",
+        ]
+        if self.released is None:
+            return [*lines, "This time there was no run, so nothing was found."]
+        chosen = ", ".join(f"{name} {value:.3g}" for name, value in self.released.settings.items())
+        lines.append(f"Best: {chosen}; noised validation accuracy {self.released.noised_accuracy:.1%}.")
+        return lines
+
+
+def free_space(norm: str) -> dict[str, Dimension]:
+    """The part of the paper's table 3 that does not change what a run costs."""
+    space: dict[str, Dimension] = {
+        "max_norm": Range(1, 15, log=True),
+        "learning_rate": Range(1e-4, 1e-2, log=True),
+    }
+    return space | ({"alpha": Range(0.05, 0.5, log=True)} if norm == "bounded" else {})
+
+
+def search(
+    data: str,
+    method: str,
+    norm: str,
+    folder: Path | None,
+    device: torch.device,
+    *,
+    epsilon: float,
+    mean: float,
+    sample_rate: float,
+    epochs: int,
+    seed: int = 0,
+) -> Found:
+    """Plan the noise, draw a secret number of runs, and release the best.
+
+    Args:
+        data, method, norm: as for `Trial`.
+        epsilon: of the whole search, at the delta of the data set.
+        mean: runs on average.
+        sample_rate, epochs: of every run.
+    """
+    if method == "plain":
+        raise ConfigurationError("method='plain' has no privacy: use 'dp-sgd', 'lip' or 'fix-lip'.")
+    at_hand = records(data, folder, device)
+    steps = max(1, round(epochs / sample_rate))
+    found = plan(epsilon, at_hand.delta, sample_rate=sample_rate, steps=steps, mean=mean)
+    size = len(at_hand.held_out)
+
+    def one(settings: dict[str, Any]) -> tuple[int, int, Any]:
+        trial = Trial(
+            data,
+            method,
+            norm,
+            noise_multiplier=found.noise_multiplier,
+            sample_rate=sample_rate,
+            epochs=epochs,
+            **settings,
+        )
+        training = trained(trial, at_hand, seed)
+        accuracy, _ = judged(training.model, at_hand.held_out)
+        return round(accuracy * size), size, training.model
+
+    return Found(found, select(found, free_space(norm), one))

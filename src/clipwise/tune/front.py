@@ -1,0 +1,31 @@
+"""The Pareto front: runs that no other run beats in accuracy and in epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Point:
+    """One finished run of a search."""
+
+    number: int
+    accuracy: float
+    epsilon: float
+    settings: dict[str, Any]
+
+    def beats(self, other: Point) -> bool:
+        """At least as good in both, and better in one."""
+        no_worse = self.accuracy >= other.accuracy and self.epsilon <= other.epsilon
+        return no_worse and (self.accuracy > other.accuracy or self.epsilon < other.epsilon)
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that none beats, by epsilon; of equal ones the first."""
+    found: list[Point] = []
+    for p in sorted(points, key=lambda p: (p.epsilon, -p.accuracy, p.number)):
+        if not found or p.accuracy > found[-1].accuracy:
+            found.append(p)
+    return found

@@ -1,0 +1,94 @@
+"""A search as a page, a file of results and a picture."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from clipwise.figures import METADATA, STYLE
+from clipwise.files import replace_file
+from clipwise.privacy import rounded_up
+from clipwise.tune.front import Point, front
+from clipwise.tune.selection import composed_epsilon
+from clipwise.tune.subject import Score
+
+
+def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Path]:
+    """Write results.json, front.md and, where matplotlib is, front.svg; returns the files."""
+    points = [p for p, _ in found]
+    cost = composed_epsilon([s for _, s in found])
+    stored = {"study": name, "trials": [vars(p) for p in points], "front": [p.number for p in front(points)]}
+    json_text = json.dumps(stored, indent=1) + "\n"
+    files = [out / "results.json", out / "front.md"]
+    for file, text in zip(files, (json_text, markdown(name, points, cost)), strict=True):
+        replace_file(file, partial(_put, text), mode=0o644)
+    if importlib.util.find_spec("matplotlib") is not None:
+        files.append(_plot(name, points, out / "front.svg"))
+    return files
+
+
+def markdown(name: str, points: Sequence[Point], cost: tuple[float, float] | None) -> str:
+    """The front as a table, and what the search costs."""
+    best = front(points)
+    names = list(best[0].settings) if best else []
+    head = ["epsilon", "accuracy", *names]
+    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for p in best:
+        values = [_short(p.settings.get(n)) for n in names]
+        lines.append(f"| {' | '.join([rounded_up(p.epsilon), f'{p.accuracy:.2%}', *values])} |")
+    return "\n".join([*lines, "", *cost_in_words(len(points), cost)]) + "\n"
+
+
+def cost_in_words(runs: int, cost: tuple[float, float] | None) -> list[str]:
+    """What the search costs, in sentences."""
+    lines = [
+        "Epsilon is that of one run. The scores are accuracies on held-out records, without noise, and the search "
+        "followed them. On public data that costs nothing. On private records this choice has no guarantee: tune on "
+        "public data, or use `clipwise tune --accounted`.",
+    ]
+    if cost is not None:
+        epsilon, delta = cost
+        lines.append(
+            f"If the settings of all {runs} runs had been fixed beforehand, to show all {runs} models would cost "
+            f"epsilon {rounded_up(epsilon)} at delta {delta:.3g}."
+        )
+    return lines
+
+
+def _put(text: str, handle: IO[bytes]) -> None:
+    handle.write(text.encode())
+
+
+def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
+    matplotlib = importlib.import_module("matplotlib")
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        canvas = importlib.import_module("matplotlib.figure").Figure(figsize=(5.2, 3.8), layout="constrained")
+        axes = canvas.subplots()
+        axes.plot([p.epsilon for p in points], [p.accuracy for p in points], "o", color="0.7", markersize=4)
+        best = front(points)
+        axes.step(
+            [p.epsilon for p in best],
+            [p.accuracy for p in best],
+            "o-",
+            where="post",
+            color="black",
+            markersize=4,
+            label="Pareto front",
+        )
+        axes.set_xscale("log")
+        axes.set_xlabel("epsilon of one run")
+        axes.set_ylabel("validation accuracy")
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.legend(frameon=False)
+        canvas.savefig(file, format="svg", metadata=METADATA[".svg"])
+    return file
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,147 @@
+"""What a search costs in privacy, and a search whose cost is small and accounted for.
+
+Each run of a search is private by itself. To look at many of them and keep one costs more than one run, since the
+choice depends on the records through all of them.
+
+*All runs shown.* Runs on the same records compose. This holds if the settings that decide privacy (noise, rate, steps)
+were fixed beforehand and each score is a part of what was released. A search that follows scores of private
+records without noise has no guarantee at all.
+
+*Only the best shown.* With a random, secret number of runs, each with settings drawn by itself, the best one costs
+little more than a single run (Papernot and Steinke, 2022; `accounting.search`). Scores are noised: a validation
+record changes the number of right answers by at most 1. A record is trained on or validated on, never both, so the
+search costs the larger of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clipwise import accounting
+from clipwise.accounting import Repetitions, arguments
+from clipwise.errors import ConfigurationError
+from clipwise.noise import NoiseKey, gaussian
+from clipwise.privacy import Adjacency, Entry, Sampling
+from clipwise.tune.space import Space, point
+from clipwise.tune.subject import Score
+
+_DIGITS = 4
+_MOST_KINDS = 8  # beyond this many different runs RDP bounds their composition: PLD would take minutes
+_LARGEST = 1e6
+
+
+def composed_epsilon(scores: Sequence[Score]) -> tuple[float, float] | None:
+    """Epsilon and delta of showing all runs, as if their noise had been fixed beforehand; None if not known."""
+    if not scores or any(s.release is None or s.delta is None for s in scores):
+        return None
+    delta = max(s.delta for s in scores if s.delta is not None)
+    history = []
+    for s in scores:
+        assert s.release is not None
+        z, rate, steps = s.release
+        event = arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT)
+        history.append(Entry(event, steps))
+    kinds = len({entry.event for entry in history})
+    return accounting.epsilon_of(history, delta, "pld" if kinds <= _MOST_KINDS else "rdp"), delta
+
+
+@dataclass(frozen=True)
+class SelectionPlan:
+    """A search that is accounted for.
+
+    Attributes:
+        epsilon, delta: of the whole search, for one record.
+        mean: how many runs it has on average. The number itself is drawn, and stays secret.
+        shape: of the distribution of that number; 1 for a geometric one.
+        noise_multiplier: of every run.
+        score_noise: the standard deviation of the noise on the number of right answers.
+        epsilon_of_a_run: what one run would cost if there were no other.
+    """
+
+    epsilon: float
+    delta: float
+    mean: float
+    shape: float
+    noise_multiplier: float
+    score_noise: float
+    epsilon_of_a_run: float
+
+
+def plan(
+    epsilon: float, delta: float, *, sample_rate: float, steps: int, mean: float, shape: float = 1.0
+) -> SelectionPlan:
+    """The noise with which a whole search is (epsilon, delta)-private.
+
+    Args:
+        epsilon, delta: the budget of the search.
+        sample_rate, steps: of every run. They decide privacy, so they are the same for all.
+        mean: the mean number of runs, above 1.
+        shape: see `accounting.Repetitions`.
+    """
+    common: dict[str, Any] = {"mean": mean, "shape": shape, "delta": delta, "adjacency": "zero-out"}
+    z = _smallest(
+        lambda z: accounting.search(noise_multiplier=z, sample_rate=sample_rate, steps=steps, **common),
+        epsilon,
+    )
+    score = _smallest(
+        lambda z: accounting.search(noise_multiplier=z, steps=1, sampling="full", **common), epsilon
+    )
+    alone = accounting.epsilon(noise_multiplier=z, sample_rate=sample_rate, steps=steps, delta=delta)
+    return SelectionPlan(epsilon, delta, mean, shape, z, score, alone)
+
+
+@dataclass(frozen=True)
+class Released:
+    """What a search shows: the settings of the best run, and its noised score. Not how many runs there were."""
+
+    settings: dict[str, Any]
+    noised_accuracy: float
+    output: Any
+
+
+def select(
+    plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
+) -> Released | None:
+    """The best of a secret number of runs, by its noised score; None if there was no run at all.
+
+    Args:
+        plan: the noise.
+        space: what settings are drawn from, each run by itself. Nothing in it may change what a run costs.
+        run: from settings to right answers on the validation part, the size of that part, which is public, and
+            whatever else the run gives, such as its weights. It must use `plan.noise_multiplier`.
+    """
+    random = np.random.default_rng()  # from the operating system: the number of runs is a secret
+    key = NoiseKey.fresh()
+    best: tuple[float, Released] | None = None
+    for _ in range(Repetitions(plan.mean, plan.shape).draw(random)):
+        settings = point(space, random.random(len(space)).tolist())
+        right, size, output = run(settings)
+        noise = float(gaussian(key.derive("score"), 1, plan.score_noise))
+        key.advance()
+        score = right + noise
+        if best is None or score > best[0]:
+            best = score, Released(settings, score / size, output)
+    key.wipe()
+    return None if best is None else best[1]
+
+
+def _smallest(cost: Callable[[float], float], budget: float) -> float:
+    """The smallest noise within a budget, rounded up to four digits."""
+    low, high = 0.0, 1.0
+    while cost(high) > budget:
+        low, high = high, 2 * high
+        if high > _LARGEST:
+            raise ConfigurationError(
+                f"epsilon={budget:g} is too small for this search: allow more, or fewer runs on average."
+            )
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        if cost(middle) > budget:
+            low = middle
+        else:
+            high = middle
+    return float(f"{high * (1 + 10.0 ** (1 - _DIGITS)):.{_DIGITS}g}")
