@@ -1,0 +1,47 @@
+"""The whole command on small digits, and its page."""
+
+import pytest
+
+pytest.importorskip("clipwise.reproduce.paper")
+
+from clipwise.reproduce.lip_dp_sgd.claims import METHODS
+from clipwise.reproduce.runner import Options, reproduce
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    out = tmp_path_factory.mktemp("lip")
+    told = []
+    figures = ("table-1", "2", "3")
+    store = reproduce(Options("lip-dp-sgd", out, figures, quick=True), told.append)
+    return out, store, told, figures
+
+
+def test_every_row_has_its_tests(quick):
+    _, store, _, _ = quick
+    for method in METHODS:
+        tests = [
+            c for c in store.cells.values() if c["judged_by"] == "test" and f"/{method}/" in c["setting"]
+        ]
+        assert len(tests) == 3 and all("failed" not in c for c in tests), tests
+
+
+def test_all_methods_spend_the_same(quick):
+    _, store, _, _ = quick
+    spent = {round(c["epsilon"], 6) for c in store.cells.values() if c["judged_by"] == "test"}
+    assert len(spent) == 1 and 7.9 < spent.pop() <= 8.0
+
+
+def test_the_page_says_what_it_is(quick):
+    out, _, _, _ = quick
+    page = (out / "results.md").read_text()
+    assert "quick run" in page and "## Table 1" in page and "## Figure 2" in page and "## Figure 3" in page
+    assert "clipwise reproduce lip-dp-sgd" in page and "not run" not in page
+    assert "## Figure 1" not in page
+
+
+def test_a_second_command_runs_nothing_again(quick):
+    out, _, _, figures = quick
+    told = []
+    reproduce(Options("lip-dp-sgd", out, figures, quick=True), told.append)
+    assert not any("seed" in line for line in told)

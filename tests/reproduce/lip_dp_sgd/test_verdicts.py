@@ -1,0 +1,128 @@
+"""Sentences follow the numbers: invented results with a known answer."""
+
+import pytest
+
+from clipwise.reproduce.lip_dp_sgd import verdicts
+from clipwise.reproduce.lip_dp_sgd.claims import METHODS, NORMS, TABLES
+from clipwise.reproduce.lip_dp_sgd.results import Results, in_words
+from clipwise.reproduce.lip_dp_sgd.search import Row
+
+
+def invented(accuracy, figure="table-5", seeds=10, quick=False):
+    """A store in which accuracy(data, norm, method, seed) was found."""
+    cells = {}
+    for data, claim in TABLES.items():
+        for norm in NORMS:
+            for method in METHODS:
+                row = Row(data, norm, method, claim.epsilon)
+                for seed in range(seeds):
+                    shown = [{"figure": figure, "row": row.label, "budget": claim.epsilon, "quick": quick}]
+                    cells[f"{row.label} {seed}"] = {
+                        "accuracy": accuracy(data, norm, method, seed),
+                        "seed": seed,
+                        "judged_by": "test",
+                        "epsilon": claim.epsilon,
+                        "shown": shown,
+                    }
+    return Results(cells, quick=False)
+
+
+def better(method_that_wins, by=0.02):
+    return lambda data, norm, method, seed: (
+        0.7 + seed / 1000 + (by + seed / 5000) * (method == method_that_wins)
+    )
+
+
+def test_a_claim_that_holds_everywhere_survives():
+    found = verdicts.verdicts(invented(better("lip")), "table-5")
+    assert found[0].startswith('"Lip-DP-SGD outperforms DP-SGD", without group norm: **Survives.**')
+    assert "on 7 of 7" in found[0] and "Android" in found[0]
+
+
+def test_a_claim_that_is_reversed_does_not_survive():
+    found = verdicts.verdicts(invented(better("dp-sgd")), "table-1")
+    assert found == []  # nothing was run for table 1
+    found = verdicts.verdicts(invented(better("dp-sgd"), "table-1"), "table-1")
+    assert "**Does not survive.**" in found[0] and "worse on 7" in found[0]
+
+
+def test_a_claim_that_holds_somewhere_survives_in_part():
+    def some(data, norm, method, seed):
+        return better("lip" if data == "adult" else "dp-sgd")(data, norm, method, seed)
+
+    first = verdicts.verdicts(invented(some), "table-5")[0]
+    assert "**Survives in part.**" in first and "on 1 of 7 (Adult Income)" in first and "worse on 6" in first
+
+
+def test_few_seeds_leave_it_open():
+    first = verdicts.verdicts(invented(better("lip"), seeds=3), "table-5")[0]
+    assert "**Does not survive.**" in first and "not to be told apart (p of at least 0.05) on 7" in first
+
+
+def test_group_norm_that_helps_contradicts_the_paper():
+    helps = invented(
+        lambda data, norm, method, seed: 0.7 + seed / 1000 + (0.05 + seed / 5000) * (norm == "bounded")
+    )
+    sentences = [s for s in verdicts.verdicts(helps, "table-5") if "Group norm" in s]
+    assert len(sentences) == 3 and all("**Does not survive.**" in s for s in sentences)
+    same = invented(better("lip"))
+    sentences = [s for s in verdicts.verdicts(same, "table-5") if "Group norm" in s]
+    assert all("**Survives.**" in s for s in sentences)
+
+
+def test_a_tuned_baseline_is_held_against_what_is_printed():
+    last = verdicts.verdicts(invented(lambda *_: 0.85), "table-5")[-1]
+    assert "on 5 of 7" in last  # all but Android (0.959) and Nursery (0.931)
+
+
+def test_runs_of_a_quick_page_are_not_results():
+    assert not invented(better("lip"), quick=True).has("table-5")
+
+
+def test_nothing_run_means_nothing_said():
+    nothing = Results({}, quick=False)
+    assert verdicts.verdicts(nothing, "table-5") == []
+    assert verdicts.image_verdicts(nothing) == []
+    assert verdicts.averaging_verdict(nothing) == [] and verdicts.runtime_verdict(nothing) == []
+
+
+def cell(figure, row, budget=None, **found):
+    place = {"figure": figure, "row": row, "quick": False} | ({"budget": budget} if budget else {})
+    return {"seed": 0, "judged_by": "test", "shown": [place]} | found
+
+
+def test_runtime_says_how_often_and_how_much():
+    cells = {
+        str(size): cell("2", f"mnist/{size}", seconds_of_an_epoch={"plain": 1, "dp-sgd": 2.0, "lip": lip})
+        for size, lip in ((32, 1.0), (64, 3.0))
+    }
+    (sentence,) = verdicts.runtime_verdict(Results(cells, quick=False))
+    assert "slower in 1 of 2 places (mnist at 64)" in sentence and "0.50 to 1.50 times" in sentence
+
+
+@pytest.mark.parametrize(("lip_gain", "word"), [(0.012, "**Survives"), (0.05, "**Does not survive")])
+def test_averaging_has_a_similar_effect_or_not(lip_gain, word):
+    cells = {
+        m: cell("4", f"fashion_mnist/none/{m}", 1.0, accuracy=0.7, averaged_accuracy=0.7 + gain)
+        for m, gain in (("dp-sgd", 0.01), ("lip", lip_gain))
+    }
+    (sentence,) = verdicts.averaging_verdict(Results(cells, quick=False))
+    assert word in sentence
+
+
+def test_images_are_compared_by_their_means():
+    cells = {}
+    for m, accuracy in (("dp-sgd", 0.8), ("lip", 0.7)):
+        cells[m] = cell("1", f"mnist/none/{m}", 1.0, accuracy=accuracy)
+        cells[m + "+"] = cell("1", f"mnist/bounded/{m}", 1.0, accuracy=0.9)
+    found = verdicts.image_verdicts(Results(cells, quick=False))
+    assert "**Does not survive.**" in found[0] and "0 of 1" in found[0]
+    assert "**Survives.**" in found[1]
+    assert "+10.0 points" in found[2] and "+20.0 points" in found[3]
+
+
+def test_numbers_in_words():
+    cells = [{"accuracy": 0.8}, {"accuracy": 0.9}]
+    assert in_words(cells, []) == "85.0 ± 5.0"
+    assert in_words(cells[:1], []) == "80.0"
+    assert in_words([], [{"failed": "refused"}]) == "refused" and in_words([], []) == "not run"

@@ -1,0 +1,32 @@
+"""The Pareto front against its definition."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipwise.tune.front import Point, front
+
+POINTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30).map(
+    lambda pairs: [Point(i, a / 6, float(e), {}) for i, (a, e) in enumerate(pairs)]
+)
+
+
+@given(POINTS)
+def test_no_run_beats_one_of_the_front(points):
+    for chosen in front(points):
+        assert not any(other.beats(chosen) for other in points)
+
+
+@given(POINTS)
+def test_every_run_is_beaten_or_equalled_by_one_of_the_front(points):
+    found = front(points)
+    for p in points:
+        same = any((f.accuracy, f.epsilon) == (p.accuracy, p.epsilon) for f in found)
+        assert same or any(f.beats(p) for f in found)
+
+
+@given(POINTS)
+def test_the_front_rises(points):
+    found = front(points)
+    assert all(a.epsilon < b.epsilon and a.accuracy < b.accuracy for a, b in itertools.pairwise(found))

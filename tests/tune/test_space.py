@@ -1,0 +1,63 @@
+"""Spaces: every point lies in its range, and table 3 is as the paper prints it."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipwise.errors import ConfigurationError
+from clipwise.tune import Choice, Range, paper_space, point
+
+UNIT = st.floats(0, 1)
+
+
+@given(UNIT, st.booleans(), st.booleans())
+def test_a_range_is_kept(u, log, whole):
+    value = Range(1, 15, log, whole).at(u)
+    assert 1 <= value <= 15
+    assert not whole or isinstance(value, int)
+
+
+@given(st.lists(UNIT, min_size=2, max_size=2).map(sorted), st.booleans())
+def test_a_range_rises(pair, log):
+    dimension = Range(0.01, 7, log)
+    assert dimension.at(pair[0]) <= dimension.at(pair[1])
+
+
+def test_the_middle_of_a_logarithmic_range_is_the_geometric_mean():
+    assert Range(1e-4, 1e-2, log=True).at(0.5) == pytest.approx(1e-3)
+    assert Range(2, 6).at(0.5) == 4
+
+
+@given(UNIT)
+def test_a_choice_is_one_of_its_values(u):
+    assert Choice(("a", "b", "c")).at(u) in ("a", "b", "c")
+
+
+def test_every_value_can_be_chosen():
+    assert {Choice((5, 10, 20)).at(i / 99) for i in range(100)} == {5, 10, 20}
+
+
+def test_a_point_has_a_value_for_every_name():
+    found = point({"rate": Range(0, 1), "size": Choice((3,))}, [0.25, 0.9])
+    assert found == {"rate": 0.25, "size": 3}
+
+
+def test_table_3():
+    space = paper_space("bounded", group_size=4)
+    assert (space["noise_multiplier"].low, space["noise_multiplier"].high) == (0.4, 5)
+    assert (space["max_norm"].low, space["max_norm"].high) == (1, 15)
+    assert (space["batch_size"].low, space["batch_size"].high) == (32, 512)
+    assert (space["learning_rate"].low, space["learning_rate"].high) == (1e-4, 1e-2)
+    assert math.isclose(space["alpha"].low, 0.025) and math.isclose(space["alpha"].high, 0.25)
+    assert set(paper_space()) == set(space) - {"alpha", "groups"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Range(2, 2), lambda: Range(0, 1, log=True), lambda: Range(0, math.inf), lambda: Choice(())],
+)
+def test_empty_spaces_are_refused(make):
+    with pytest.raises(ConfigurationError):
+        make()
