@@ -46,3 +46,8 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
 def test_what_cannot_be_tuned_is_refused_in_a_line(arguments, message):
     found = call(*arguments)
     assert found.exit_code == 2 and message in found.output.replace("\n", " ")
+
+
+def test_help_teaches_by_example():
+    found = call("--help")
+    assert found.exit_code == 0 and "clipwise tune digits" in found.output

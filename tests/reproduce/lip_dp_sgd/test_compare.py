@@ -1,7 +1,7 @@
 """Which of two methods is better, against scipy and against plain cases."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wilcoxon
 
@@ -32,6 +32,7 @@ def test_a_small_lead_with_changing_signs_is_open():
     assert compare(first, second).verdict == 0
 
 
+@settings(max_examples=15)
 @given(TEN, TEN)
 def test_it_is_antisymmetric(first, second):
     one, two = compare(first, second), compare(second, first)

@@ -14,6 +14,7 @@ from clipwise.tune.space import Choice, Dimension, Range, point
 from clipwise.tune.trial import Trial
 
 _PRIMES = (2, 3, 5, 7, 11)
+_FEW = ("breast_cancer", "german_credit", "students_dropout")  # below 5,000 records: batches of a few would be noise
 _NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
 
 
@@ -47,6 +48,8 @@ def space(row: Row) -> dict[str, Dimension]:
     """What may be chosen for a row."""
     is_image = row.data in IMAGES
     rates: tuple[float, ...] = (1 / 100, 1 / 40, 1 / 16) if is_image else (1 / 64, 1 / 16, 1 / 4)
+    if row.data in _FEW:
+        rates = (1 / 24, 1 / 8, 1 / 3)
     epochs: tuple[int, ...] = (4, 12) if is_image else (8, 32)
     if row.data == DIGITS:  # to show that everything works
         rates, epochs = (1 / 8,), (1,)
