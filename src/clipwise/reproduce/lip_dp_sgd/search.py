@@ -14,7 +14,8 @@ from clipwise.tune.space import Choice, Dimension, Range, point
 from clipwise.tune.trial import Trial
 
 _PRIMES = (2, 3, 5, 7, 11)
-_FEW = ("breast_cancer", "german_credit", "students_dropout")  # below 5,000 records: batches of a few would be noise
+# Below 5,000 records, where 1/64 of them would be a batch of a few.
+_FEW = ("breast_cancer", "german_credit", "students_dropout")
 _NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
 
 
