@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -27,9 +26,11 @@ def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Pa
     files = [out / "results.json", out / "front.md"]
     for file, text in zip(files, (json_text, markdown(name, points, cost)), strict=True):
         replace_file(file, partial(_put, text), mode=0o644)
-    if importlib.util.find_spec("matplotlib") is not None:
-        files.append(_plot(name, points, out / "front.svg"))
-    return files
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        return files
+    return [*files, _plot(name, points, out / "front.svg")]
 
 
 def markdown(name: str, points: Sequence[Point], cost: tuple[float, float] | None) -> str:

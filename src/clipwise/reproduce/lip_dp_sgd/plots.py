@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ _COLORS = {"dp-sgd": "tab:blue", "lip": "tab:red", "plain": "0.5"}
 
 def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
     """Write what can be drawn, and return the files."""
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
         return []
     results = Results(store.cells, quick)
     drawn = []
@@ -63,7 +64,8 @@ def _images(canvas: Any, results: Results, quick: bool) -> bool:
             axes[row.data].set_xlabel("epsilon")
     first = next(iter(axes.values()))
     first.set_ylabel("test accuracy")
-    first.legend(frameon=False, fontsize=7)
+    if something:
+        first.legend(frameon=False, fontsize=7)
     return something
 
 
