@@ -115,8 +115,7 @@ class Training:
             outputs = self.model(x)
             losses = self._loss(outputs, y)
             if self._trial.is_lipschitz:
-                step: Any = self.private.step
-                step(losses, outputs=outputs)
+                self.private.step(losses, outputs=outputs)
             else:
                 self.private.step(losses)
         if self.average is not None:
@@ -173,15 +172,13 @@ def strategy(trial: Trial, records: Records) -> Strategy:
     """How the method of a trial bounds what one record can do."""
     if not trial.is_lipschitz:
         return PerExample(max_norm=trial.max_norm)
-    lipschitz: Any = vars(clipwise)["Lipschitz"]
-    found: Strategy = lipschitz(
+    return clipwise.Lipschitz(
         max_weight_norm=trial.max_norm,
         input_norm=records.input_norm,
         fixed=trial.method == "fix-lip",
         split=trial.split,
         loss=SoftmaxCrossEntropy(trial.temperature),
     )
-    return found
 
 
 @torch.no_grad()
