@@ -39,7 +39,7 @@ def test_the_error_of_clipping_is_that_of_autograd():
         grads = torch.autograd.grad(loss, list(training.model.parameters()))
         rows.append(torch.cat([g.flatten() for g in grads]))
     g = torch.stack(rows)
-    C = float(g.norm(dim=1).median())  # some are clipped, and some are not
+    C = 1.001 * float(g.norm(dim=1).median())  # some are clipped, and some are not
     found = jobs._norms(training.model, x, y, C)
     clipped = g * (C / g.norm(dim=1)).clamp(max=1)[:, None]
     assert 0 < found["share_clipped"] < 1
