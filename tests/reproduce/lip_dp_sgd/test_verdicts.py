@@ -83,7 +83,8 @@ def test_nothing_run_means_nothing_said():
     nothing = Results({}, quick=False)
     assert verdicts.verdicts(nothing, "table-5") == []
     assert verdicts.image_verdicts(nothing) == []
-    assert verdicts.averaging_verdict(nothing) == [] and verdicts.runtime_verdict(nothing) == []
+    assert verdicts.averaging_verdict(nothing) == [] and verdicts.bias_verdict(nothing) == []
+    assert verdicts.runtime_verdict(nothing) == []
 
 
 def cell(figure, row, budget=None, **found):
@@ -108,6 +109,21 @@ def test_averaging_has_a_similar_effect_or_not(lip_gain, word):
     }
     (sentence,) = verdicts.averaging_verdict(Results(cells, quick=False))
     assert word in sentence
+
+
+@pytest.mark.parametrize(
+    ("ends", "word"),
+    [
+        ({"adult": 0.4}, "Survives"),
+        ({"adult": 0.1}, "Does not survive"),
+        ({"adult": 0.4, "students_dropout": 0.1}, "in part"),
+    ],
+)
+def test_the_error_of_clipping_grows_or_not(ends, word):
+    curves = {name: [{"error": 0.2}, {"error": 0.9}, {"error": last}] for name, last in ends.items()}
+    cells = {name: cell("3", name, curve=curve) for name, curve in curves.items()}
+    (sentence,) = verdicts.bias_verdict(Results(cells, quick=False))
+    assert f"{word}.**" in sentence and f"Adult Income 0.2 to {ends['adult']:g}" in sentence
 
 
 def test_images_are_compared_by_their_means():

@@ -55,6 +55,7 @@ def markdown(store: Store, quick: bool) -> str:
         lines += _listed(verdicts.runtime_verdict(results))
     if results.has("3"):
         lines += ["## Figure 3: what clipping does to the mean gradient", "", *_bias(results, quick), ""]
+        lines += _listed(verdicts.bias_verdict(results))
     if results.has("4"):
         lines += ["## Figure 4: averaged parameters", "", *_averaged(results, quick), ""]
         lines += _listed(verdicts.averaging_verdict(results))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clipwise.data.schemas import SCHEMAS
 from clipwise.reproduce.lip_dp_sgd.claims import METHODS, NORM_TITLES, TABLES
-from clipwise.reproduce.lip_dp_sgd.grid import AVERAGED_DATA, EPSILONS, TIMED, TUNED_AT, image_rows
+from clipwise.reproduce.lip_dp_sgd.grid import AVERAGED_DATA, BIASED, EPSILONS, TIMED, TUNED_AT, image_rows
 from clipwise.reproduce.lip_dp_sgd.results import Results, mean_of
 from clipwise.reproduce.lip_dp_sgd.search import Row
 from clipwise.tune.records import IMAGES
@@ -160,6 +160,25 @@ def runtime_verdict(results: Results) -> list[str]:
     return [
         f'"Lip-DP-SGD is slightly slower than DP-SGD": **{word}.** It is slower in {len(slower)} of {len(ratios)} '
         f"places{_names(slower)}; its epoch takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
+    ]
+
+
+def bias_verdict(results: Results) -> list[str]:
+    """Of figure 3."""
+    told, grown = [], 0
+    for name in BIASED:
+        for cell in results.other("3", name):
+            curve = cell.get("curve")
+            if curve:
+                first, last = curve[0]["error"], curve[-1]["error"]
+                grown += last > first
+                told.append(f"{SCHEMAS[name].title} {first:.3g} to {last:.3g}")
+    if not told:
+        return []
+    word = "Survives" if grown == len(told) else "Does not survive" if not grown else "Survives in part"
+    return [
+        f'"The error that clipping makes grows along a run of DP-SGD": **{word}.** From the first step to the last: '
+        f"{'; '.join(told)}."
     ]
 
 
