@@ -8,7 +8,10 @@ from clipwise.errors import ConfigurationError
 from clipwise.reproduce.paper import Paper
 
 # Each module has a `PAPER`. A new paper is one line here.
-PAPERS = {"batch-clipping": "clipwise.reproduce.batch_clipping.paper"}
+PAPERS = {
+    "batch-clipping": "clipwise.reproduce.batch_clipping.paper",
+    "lip-dp-sgd": "clipwise.reproduce.lip_dp_sgd.paper",
+}
 
 
 def paper_of(name: str) -> Paper:
