@@ -4,6 +4,7 @@ from clipwise import accounting, augment, gradients, layers, lipschitz, models
 from clipwise.averaged import AveragedParameters
 from clipwise.clipping import (
     Adaptive,
+    Backprop,
     Batch,
     ByNorm,
     Decay,
@@ -38,6 +39,7 @@ __all__ = [
     "Adaptive",
     "Adjacency",
     "AveragedParameters",
+    "Backprop",
     "Batch",
     "BudgetExhausted",
     "ByNorm",

@@ -15,6 +15,7 @@ from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.layers.clipped import unclipped
 from clipwise.structure import map_tensors, tensors_in
 
 _PROBED_BATCHES = 2
@@ -241,7 +242,7 @@ class IndependenceProbe:
             return
         inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
         weights_B = probe_weights(len(losses), losses)
-        with ieee_arithmetic():
+        with ieee_arithmetic(), unclipped():
             found: list[tuple[Tensor | None, ...]] = [
                 torch.autograd.grad(losses, inputs, w, retain_graph=True, allow_unused=True) if inputs else ()
                 for w in (torch.ones_like(losses), weights_B)

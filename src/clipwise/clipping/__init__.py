@@ -1,6 +1,7 @@
 """How sensitivity is bounded: one file a strategy."""
 
 from clipwise.clipping.adaptive import Adaptive
+from clipwise.clipping.backprop import Backprop
 from clipwise.clipping.batch import Batch, BatchClipper
 from clipwise.clipping.by_norm import ByNorm
 from clipwise.clipping.decay import Decay
@@ -16,6 +17,7 @@ from clipwise.clipping.strategy import Bound, Clipper, Site, Strategy, noised_pa
 
 __all__ = [
     "Adaptive",
+    "Backprop",
     "Batch",
     "BatchClipper",
     "Bound",

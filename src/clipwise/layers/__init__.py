@@ -7,6 +7,7 @@ from clipwise.layers.batch_statistics import (
 )
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.clipped import ClippedLayer, clip_inputs
 from clipwise.layers.l2_attention import L2Attention, L2Mixture
 from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_batchnorm import (
@@ -25,6 +26,7 @@ __all__ = [
     "BoundedGroupNorm",
     "BoundedLayerNorm",
     "ClipInput",
+    "ClippedLayer",
     "L2Attention",
     "L2Mixture",
     "NoisyWeights",
@@ -35,6 +37,7 @@ __all__ = [
     "PublicStatistics",
     "StandardizedWeight",
     "TemperedSigmoid",
+    "clip_inputs",
     "recompute_statistics",
     "replace_batchnorm",
     "standardize_weights",

@@ -1,0 +1,174 @@
+"""Clip what goes into each layer and what comes back to it, and let torch sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
+from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.gradients.precision import chosen_arithmetic
+from clipwise.gradients.rare import PutAside
+from clipwise.layers.clipped import ClippedLayer
+from clipwise.layers.clipped.put_in import Numbers
+from clipwise.layers.clipped.scales import MODES
+from clipwise.privacy import Adjacency, Unit
+
+_PROBED_BATCHES = 2
+_PROBED_AGAIN = 256  # steps
+
+
+@dataclass(frozen=True)
+class Backprop(Strategy):
+    """Backpropagation clipping: bounded gradients from one ordinary backward pass, and no gradient of one example.
+
+    The model's trainable layers must be clipped ones, which `clipwise.layers.clip_inputs` puts in: each scales every
+    example's input down to a norm of C1 and, on the way back, its upstream gradient to one of C2. A layer's gradient
+    is a product of the two, so one example adds at most C1 C2 to the weights' gradient, and at most C2 to the bias's,
+    which is a part of its own. The layers hold the constants. Those given here are compared with theirs.
+
+    Args:
+        input_norm: C1; None for whatever the layers have.
+        grad_norm: C2; the same.
+        mode: "clip" or "normalize"; the same.
+        split: how the noise is divided over the parts: "optimal", "equal", or a weight for each part. Every trainable
+            parameter is a part.
+
+    Guarantee:
+        Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the uses that
+        the layer was allowed) and replace-one (twice as much), under every sampling scheme that knows the adjacency.
+        Unit: one record. All parts come from one sample and are one Gaussian release.
+        Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i (both
+        checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
+        must be used through its clipped layer only, no more often than was said. Losses are summed, not averaged, and
+        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0.
+        Clips aim at (1 - 2^-10) of their bounds, which leaves room for the rounding of an example's own terms: it is
+        relative to the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is
+        larger by 2^-6. Adding up B examples in float32 moves the sum by a further B 2^-24 of the sensitivity.
+    """
+
+    input_norm: Numbers | None = None
+    grad_norm: Numbers | None = None
+    mode: str | None = None
+    split: Split = "optimal"
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise ConfigurationError(
+                f"mode={self.mode!r} is not known: use one of {', '.join(map(repr, MODES))}."
+            )
+        if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
+            raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+
+    def attach(self, site: Site) -> Clipper:
+        """Bind to a model whose trainable parameters are all in clipped layers."""
+        if site.unit is not Unit.RECORD:
+            raise ConfigurationError(f"Backprop protects single records, not unit={str(site.unit)!r}.")
+        layers = {name: m for name, m in site.model.named_modules() if isinstance(m, ClippedLayer)}
+        if not layers:
+            raise UnsupportedModelError(
+                "The model has no clipped layers, so nothing bounds its gradients: call "
+                "clipwise.layers.clip_inputs(model, input_norm=..., grad_norm=...) before make_private."
+            )
+        for name, layer in layers.items():
+            self._require_agreement(name, layer)
+        return BackpropClipper(site, layers)
+
+    def _require_agreement(self, name: str, layer: ClippedLayer) -> None:
+        for argument in ("input_norm", "grad_norm", "mode"):
+            given, has = getattr(self, argument), getattr(layer.constants, argument)
+            if isinstance(given, Mapping):
+                given = given.get(layer.name)
+            if given is not None and given != has:
+                raise ConfigurationError(
+                    f"Backprop has {argument}={given!r} and layer {name!r} has {has!r}: give clip_inputs and Backprop "
+                    "the same, or leave it out here."
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types; the clipper adds what the layers have."""
+        return {
+            "strategy": "backprop",
+            "split": self.split if isinstance(self.split, str) else dict(self.split),
+        }
+
+
+class BackpropClipper(Clipper):
+    """`Backprop` for one model."""
+
+    is_capturable = False
+
+    def __init__(self, site: Site, layers: Mapping[str, ClippedLayer]) -> None:
+        self._parameters, self._layers = site.parameters, layers
+        self.arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
+        self.divisor = site.scheme.expected_size
+        # Replacing a record takes one bounded gradient out of the sum and puts another one in.
+        factor = (2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0) * (1 + self.arithmetic.slack)
+        self.bounds = tuple(
+            Bound(name, (name,), factor * most)
+            for name, most in _most_of_each(site.parameters, layers).items()
+        )
+        self._to_probe, self._since_probe = _PROBED_BATCHES, 0
+
+    def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
+        """One backward pass of the summed losses."""
+        assert real_B is None  # batches are not filled up: is_capturable is False
+        if len(losses) == 0:
+            return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        nodes = clipped_nodes(losses, self._parameters)
+        self._probe(losses, nodes)
+        with self.arithmetic.products():
+            found = torch.autograd.grad(
+                losses, list(self._parameters.values()), torch.ones_like(losses), allow_unused=True
+            )
+        sums = dict(zip(self._parameters, found, strict=True))
+        for name, total in sums.items():
+            if total is None:
+                raise UnsupportedModelError(
+                    f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
+                    "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
+                )
+        return sums
+
+    @contextmanager
+    def putting_aside(self) -> Iterator[PutAside]:
+        """Nothing is put aside: a step of this strategy is never captured."""
+        yield PutAside()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the layers clip to. It does not change, and tells one run from another."""
+        return {
+            "layers": {
+                name: [*vars(layer.constants).values(), layer.uses] for name, layer in self._layers.items()
+            }
+        }
+
+    def _probe(self, losses: Tensor, nodes: list[Any]) -> None:
+        """On the first batches, and now and then: a single example shows nothing."""
+        self._since_probe += 1
+        if len(losses) < 2 or not (self._to_probe or self._since_probe >= _PROBED_AGAIN):
+            return
+        require_rows_of_examples(losses, nodes, self._parameters)
+        self._to_probe, self._since_probe = max(0, self._to_probe - 1), 0
+
+
+def _most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:
+    """The most that one example adds to each parameter's gradient: what its uses add, one by one."""
+    most: dict[int, float] = {}
+    for layer in layers.values():
+        bounds = layer.bounds()
+        for name, p in layer.layer.named_parameters():
+            most[id(p)] = most.get(id(p), 0.0) + layer.uses * bounds[name]
+    for name, p in parameters.items():
+        if id(p) not in most:
+            raise UnsupportedModelError(
+                f"Parameter {name!r} is trainable and in no clipped layer: call clip_inputs after all changes to the "
+                "model, or freeze it with requires_grad_(False)."
+            )
+    return {name: most[id(p)] for name, p in parameters.items()}

@@ -1,0 +1,91 @@
+"""What backpropagation clipping rests on, read from the graph of the losses: every way from a loss to a trainable
+parameter ends in a clipped layer, each is used as often as was said, and its rows are the examples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.errors import CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.gradients.layout import Layout, Probe, probe_weights
+from clipwise.gradients.precision import ieee_arithmetic
+from clipwise.layers.clipped import ClippedLayer, unclipped
+
+Node = Any
+
+
+def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[Node]:
+    """The nodes of clipped layers behind the losses, or an error that says what bypasses them."""
+    names = {id(p): name for name, p in parameters.items()}
+    root: Node = losses.grad_fn
+    entered, stack, found = {root}, [root], []
+    while stack:
+        node = stack.pop()
+        layer = _layer_of(node)
+        if layer is not None:
+            found.append(node)
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            if layer is None and (name := names.get(id(getattr(child, "variable", None)))) is not None:
+                raise UnsupportedModelError(
+                    f"Parameter {name!r} is used outside of its clipped layer, by {type(node).__name__}, where nothing "
+                    "bounds what one example does to it. Use it through its layer alone; penalties on weights belong "
+                    "into the optimizer (weight_decay)."
+                )
+            if child not in entered:
+                entered.add(child)
+                stack.append(child)
+    _require_uses(found)
+    _require_examples(found, len(losses))
+    return found
+
+
+def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapping[str, Tensor]) -> None:
+    """Row i of every clipped layer must belong to example i: shown by a probe (gradients/layout.py)."""
+    weights_B = probe_weights(len(losses), losses)
+    seen: list[dict[Node, Tensor]] = []
+    for w in (torch.ones_like(losses), weights_B):
+        gradients: dict[Node, Tensor] = {}
+        with unclipped(gradients.__setitem__), ieee_arithmetic():
+            torch.autograd.grad(losses, list(parameters.values()), w, retain_graph=True, allow_unused=True)
+        seen.append(gradients)
+    plain, weighted = seen
+    for node in nodes:
+        if node in plain:
+            probe = Probe(plain[node], weighted[node], weights_B.to(plain[node].device))
+            if not probe.agrees(Layout(node.axis, 1, len(losses), 1)):
+                raise CoupledExamplesError(
+                    f"Layer {_layer_of(node).name!r} does not have one row for each example along axis "  # type: ignore[union-attr]
+                    f"{node.axis}, so its clips bound something else. Keep the examples in the first dimension, in "
+                    "their order, and apart from each other."
+                )
+
+
+def _layer_of(node: Node) -> ClippedLayer | None:
+    role = getattr(node, "role", None)
+    return None if role is None else getattr(role, "layer", None)
+
+
+def _require_uses(nodes: list[Node]) -> None:
+    for (layer, _), count in Counter((node.role.layer, node.role.name) for node in nodes).items():
+        if count > layer.uses:
+            raise UnsupportedModelError(
+                f"Layer {layer.name!r} is used more often in one forward pass than the {layer.uses} times that its "
+                f"sensitivity counts. Give clip_inputs(..., uses={{{layer.name!r}: n}}) with the most uses n that may "
+                "happen, a public constant, or use a layer of its own for each."
+            )
+
+
+def _require_examples(nodes: list[Node], size: int) -> None:
+    for node in nodes:
+        if node.examples != size:
+            raise StepError(
+                f"Layer {node.role.layer.name!r} was given another number of rows than there are losses, and it clips "
+                "rows. Keep the examples along the first dimension of everything that goes into a layer (positions "
+                "behind it, not folded into it), and do not use averaged_views."
+            )

@@ -1,0 +1,154 @@
+"""Convolutions of any number of dimensions, with any padding, stride, dilation and groups.
+
+An output position p looks at a window x_p of the input, and dW_c = sum_p g_cp x_p for every filter c. With
+m the most often that one window holds a pixel (1, unless padding repeats pixels) and `cover` the most often that all
+windows together do,
+
+    |x_p| <= sqrt(m) |x|              so  |dW| <= sqrt(m) |x| |(|g_c|_1)_c|        (L12)
+    sum_p |x_p|^2 <= cover |x|^2      so  |dW| <= sqrt(cover) |x| |g|              (L2)
+    |dW| <= |(sum_p |x_p| |g_cp|)_c|  which is never above either of them          (windows)
+
+The last follows filter by filter; Minkowski's and Cauchy's inequalities lead from it to L2, |x_p| <= sqrt(m) |x| to
+L12. It takes the lengths of the windows: one number a position, from a sum over the pixels of one channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.layers.clipped.layer import ClippedLayer, is_plain
+from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
+from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, weighted_channels
+
+AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_PADDED = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+_NOBODY = -1
+
+
+class Convolution(Map):
+    """x -> W * x, of one module's geometry."""
+
+    def __init__(self, module: AnyConvolution) -> None:
+        self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
+        self.kernel, self.mode = module.kernel_size, module.padding_mode
+        # (before, after) of each dimension, in order. torch lists them from the last one on.
+        listed = module._reversed_padding_repeated_twice
+        self.around = [(listed[i], listed[i + 1]) for i in range(0, len(listed), 2)][::-1]
+        self.listed = list(listed)
+        # What torch's own operation pads with: zeros, as many before as after.
+        self.is_direct = self.mode == "zeros" and all(a == b for a, b in self.around)
+        self.inner = tuple(a for a, _ in self.around) if self.is_direct else (0,) * len(self.kernel)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        convolve = _CONVOLVE[len(self.kernel)]
+        return convolve(self._padded(x), weight, None, self.stride, self.inner, self.dilation, self.groups)
+
+    def pull_back(
+        self, h: Tensor, x: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        with torch.enable_grad():
+            start = x.detach().requires_grad_(of_input and not self.is_direct)
+            padded = self._padded(start)
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            h,
+            padded.detach(),
+            weight,
+            None,
+            self.stride,
+            self.inner,
+            self.dilation,
+            False,
+            [0] * len(self.kernel),
+            self.groups,
+            [of_input, of_weight, False],
+        )
+        if of_input and not self.is_direct:
+            (dx,) = torch.autograd.grad(padded, start, dx)
+        return (dx if of_input else None), (dw if of_weight else None)
+
+    def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
+        most, cover = self.counts(tuple(x_shape[2:]))
+        by_sums_BC = torch.linalg.vector_norm(g.flatten(2), 1, dim=2, dtype=torch.float64)
+        return torch.minimum(math.sqrt(most) * lengths(by_sums_BC), math.sqrt(cover) * lengths(g))
+
+    def position_lengths(self, x: Tensor) -> Tensor:
+        by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
+        squares = torch.linalg.vector_norm(by_group, dim=2, dtype=torch.float64).square()
+        squares = self._padded(squares, every=True)
+        for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            squares = squares.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d].sum(-1)
+        # So that nothing vanishes in float32.
+        return squares.flatten(2).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+
+    def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
+        return weighted_channels(g.reshape(len(g), self.groups, g.shape[1] // self.groups, -1), lengths_BGP)
+
+    def over_positions(self, g: Tensor) -> Tensor:
+        return g.flatten(2).sum(2)
+
+    def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
+        return bias.view(-1, *[1] * (z.dim() - 2))
+
+    def counts(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """m and `cover` on inputs of a size: products over the dimensions."""
+        found = [
+            _counts(n, k, s, d, before, after, self.mode)
+            for n, k, s, d, (before, after) in zip(
+                size, self.kernel, self.stride, self.dilation, self.around, strict=True
+            )
+        ]
+        return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
+
+    def _padded(self, x: Tensor, every: bool = False) -> Tensor:
+        """With what torch's own operation does not pad, or with all."""
+        if not any(self.listed) or (self.is_direct and not every):
+            return x
+        return F.pad(x, self.listed, "constant" if self.mode == "zeros" else self.mode)
+
+
+@lru_cache(maxsize=1024)
+def _counts(n: int, k: int, s: int, d: int, before: int, after: int, mode: str) -> tuple[int, int]:
+    """The most often that one window, and that all windows, hold a pixel of one dimension."""
+    fill = {"constant_values": _NOBODY} if mode == "zeros" else {}
+    pixel_at = np.pad(np.arange(n), (before, after), mode=_PADDED[mode], **fill)  # type: ignore[call-overload]
+    windows = max(0, (len(pixel_at) - d * (k - 1) - 1) // s + 1)
+    in_all = np.zeros(n, dtype=int)
+    most = 0
+    for q in range(windows):
+        held = pixel_at[q * s : q * s + d * (k - 1) + 1 : d]
+        here = np.bincount(held[held != _NOBODY], minlength=n)
+        most = max(most, int(here.max(initial=0)))
+        in_all += here
+    return most, int(in_all.max(initial=0))
+
+
+class ClippedConvolution(ClippedLayer):
+    """`nn.Conv1d`, `2d` or `3d`, clipped. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
+
+    layer: AnyConvolution
+
+    def __init__(self, layer: AnyConvolution, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        self._role = MapRole(self, constants, map=Convolution(layer))
+
+    def bounds(self) -> Mapping[str, float]:
+        c = self.constants
+        return {"weight": c.input_norm * c.grad_norm, "bias": c.grad_norm}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in, ...) to (B, out, ...)."""
+        x = self.require_examples(x, least=2 + len(self.layer.kernel_size))
+        if is_plain():
+            y: Tensor = self.layer(clipped_input(x, self.constants.input_norm))
+            return y
+        z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z

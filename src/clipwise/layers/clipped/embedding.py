@@ -1,0 +1,96 @@
+"""Embeddings: ids have no length to clip, so what one example adds is bounded by its upstream gradient alone.
+
+The gradient of row v of the table is the sum of g_t over the positions t that hold v. With `most` the number of times
+that an example holds its most frequent id,
+
+    |dW| <= |(sum_t |g_tc|)_c|        channel by channel, whatever the ids are
+    |dW| <= sqrt(most) |g|            row by row, by Cauchy's inequality
+
+and the smaller one is clipped to C2. It is exact where no id comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
+from clipwise.layers.clipped.scales import Constants, along, cleaned, lengths, upstream_scales
+
+
+class ClippedLookup(torch.autograd.Function):
+    """Rows of a table; see above."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, role: Role) -> Tensor:
+        ctx.role, ctx.examples, ctx.axis, ctx.padding, ctx.rows = role, len(ids), 0, padding, len(weight)
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None, None]:
+        switch.saw(ctx, g)
+        (ids,) = ctx.saved_tensors
+        c = ctx.role.constants
+        ids_BT, g_BTd = ids.reshape(len(ids), -1), g.float().reshape(len(g), ids[:1].numel(), g.shape[-1])
+        if g.dtype == torch.float64:
+            g_BTd = g.reshape(g_BTd.shape)
+        if ctx.padding >= 0:
+            g_BTd = g_BTd.masked_fill((ids_BT == ctx.padding).unsqueeze(-1), 0)
+        norm_B = lookup_norm(ids_BT, g_BTd)
+        nu_B = (
+            upstream_scales(norm_B, c.grad_norm, c.mode)
+            if switch.is_clipping()
+            else torch.isfinite(norm_B).double()
+        )
+        h_BTd = cleaned(g_BTd, nu_B > 0) * along(nu_B, g_BTd)
+        table = h_BTd.new_zeros(ctx.rows, g.shape[-1])
+        return None, table.index_add_(0, ids_BT.flatten(), h_BTd.flatten(0, 1)), None, None
+
+
+def lookup_norm(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
+    """At least the norm of each example's gradient of the table, [B]."""
+    if ids_BT.shape[1] == 0:
+        return torch.zeros(len(ids_BT), dtype=torch.float64, device=ids_BT.device)
+    by_sums_B = lengths(torch.linalg.vector_norm(g_BTd, 1, dim=1, dtype=torch.float64))
+    most_B = (ids_BT == ids_BT.mode(1, keepdim=True).values).sum(1)
+    return torch.minimum(by_sums_B, most_B.sqrt() * lengths(g_BTd))
+
+
+class ClippedEmbedding(ClippedLayer):
+    """`nn.Embedding`, clipped: the table's gradient is at most C2 an example."""
+
+    layer: nn.Embedding
+
+    def __init__(self, layer: nn.Embedding, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(layer, option):
+                raise UnsupportedModelError(
+                    f"Layer {name!r} (Embedding) has {option} set, which has no bound here: build it without."
+                )
+        self._role = Role(self, constants)
+
+    def bounds(self) -> Mapping[str, float]:
+        return {"weight": self.constants.grad_norm}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, ...) whole numbers to (B, ..., d)."""
+        ids = self.require_examples(ids, least=1)
+        if is_plain():
+            y: Tensor = self.layer(ids)
+            return y
+        padding = _NONE if self.layer.padding_idx is None else self.layer.padding_idx
+        z: Tensor = ClippedLookup.apply(ids, self.layer.weight, padding, self._role)  # type: ignore[no-untyped-call]
+        return z
+
+
+_NONE = -1

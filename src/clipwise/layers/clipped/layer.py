@@ -1,0 +1,79 @@
+"""What all clipped layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.clipped.scales import Constants
+
+
+class ClippedLayer(nn.Module):
+    """A layer with its input and its upstream gradient clipped, example by example.
+
+    The input clip is a part of the function: it is there in training, in evaluation and in an exported model. The
+    upstream clip is there in backward passes, and bounds what one example adds to the gradient of each parameter.
+
+    Attributes:
+        layer: the layer itself, with its parameters.
+        constants: what it clips to.
+        uses: how often a forward pass may use it, at most. What one example adds grows with it.
+        name: how messages call it.
+    """
+
+    def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__()
+        self.layer, self.constants, self.uses, self.name = layer, constants, uses, name
+
+    def bounds(self) -> Mapping[str, float]:
+        """The most that one use adds for one example to the gradient of each parameter of `layer`, in L2."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        c = self.constants
+        return (
+            f"input_norm={c.input_norm:g}, grad_norm={c.grad_norm:g}, mode={c.mode!r}, bound={c.bound!r}"
+            + (f", uses={self.uses}" if self.uses > 1 else "")
+        )
+
+    def require_examples(self, x: object, least: int) -> Tensor:
+        """A batch with the examples along its first axis: an example alone has no axis for them."""
+        if not isinstance(x, Tensor):
+            raise UnsupportedModelError(
+                f"Layer {self.name!r} got {type(x).__name__}: backpropagation clipping takes tensors with the "
+                "examples along the first axis. Pad sequences instead of packing them."
+            )
+        if x.dim() < least:
+            raise ConfigurationError(
+                f"Layer {self.name!r} got an input with {x.dim()} dimensions, where the first one must count "
+                f"examples: it takes at least {least}."
+            )
+        return x
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a node of the graph is to a layer.
+
+    Args:
+        layer: whose node it is.
+        constants: what it clips to, which may be a share of the layer's.
+        name: of this role in the layer, where it has several.
+    """
+
+    layer: ClippedLayer
+    constants: Constants
+    name: str = ""
+
+
+def is_plain() -> bool:
+    """Whether nobody will ask for gradients: in evaluation, and while torch writes down what a model does."""
+    return not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_tracing()
+
+
+def _is_tracing() -> bool:
+    return bool(torch._C._is_tracing())

@@ -1,0 +1,69 @@
+"""Linear layers, over any number of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.layers.clipped.layer import ClippedLayer, is_plain
+from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
+from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, weighted_channels
+
+
+class Matrix(Map):
+    """x_t -> W x_t at every position t: |dW| = |sum_t g_t x_t^T| <= |x| |g|, with equality at one position."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        z: Tensor = F.linear(x, weight)
+        return z
+
+    def pull_back(
+        self, h: Tensor, x: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx: Tensor | None = h @ weight if of_input else None
+        dw: Tensor | None = h.reshape(-1, h.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if of_weight else None
+        return dx, dw
+
+    def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
+        return lengths(g)
+
+    def position_lengths(self, x: Tensor) -> Tensor:
+        lengths_BP = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).reshape(len(x), 1, -1)
+        return lengths_BP.clamp_min(torch.finfo(torch.float32).tiny)  # so that nothing vanishes in float32
+
+    def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
+        if lengths_BGP.shape[-1] == 1:
+            return lengths(g) * lengths_BGP[:, 0, 0]
+        return weighted_channels(g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3), lengths_BGP)
+
+    def over_positions(self, g: Tensor) -> Tensor:
+        return g.reshape(len(g), -1, g.shape[-1]).sum(1) if g.dim() > 2 else g
+
+    def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
+        return bias
+
+
+class ClippedLinear(ClippedLayer):
+    """`nn.Linear`, clipped. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
+
+    layer: nn.Linear
+
+    def __init__(self, layer: nn.Linear, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        self._role = MapRole(self, constants, map=Matrix())
+
+    def bounds(self) -> Mapping[str, float]:
+        c = self.constants
+        return {"weight": c.input_norm * c.grad_norm, "bias": c.grad_norm}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., in) to (B, ..., out)."""
+        x = self.require_examples(x, least=2)
+        if is_plain():
+            y: Tensor = self.layer(clipped_input(x, self.constants.input_norm))
+            return y
+        z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z

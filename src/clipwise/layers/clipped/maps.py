@@ -1,0 +1,171 @@
+"""z = W x, with everything that clips it: a matrix or a convolution, one node of the graph.
+
+    forward    z_i = s_i W x_i + b,           s_i = min(1, C1 / |x_i|)
+    backward   h_i = s_i nu_i g_i             g_i the upstream gradient, nu_i from a bound on the weights' gradient
+               dW  = sum_i h_i x_i^T          at most C1 C2 an example
+               db  = sum_i nu'_i sum_p g_ip   at most C2 an example, on its exact norm
+               dx_i = (I - u_i u_i^T) W^T h_i u_i = x_i / |x_i| where the input was clipped, else 0
+
+The input is clipped by scaling the *output*, which is the same, since the map is linear: so the clipped input is never
+written, and the node keeps the input that the layer before it keeps anyhow.
+
+Weights and bias have different clips. What is passed on to the layer before is, with mode "clip", the gradient with the
+weights' clip, as if it had been clipped on its way. With mode "normalize" it is the gradient as it came: h / nu, for
+else the branches of a network that meet would do so at scales that have nothing to do with each other. Each layer
+bounds its own gradient, so any choice is sound.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.layer import Role
+from clipwise.layers.clipped.scales import (
+    along,
+    cleaned,
+    input_scales,
+    lengths,
+    upstream_scales,
+    weighted_rows,
+)
+
+
+class Map(ABC):
+    """A map that is linear in its input and in its weights. Inputs are [B, ...]."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """W x, a new tensor."""
+
+    @abstractmethod
+    def pull_back(
+        self, h: Tensor, x: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """W^T h and sum_i h_i x_i^T."""
+
+    @abstractmethod
+    def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
+        """n_i such that |dW_i| <= |x_i| n_i, [B]."""
+
+    @abstractmethod
+    def position_lengths(self, x: Tensor) -> Tensor:
+        """The length of what each output position looks at, in each group of channels: [B, G, P]."""
+
+    @abstractmethod
+    def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
+        """n_i = |(sum_p l_ip |g_icp|)_c| >= |dW_i|, [B]; never above |x_i| times `upstream_norm`."""
+
+    @abstractmethod
+    def over_positions(self, g: Tensor) -> Tensor:
+        """sum_p g_p of each output channel: [B, c]."""
+
+    @abstractmethod
+    def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
+        """The bias, ready to be added to the output."""
+
+
+@dataclass(frozen=True)
+class MapRole(Role):
+    """Which map it computes, with which rows of the layer's weight and bias (None for all)."""
+
+    map: Map = field(kw_only=True)
+    rows: slice | None = None
+
+
+class ClippedMap(torch.autograd.Function):
+    """The node; see above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
+        ctx.role, ctx.examples, ctx.axis = role, len(x), 0
+        w, b = (weight, bias) if role.rows is None else (weight[role.rows], _part(bias, role.rows))
+        norm_B = lengths(x)
+        scale_B = input_scales(norm_B, role.constants.input_norm)
+        z = role.map.forward(x, w)
+        z = cleaned(z, scale_B > 0)
+        s = along(scale_B, z)
+        z = z.mul_(s) if b is None else torch.addcmul(role.map.bias_view(b.to(z.dtype), z), z, s, out=z)
+        by_gradient = role.constants.bound == "gradient" and weight.requires_grad
+        # Written here, while the input is at hand: it is cleaned there as well.
+        lengths_BGP = role.map.position_lengths(cleaned(x, scale_B > 0)) if by_gradient else None
+        ctx.save_for_backward(x, weight, norm_B, scale_B, lengths_BGP)
+        ctx.bias_shape = None if bias is None else bias.shape
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        role: MapRole = ctx.role
+        x, weight, norm_B, scale_B, lengths_BGP = ctx.saved_tensors
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        switch.saw(ctx, g)
+        g = g.to(
+            weight.dtype
+        )  # under autocast it may come in bfloat16: sums are formed in that of the weights
+        w = weight if role.rows is None else weight[role.rows]
+        c, clips = role.constants, switch.is_clipping()
+        db = None
+        if needs_b:
+            db = weighted_rows(role.map.over_positions(g), c.grad_norm, c.mode, clips)
+            db = db if role.rows is None else _placed(db, ctx.bias_shape, role.rows)
+        if not (needs_x or needs_w):
+            return None, None, db, None
+        nu_B = _weight_scales(role, g, x.shape, scale_B, lengths_BGP, clips and needs_w)
+        total_B = nu_B * scale_B
+        counts_B = total_B > 0
+        h = cleaned(g, counts_B) * along(total_B, g)
+        x_in = cleaned(x.to(weight.dtype), scale_B > 0)
+        dx, dw = role.map.pull_back(h, x_in, w, needs_x, needs_w)
+        if dx is not None:
+            dx = along_the_sphere(passed_on(dx, nu_B, c.mode), x_in, norm_B, scale_B).to(x.dtype)
+        if dw is not None and role.rows is not None:
+            dw = _placed(dw, weight.shape, role.rows)
+        return dx, dw, db, None
+
+
+def _weight_scales(
+    role: MapRole, g: Tensor, x_shape: torch.Size, scale_B: Tensor, lengths_BGP: Tensor | None, clips: bool
+) -> Tensor:
+    """nu_i, so that no example's part of dW is longer than C1 C2."""
+    c = role.constants
+    if not clips:
+        return torch.isfinite(lengths(g)).double()
+    if lengths_BGP is None:
+        return upstream_scales(role.map.upstream_norm(g, x_shape), c.grad_norm, c.mode)
+    norm_B = role.map.gradient_norm(g, lengths_BGP) * scale_B  # lengths are those of the input as it came
+    return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
+
+
+def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
+    """What goes on to the layer before: with the weights' clip, or as it came where gradients are normalized."""
+    if mode == "clip":
+        return dx
+    return dx.mul_(along(torch.where(nu_B > 0, 1 / nu_B, 0.0), dx))
+
+
+def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> Tensor:
+    """Where the input was clipped, take out what is along it: s x keeps its length C1 when x grows."""
+    clipped_B = (scale_B < 1) & (scale_B > 0)
+    if not dx.is_cuda and not bool(clipped_B.any()):
+        return dx
+    inverse_B = torch.where(clipped_B, 1 / norm_B, 0.0)
+    unit = x * along(inverse_B, x)
+    along_B = torch.linalg.vecdot(unit.flatten(1), dx.flatten(1))
+    return dx.addcmul_(unit, along(along_B, dx), value=-1)
+
+
+def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
+    return None if bias is None else bias[rows]
+
+
+def _placed(part: Tensor, shape: torch.Size, rows: slice) -> Tensor:
+    whole = part.new_zeros(shape)
+    whole[rows] = part
+    return whole

@@ -1,0 +1,145 @@
+"""Scale and shift of LayerNorm and GroupNorm.
+
+Both gradients are vectors: each example's is written, and clipped on its exact norm. So no bound on the input is
+needed, the input is not clipped, and what is passed on is what came.
+
+    dgamma_i = sum_p g_ip x_ip,  dbeta_i = sum_p g_ip      x the normalized input, p positions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
+from clipwise.layers.clipped.scales import Constants, cleaned, lengths, weighted_rows
+
+
+class ClippedLayerNorm(ClippedLayer):
+    """`nn.LayerNorm`, with scale and shift clipped: each gradient is at most C2 an example."""
+
+    layer: nn.LayerNorm
+
+    def __init__(self, layer: nn.LayerNorm, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        self._role = Role(self, constants)
+
+    def bounds(self) -> Mapping[str, float]:
+        return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., *normalized_shape) to the same shape."""
+        x = self.require_examples(x, least=1 + len(self.layer.normalized_shape))
+        if is_plain():
+            y: Tensor = self.layer(x)
+            return y
+        z: Tensor = _LayerNorm.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z
+
+
+class ClippedGroupNorm(ClippedLayer):
+    """`nn.GroupNorm`, with scale and shift clipped: each gradient is at most C2 an example."""
+
+    layer: nn.GroupNorm
+
+    def __init__(self, layer: nn.GroupNorm, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        self._role = Role(self, constants)
+
+    def bounds(self) -> Mapping[str, float]:
+        return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, c, ...) to the same shape."""
+        x = self.require_examples(x, least=2)
+        if is_plain():
+            y: Tensor = self.layer(x)
+            return y
+        z: Tensor = _GroupNorm.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
+        ctx.role, ctx.examples, ctx.axis = role, len(x), 0
+        layer = role.layer.layer
+        ctx.shape = list(layer.normalized_shape)  # type: ignore[arg-type]
+        y, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, layer.eps)  # type: ignore[arg-type]
+        ctx.save_for_backward(x, mean, rstd, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        switch.saw(ctx, g)
+        x, mean, rstd, weight = ctx.saved_tensors
+        g, counts_B = _finite(g, x)
+        x = cleaned(x, counts_B)
+        mean, rstd = cleaned(mean, counts_B), cleaned(rstd, counts_B)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+                g, x, ctx.shape, mean, rstd, weight, None, [True, False, False]
+            )
+        rows = (len(g), -1, *ctx.shape)
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            dw = _summed(((x - mean) * rstd * g).reshape(rows).sum(1), ctx.role.constants).view(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            db = _summed(g.reshape(rows).sum(1), ctx.role.constants).view(ctx.shape)
+        return dx, dw, db, None
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
+        ctx.role, ctx.examples, ctx.axis = role, len(x), 0
+        layer = role.layer.layer
+        ctx.groups = layer.num_groups
+        x = x.contiguous()
+        B, c, p = len(x), x.shape[1], x[0:1, 0:1].numel()
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, B, c, p, ctx.groups, layer.eps)  # type: ignore[arg-type]
+        ctx.save_for_backward(x, mean, rstd, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        switch.saw(ctx, g)
+        x, mean, rstd, weight = ctx.saved_tensors
+        g, counts_B = _finite(g, x)
+        x = cleaned(x, counts_B)
+        mean, rstd = cleaned(mean, counts_B), cleaned(rstd, counts_B)
+        B, c, p = len(x), x.shape[1], x[0:1, 0:1].numel()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx, _, _ = torch.ops.aten.native_group_norm_backward(
+                g.contiguous(), x, mean, rstd, weight, B, c, p, ctx.groups, [True, False, False]
+            )
+        dw = db = None
+        shift_Bc = g.flatten(2).sum(2) if g.dim() > 2 else g
+        if ctx.needs_input_grad[1]:
+            # sum_p g (x - mean) rstd, without writing the normalized input.
+            product_Bc = (g * x).flatten(2).sum(2) if g.dim() > 2 else g * x
+            each = c // ctx.groups
+            mean_Bc, rstd_Bc = (t.view(B, -1).repeat_interleave(each, 1) for t in (mean, rstd))
+            dw = _summed((product_Bc - mean_Bc * shift_Bc) * rstd_Bc, ctx.role.constants)
+        if ctx.needs_input_grad[2]:
+            db = _summed(shift_Bc, ctx.role.constants)
+        return dx, dw, db, None
+
+
+def _finite(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """0 for examples that are not finite, and which ones are."""
+    counts_B = torch.isfinite(lengths(g)) & torch.isfinite(lengths(x))
+    return cleaned(g.to(x.dtype), counts_B), counts_B
+
+
+def _summed(rows: Tensor, constants: Constants) -> Tensor:
+    return weighted_rows(rows.flatten(1), constants.grad_norm, constants.mode, switch.is_clipping())

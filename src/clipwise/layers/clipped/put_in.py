@@ -1,0 +1,135 @@
+"""Put clips around every trainable layer of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.clipped.attention import ClippedAttention
+from clipwise.layers.clipped.convolution import ClippedConvolution
+from clipwise.layers.clipped.embedding import ClippedEmbedding
+from clipwise.layers.clipped.layer import ClippedLayer
+from clipwise.layers.clipped.linear import ClippedLinear
+from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
+from clipwise.layers.clipped.recurrent import ClippedRecurrent
+from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
+
+Numbers = float | Mapping[str, float]
+
+# By exact type: a class that inherits may compute something else.
+_KINDS: dict[type[nn.Module], Any] = {
+    nn.Linear: ClippedLinear,
+    nn.Conv1d: ClippedConvolution,
+    nn.Conv2d: ClippedConvolution,
+    nn.Conv3d: ClippedConvolution,
+    nn.Embedding: ClippedEmbedding,
+    nn.LayerNorm: ClippedLayerNorm,
+    nn.GroupNorm: ClippedGroupNorm,
+    nn.RNN: ClippedRecurrent,
+    nn.LSTM: ClippedRecurrent,
+    nn.GRU: ClippedRecurrent,
+    nn.MultiheadAttention: ClippedAttention,
+}
+
+
+def clip_inputs(
+    model: nn.Module,
+    *,
+    input_norm: Numbers,
+    grad_norm: Numbers = 1.0,
+    mode: str = "clip",
+    bound: str = "upstream",
+    uses: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """Wrap every trainable layer of a model, in place, in a module that clips what goes into it and what comes back.
+
+    The parameters stay the same objects (an optimizer that holds them stays valid) and get `.layer` into their
+    names. The clips of the inputs stay for evaluation and export: without them the network is another function.
+
+    Args:
+        model: its trainable layers may be Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, RNN, LSTM, GRU and
+            MultiheadAttention. Layers without trainable parameters stay as they are.
+        input_norm: C1, what each example's input of a layer is clipped to, in L2 over all its positions. One number,
+            or one for each layer by name. Embeddings and normalization layers do not need it.
+        grad_norm: C2, what each example's upstream gradient is clipped to. One number, or one for each layer.
+        mode: "clip" scales down what is longer; "normalize" also scales up what is shorter, so that only directions
+            count and the scale of the losses does not.
+        bound: what the clip of the weights looks at. "upstream": a norm of the upstream gradient alone, times C1;
+            "gradient": the same together with the input that was there, a smaller bound on the same gradient, so that
+            less is clipped at the same sensitivity.
+        uses: how often a forward pass uses a layer at most, by name, where that is more than once. A public constant:
+            the sensitivity grows with it.
+
+    Returns:
+        The model (another object only if the model itself is such a layer).
+    """
+    for argument, value, allowed in (("mode", mode, MODES), ("bound", bound, BOUNDS)):
+        if value not in allowed:
+            raise ConfigurationError(
+                f"{argument}={value!r} is not known: use one of {', '.join(map(repr, allowed))}."
+            )
+    found = _trainable_layers(model)
+    uses = {} if uses is None else dict(uses)
+    for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
+        if isinstance(given, Mapping):
+            _require_known(argument, given, found, complete=argument != "uses")
+    new: dict[nn.Module, nn.Module] = {}
+    for name, layer in found.items():
+        constants = Constants(
+            number("input_norm", input_norm[name] if isinstance(input_norm, Mapping) else input_norm),
+            number("grad_norm", grad_norm[name] if isinstance(grad_norm, Mapping) else grad_norm),
+            mode,
+            bound,
+        )
+        clipped = _KINDS[type(layer)](layer, constants, _count(name, uses.get(name, 1)), name)
+        new[layer] = clipped.train(layer.training)
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is not None and child in new:
+                parent._modules[key] = new[child]
+    return new.get(model, model)
+
+
+def _trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, each once. What has no bound is refused here."""
+    found: dict[str, nn.Module] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or not any(p.requires_grad for p in module.parameters()):
+            continue
+        if isinstance(module, ClippedLayer):
+            raise ConfigurationError(f"Layer {name!r} is clipped already: call clip_inputs once.")
+        if type(module) in _KINDS:
+            found[name] = module
+            inside.update(module.modules())
+        elif own := [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]:
+            parameter = f"{name}.{own[0]}" if name else own[0]
+            raise UnsupportedModelError(
+                f"Parameter {parameter!r} belongs to a {type(module).__name__}, for which there is no bound: freeze "
+                "it with requires_grad_(False), use one of the layers "
+                f"{', '.join(kind.__name__ for kind in _KINDS)} instead, or train with PerExample(max_norm=...)."
+            )
+    if not found:
+        raise ConfigurationError("model has no trainable layer to clip.")
+    return found
+
+
+def _require_known(
+    argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool
+) -> None:
+    layers = ", ".join(map(repr, found))
+    if unknown := sorted(set(given) - set(found)):
+        raise ConfigurationError(f"{argument}: there is no trainable layer {unknown[0]!r}, only {layers}.")
+    if complete and (missing := sorted(set(found) - set(given))):
+        raise ConfigurationError(
+            f"{argument}: give a number for layer {missing[0]!r} too, or one number for all."
+        )
+
+
+def _count(name: str, uses: object) -> int:
+    if isinstance(uses, bool) or not isinstance(uses, int) or uses < 1:
+        raise ConfigurationError(f"uses: layer {name!r} needs a whole number of at least 1, not {uses!r}.")
+    return uses

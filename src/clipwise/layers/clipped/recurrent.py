@@ -1,0 +1,216 @@
+"""RNN, LSTM and GRU. A weight is used at every step, and all its uses are bounded together:
+
+    dW_ih = sum_t dz_t x_t^T,   dW_hh = sum_t dz'_t h_{t-1}^T,   db = sum_t dz_t
+
+with dz_t, dz'_t the gradients of the pre-activations on the input's and on the hidden side. The pass back through time
+runs unclipped inside the layer and gives all of them (gradients/rules/recurrence.py). Then W_ih is clipped as a
+linear layer over T positions, whose input is clipped to C1; W_hh on |(sum_t |h_{t-1}| |dz'_tc|)_c|, with the lengths of
+the states, at most C1 C2 as well; the biases on their exact norms, at most C2. No number of steps is in any of
+these. What is passed on to the layer before is as in maps.py, with the clip of W_ih.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.gradients.rules.recurrence import Backward, Layer, gru, lstm, rnn
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
+from clipwise.layers.clipped.linear import Matrix
+from clipwise.layers.clipped.maps import along_the_sphere, passed_on
+from clipwise.layers.clipped.scales import (
+    Constants,
+    along,
+    cleaned,
+    clipped_input,
+    input_scales,
+    lengths,
+    upstream_scales,
+    weighted_rows,
+)
+
+_FORWARD: dict[str, Any] = {
+    "LSTM": torch.lstm,
+    "GRU": torch.gru,
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+}
+_BACKWARD: dict[str, Backward] = {
+    "LSTM": lstm,
+    "GRU": gru,
+    "RNN_TANH": rnn(lambda h: 1 - h.square()),
+    "RNN_RELU": rnn(lambda h: (h > 0).to(h.dtype)),
+}
+_TIMES_FIRST = 1  # the axis of the examples in [T, B, ...]
+
+
+class ClippedRecurrence(torch.autograd.Function):
+    """One layer and direction, in the order of its own time; see above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TBd: Tensor,
+        h0_BH: Tensor,
+        c0_BH: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None,
+        b_hh: Tensor | None,
+        role: Role,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.role, ctx.examples, ctx.axis = role, x_TBd.shape[1], _TIMES_FIRST
+        ctx.kind = kind = str(role.layer.layer.mode)
+        norm_B = lengths(x_TBd.transpose(0, 1))
+        scale_B = input_scales(norm_B, role.constants.input_norm)
+        x_in = cleaned(x_TBd, scale_B > 0, _TIMES_FIRST) * along(scale_B, x_TBd, _TIMES_FIRST)
+        weights = [w_ih, w_hh] if b_ih is None else [w_ih, w_hh, b_ih, b_hh]
+        state: Any = (h0_BH[None], c0_BH[None]) if kind == "LSTM" else h0_BH[None]
+        found = _FORWARD[kind](x_in, state, weights, b_ih is not None, 1, 0.0, False, False, False)
+        h_TBH, last = found[0], found[1:]
+        c_last = last[1][0] if kind == "LSTM" else torch.zeros_like(c0_BH)
+        ctx.save_for_backward(x_TBd, h_TBH, h0_BH, c0_BH, w_ih, w_hh, b_ih, b_hh, norm_B, scale_B)
+        return h_TBH, h_TBH[-1].clone(), c_last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_TBH: Tensor, g_last: Tensor, g_cell: Tensor) -> tuple[Tensor | None, ...]:
+        x, h, h0, c0, w_ih, w_hh, b_ih, b_hh, norm_B, scale_B = ctx.saved_tensors
+        c, clips = ctx.role.constants, switch.is_clipping()
+        switch.saw(ctx, torch.cat([g_TBH, g_last[None], g_cell[None]]))
+        finite_B = scale_B > 0
+        x_in = cleaned(x, finite_B, _TIMES_FIRST) * along(scale_B, x, _TIMES_FIRST)
+        layer = Layer(x_in, h, h0, c0 if ctx.kind == "LSTM" else None, w_ih, w_hh, b_ih, b_hh)
+        g_TBH, g_last, g_cell = _finite(g_TBH, g_last, g_cell)
+        found = _BACKWARD[ctx.kind](layer, g_TBH, g_last, g_cell)
+        inputs, hidden = (t.transpose(0, 1) for t in (found.input_TNG, found.hidden_TNG))
+        x_BTd, before = x_in.transpose(0, 1), layer.before.transpose(0, 1)
+        before = cleaned(before, torch.isfinite(lengths(before)))  # states of a ReLU may grow without end
+        matrix = Matrix()
+
+        def scales(g: Tensor, over: Tensor | None) -> Tensor:
+            if not clips:
+                return torch.isfinite(lengths(g)).double()
+            if over is None:
+                return upstream_scales(matrix.upstream_norm(g, x_BTd.shape), c.grad_norm, c.mode)
+            norm_B = matrix.gradient_norm(g, matrix.position_lengths(over))
+            return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
+
+        def weighted(g: Tensor, nu_B: Tensor) -> Tensor:
+            return cleaned(g, nu_B > 0) * along(nu_B, g)
+
+        nu_B = scales(inputs, x_BTd if c.bound == "gradient" else None)
+        into_x = weighted(inputs, nu_B)
+        dx, dw_ih = matrix.pull_back(into_x, x_BTd, w_ih, ctx.needs_input_grad[0], True)
+        if dx is not None:
+            dx = passed_on(dx, nu_B, c.mode)
+            # The clipped input is s x: of x itself, the chain rule has one more s.
+            dx = along_the_sphere(
+                dx * along(scale_B, dx), cleaned(x.transpose(0, 1), finite_B), norm_B, scale_B
+            )
+            dx = dx.transpose(0, 1)
+        into_h = weighted(hidden, scales(hidden, before))
+        _, dw_hh = matrix.pull_back(into_h, before, w_hh, False, True)
+        biases = [
+            None if b is None else weighted_rows(matrix.over_positions(g), c.grad_norm, c.mode, clips)
+            for b, g in ((b_ih, inputs), (b_hh, hidden))
+        ]
+        return dx, None, None, dw_ih, dw_hh, *biases, None
+
+
+def _finite(g_TBH: Tensor, g_last: Tensor, g_cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """0 for examples with a gradient that is not finite: the pass through time would keep it to its own rows."""
+    sizes = [lengths(g_TBH.transpose(0, 1)), lengths(g_last), lengths(g_cell)]
+    counts_B = torch.isfinite(torch.stack(sizes)).all(0)
+    return cleaned(g_TBH, counts_B, _TIMES_FIRST), cleaned(g_last, counts_B), cleaned(g_cell, counts_B)
+
+
+class ClippedRecurrent(ClippedLayer):
+    """`nn.RNN`, `nn.LSTM` or `nn.GRU`, clipped: weights at most C1 C2 an example, biases at most C2, each."""
+
+    layer: nn.RNNBase
+
+    def __init__(self, layer: nn.RNNBase, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        if layer.proj_size:
+            raise UnsupportedModelError(
+                f"Layer {name!r} ({type(layer).__name__}) has proj_size set, which has no bound here: leave it out, "
+                "and put a Linear layer behind it."
+            )
+        if any(not p.requires_grad for p in layer.parameters()):
+            raise UnsupportedModelError(
+                f"Layer {name!r} ({type(layer).__name__}) is frozen in part: train all of it, or freeze all of it."
+            )
+        self._roles = {
+            suffix: Role(self, constants, suffix)
+            for suffix in (
+                f"l{level}{way}"
+                for level in range(layer.num_layers)
+                for way in ("", "_reverse")[: 1 + layer.bidirectional]
+            )
+        }
+
+    def bounds(self) -> Mapping[str, float]:
+        c = self.constants
+        return {
+            name: c.grad_norm if name.startswith("bias") else c.input_norm * c.grad_norm
+            for name, _ in self.layer.named_parameters()
+        }
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """As the layer: (B, T, d), or (T, B, d) without `batch_first`; the first state must need no gradient."""
+        layer = self.layer
+        x = self.require_examples(x, least=3)
+        x = x.transpose(0, 1) if layer.batch_first else x
+        is_lstm = layer.mode == "LSTM"
+        h0, c0 = self._first_state(x, state)
+        last_h, last_c = [], []
+        directions = 1 + layer.bidirectional
+        for level in range(layer.num_layers):
+            outputs = []
+            for way in range(directions):
+                k = level * directions + way
+                own = x.flip(0) if way else x
+                y, h, c = self._run(own, h0[k], c0[k], f"l{level}{'_reverse' if way else ''}")
+                outputs.append(y.flip(0) if way else y)
+                last_h.append(h)
+                last_c.append(c)
+            x = torch.cat(outputs, -1) if directions > 1 else outputs[0]
+            if level < layer.num_layers - 1:
+                x = F.dropout(x, layer.dropout, self.training)
+        h_n = torch.stack(last_h)
+        final = (h_n, torch.stack(last_c)) if is_lstm else h_n
+        return (x.transpose(0, 1) if layer.batch_first else x), final
+
+    def _run(self, x: Tensor, h0: Tensor, c0: Tensor, suffix: str) -> tuple[Tensor, Tensor, Tensor]:
+        kind, role = str(self.layer.mode), self._roles[suffix]
+        named = [f"{what}_{suffix}" for what in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        weights = [getattr(self.layer, n, None) for n in named]
+        if is_plain():
+            x = clipped_input(x.transpose(0, 1), role.constants.input_norm).transpose(0, 1)
+            state: Any = (h0[None], c0[None]) if kind == "LSTM" else h0[None]
+            given = [w for w in weights if w is not None]
+            found = _FORWARD[kind](x, state, given, self.layer.bias, 1, 0.0, False, False, False)
+            return found[0], found[1][0], found[2][0] if kind == "LSTM" else c0
+        return ClippedRecurrence.apply(x, h0, c0, *weights, role)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _first_state(self, x_TBd: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        count = layer.num_layers * (1 + layer.bidirectional)
+        zeros = x_TBd.new_zeros(count, x_TBd.shape[1], layer.hidden_size)
+        if state is None:
+            return zeros, zeros
+        h0, c0 = state if layer.mode == "LSTM" else (state, zeros)
+        if h0.requires_grad or c0.requires_grad:
+            raise UnsupportedModelError(
+                f"Layer {self.name!r} ({type(layer).__name__}) got a first state that needs a gradient, which has no "
+                "bound here: give one without, or none."
+            )
+        return h0, c0

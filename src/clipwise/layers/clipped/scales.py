@@ -1,0 +1,105 @@
+"""The numbers by which examples are scaled, from upper bounds of norms. All in float64, one an example.
+
+Scaled vectors aim a little below their bound: what is left is room for rounding. Here n is never smaller than the true
+norm, and it dominates the sum of the sizes of all terms of a gradient, not only the size of their sum. So the
+rounding of a product that torch forms is a small part of n, whatever cancels in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipwise.errors import ConfigurationError
+from clipwise.kernels.squares import row_squares
+
+MODES = ("clip", "normalize")
+BOUNDS = ("upstream", "gradient")
+
+AIM = (
+    1 - 2.0**-10
+)  # of a bound. The sums of an example's positions err by less: blocks of them, at u = 2^-24 each
+_SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be rounded by more than 2^-24: 0 instead
+_LARGEST = 2.0**100
+_LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
+_SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What one layer clips to: C1, C2 and how. See `clip_inputs`."""
+
+    input_norm: float
+    grad_norm: float
+    mode: str = "clip"
+    bound: str = "upstream"
+
+
+def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
+    """One number an example, in the type of a tensor and ready to be multiplied with it."""
+    shape = [1] * like.dim()
+    shape[axis] = -1
+    return values_B.to(like.dtype).view(shape)
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """At least |row| of each example, [B]."""
+    return row_squares(rows.reshape(len(rows), -1)).sqrt()
+
+
+def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
+    """min(1, C1 / |x|): 0 for an example that is not finite, which counts as 0."""
+    scale_B = torch.where(norm_B <= input_norm, 1.0, AIM * input_norm / norm_B)
+    return torch.where(torch.isfinite(norm_B), scale_B, 0.0)
+
+
+def upstream_scales(norm_B: Tensor, bound: float, mode: str) -> Tensor:
+    """nu = min(1, C / n) or, to normalize, C / n: what n bounds is then at most C. A norm of 0 stays 0."""
+    nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
+    nu_B = torch.where(norm_B <= _LEAST, 1.0, nu_B)
+    return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
+
+
+def cleaned(t: Tensor, counts_B: Tensor, axis: int = 0) -> Tensor:
+    """0 in rows that do not count, for 0 times NaN is NaN. On a GPU nobody waits to see whether there are any."""
+    if not t.is_cuda and bool(counts_B.all()):
+        return t
+    shape = [1] * t.dim()
+    shape[axis] = -1
+    return torch.where(counts_B.view(shape), t, 0)
+
+
+def clipped_input(x: Tensor, input_norm: float) -> Tensor:
+    """x min(1, C1 / |x|) of each example, written in operations that torch can export."""
+    norm_B = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+    scale_B = input_scales(norm_B, input_norm)
+    shape = (-1, *[1] * (x.dim() - 1))
+    finite = torch.isfinite(norm_B).view(shape)
+    return torch.where(finite, x * scale_B.to(x.dtype).view(shape), 0)
+
+
+def weighted_rows(rows_Bn: Tensor, bound: float, mode: str, clips: bool) -> Tensor:
+    """sum_i nu_i row_i, each row being all of an example's gradient: clipped on its exact norm."""
+    norm_B = lengths(rows_Bn)
+    nu_B = upstream_scales(norm_B, bound, mode) if clips else torch.isfinite(norm_B).double()
+    scaled = cleaned(rows_Bn, nu_B > 0) * along(nu_B, rows_Bn)
+    return scaled.sum(0)
+
+
+def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
+    """|(sum_p l_p |g_cp|)_c| of each example, where position p has a length l_p for each group of channels."""
+    sums_BGc = torch.matmul(g_BGcP.abs(), lengths_BGP.to(g_BGcP.dtype).unsqueeze(-1)).squeeze(-1)
+    return lengths(sums_BGc)
+
+
+def number(name: str, value: object) -> float:
+    """A constant to clip to, or an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{name} must be a number, not {value!r}.")
+    if not _SMALLEST_CONSTANT <= value <= _LARGEST_CONSTANT:
+        raise ConfigurationError(
+            f"{name}={value!r} is not possible: give a number from {_SMALLEST_CONSTANT:g} to {_LARGEST_CONSTANT:g}."
+        )
+    return float(value)

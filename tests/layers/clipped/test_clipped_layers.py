@@ -1,0 +1,198 @@
+"""What holds for every clipped layer: its function, its gradient without clips, its bound, its sums."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipwise.layers import ClippedLayer
+from clipwise.layers.clipped import unclipped
+from tests.layers.clipped.cases import CASES, EXAMPLES, bounds, clipped, inputs
+
+every_case = pytest.mark.parametrize("name", CASES)
+every_way = pytest.mark.parametrize(
+    ("mode", "bound"),
+    [("clip", "upstream"), ("clip", "gradient"), ("normalize", "upstream"), ("normalize", "gradient")],
+)
+
+
+def gradients(model: nn.Module, y: Tensor, g: Tensor, *more: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(y, [*model.parameters(), *more], g))
+
+
+def upstream(y: Tensor, scale: float = 1.0, seed: int = 7) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(y.shape, generator=random, dtype=torch.float64)
+
+
+def one(x: Tensor, i: int, axis: int) -> Tensor:
+    return x.narrow(axis, i, 1)
+
+
+@every_case
+@pytest.mark.parametrize("scale", [0.1, 5.0])
+def test_evaluation_and_training_compute_the_same(name: str, scale: float) -> None:
+    case = CASES[name]
+    model, x = clipped(case), inputs(case, scale=scale)
+    with torch.no_grad():
+        still = model(x)
+    assert model(x).requires_grad
+    torch.testing.assert_close(model(x), still, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(copy.deepcopy(model).eval()(x), still, rtol=1e-9, atol=1e-12)
+
+
+@every_case
+@pytest.mark.parametrize("scale", [0.1, 5.0])
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+def test_without_clips_of_gradients_the_gradient_is_the_derivative(
+    name: str, scale: float, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    model, x = clipped(case, bound=bound), inputs(case, scale=scale)
+    with_x = [] if case.ids else [x.requires_grad_()]
+    y = model(x)
+    g = upstream(y)
+    with unclipped():
+        found = gradients(model, y, g, *with_x)
+    import clipwise.layers.clipped as package
+
+    for part in ("attention", "convolution", "embedding", "linear", "normalization", "recurrent"):
+        # The way of evaluation is made of plain operations, which torch can differentiate.
+        monkeypatch.setattr(f"{package.__name__}.{part}.is_plain", lambda: True)
+    expected = gradients(model, model(x), g, *with_x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+@every_case
+@every_way
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.floats(-4, 6), st.floats(-4, 6), st.integers(0, 10_000))
+def test_no_example_adds_more_than_its_bound(
+    name: str, mode: str, bound: str, input_size: float, gradient_size: float, seed: int
+) -> None:
+    case = CASES[name]
+    model = clipped(case, seed, mode=mode, bound=bound)
+    x = inputs(case, 1, 10**input_size, seed)
+    y = model(x)
+    found = gradients(model, y, upstream(y, 10**gradient_size, seed))
+    for (parameter, most), gradient in zip(bounds(model).items(), found, strict=True):
+        assert float(gradient.norm()) <= most, parameter
+
+
+@every_case
+@every_way
+def test_a_batch_is_the_sum_of_its_examples(name: str, mode: str, bound: str) -> None:
+    case = CASES[name]
+    model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=3.0)
+    y = model(x)
+    g = upstream(y, 3.0)
+    together = gradients(model, y, g)
+    each = [gradients(model, model(one(x, i, case.axis)), g[i : i + 1]) for i in range(EXAMPLES)]
+    for k, whole in enumerate(together):
+        torch.testing.assert_close(whole, sum(found[k] for found in each), rtol=1e-9, atol=1e-10)
+
+
+@every_case
+@every_way
+def test_an_example_that_is_not_finite_touches_no_other(name: str, mode: str, bound: str) -> None:
+    case = CASES[name]
+    model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=3.0)
+    y = model(x)
+    g = upstream(y, 3.0)
+    bad_g = g.clone()
+    bad_g[1].view(-1)[0] = math.inf
+    rest = [0, 2, 3]
+    expected = gradients(model, model(x.index_select(case.axis, torch.tensor(rest))), g[rest])
+    for (parameter, most), a, b in zip(
+        bounds(model).items(), gradients(model, model(x), bad_g), expected, strict=True
+    ):
+        assert float((a - b).norm()) <= most, parameter  # false for NaN
+        if "both ways" not in name:  # the other direction of that example is finite, and counts
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    if case.ids:
+        return
+    bad_x = x.clone()
+    one(bad_x, 1, case.axis)[(0,) * x.dim()] = math.nan
+    y = model(bad_x)
+    torch.testing.assert_close(y[rest], model(x)[rest])
+    with_bad = gradients(model, y, g)
+    assert all(bool(torch.isfinite(t).all()) for t in with_bad)
+    without = gradients(model, model(x.index_select(case.axis, torch.tensor(rest))), g[rest])
+    for (parameter, most), a, b in zip(bounds(model).items(), with_bad, without, strict=True):
+        assert float((a - b).norm()) <= most, parameter
+
+
+@every_case
+def test_normalize_does_not_see_the_scale_of_a_gradient(name: str) -> None:
+    case = CASES[name]
+    model, x = clipped(case, mode="normalize"), inputs(case)
+    y = model(x)
+    g = upstream(y)
+    before = gradients(model, y, g)
+    after = gradients(model, model(x), g * 2.0**-20)
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    nothing = gradients(model, model(x), g * 0)
+    assert not any(bool(t.any()) for t in nothing)
+
+
+@every_case
+def test_a_short_gradient_is_not_clipped(name: str) -> None:
+    """Far inside all bounds it is the derivative, bit for bit or nearly."""
+    case = CASES[name]
+    model, x = clipped(case), inputs(case, scale=1e-2)
+    y = model(x)
+    g = upstream(y, 1e-4)
+    with unclipped():
+        expected = gradients(model, y, g)
+    for a, b in zip(gradients(model, model(x), g), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("attention")])
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+def test_bounds_are_reached(name: str, bound: str) -> None:
+    """By some input and gradient, so no bound could be smaller by much. (Of recurrent layers fewer are tried.)"""
+    case = CASES[name]
+    model = clipped(case, mode="normalize", bound=bound)
+    reached = dict.fromkeys(bounds(model), 0.0)
+    for x, g in _candidates(model, inputs(case, 1, 30.0), case.ids > 0):
+        found = gradients(model, model(x), g)
+        for (parameter, most), gradient in zip(bounds(model).items(), found, strict=True):
+            share = float(gradient.norm()) / most
+            assert share <= 1, parameter
+            reached[parameter] = max(reached[parameter], share)
+    least = 0.3 if "weight_ih" in str(reached) else 0.8 if name in ("reflect", "replicate") else 0.9
+    assert all(share > least for share in reached.values()), reached
+
+
+def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor, Tensor]]:
+    """Gradients at a single output, equal ones everywhere, random ones; inputs at single places as well."""
+    with torch.no_grad():
+        y = model(x)
+    single = torch.zeros_like(y)
+    single.view(-1)[single.numel() // 2] = 1.0
+    gradients_ = [single, torch.ones_like(y), upstream(y)]
+    inputs_ = [x] if is_ids else [x, torch.ones_like(x) * 30]
+    if not is_ids:
+        for place in range(x.numel()):
+            spike = torch.zeros_like(x)
+            spike.view(-1)[place] = 30.0
+            inputs_.append(spike)
+    else:
+        inputs_ += [torch.zeros_like(x)]
+    return [(a, b) for a in inputs_ for b in gradients_]
+
+
+def test_messages_name_the_layer() -> None:
+    layer = clipped(CASES["linear"])
+    assert isinstance(layer, ClippedLayer)
+    with pytest.raises(ValueError, match="dimensions"):
+        layer(torch.zeros(5).double())
