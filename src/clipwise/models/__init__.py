@@ -1,5 +1,6 @@
 """Models by name."""
 
+from clipwise.models.backprop_nets import backprop_cifar10, backprop_mnist
 from clipwise.models.bn_lenet5 import bn_lenet5
 from clipwise.models.convnet import convnet
 from clipwise.models.convnet3 import convnet3
@@ -13,6 +14,8 @@ from clipwise.models.small_cnn import small_cnn
 
 __all__ = [
     "NORMS",
+    "backprop_cifar10",
+    "backprop_mnist",
     "bn_lenet5",
     "build",
     "convnet",

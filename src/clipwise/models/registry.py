@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.models.backprop_nets import backprop_cifar10, backprop_mnist
 from clipwise.models.bn_lenet5 import bn_lenet5
 from clipwise.models.convnet import convnet
 from clipwise.models.convnet3 import convnet3
@@ -26,6 +27,8 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
     "convnet3": convnet3,
     "convnet6": convnet6,
     "shallow_vgg": shallow_vgg,
+    "backprop_mnist": backprop_mnist,
+    "backprop_cifar10": backprop_cifar10,
 }
 
 
@@ -38,9 +41,9 @@ def build(name: str, **options: Any) -> nn.Module:
     """A model with fresh random weights.
 
     Args:
-        name: one of `names()`, such as "small_cnn", "resnet18" or "bn_lenet5".
-        options: those of the function of that name, such as `classes` and, for all but "small_cnn", `norm`:
-            "batch", "group" or "none".
+        name: one of `names()`.
+        options: those of the function of that name, such as `classes`; for the networks with a normalization also
+            `norm`: "batch", "group" or "none".
     """
     if name not in _MODELS:
         raise ConfigurationError(f"model={name!r} is not known: use one of {', '.join(map(repr, _MODELS))}.")

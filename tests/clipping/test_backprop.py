@@ -1,0 +1,321 @@
+"""Backpropagation clipping: what is accepted, what is refused and how, what is stated, what stays for export."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import clipwise
+from clipwise import Backprop, layers
+from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.privacy import Adjacency, Unit
+from tests.runs import data, losses_of, network, private_run, train
+from tests.sites import site
+
+
+def clipped(model: nn.Module | None = None, **options: Any) -> nn.Module:
+    options = {"input_norm": 2.0, "grad_norm": 0.5, **options}
+    return layers.clip_inputs(network() if model is None else model, **options)
+
+
+# ------------------------------------------------------------------ clip_inputs
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 1e-20, True, "1", None], ids=repr)
+@pytest.mark.parametrize("argument", ["input_norm", "grad_norm"])
+def test_constants_must_be_positive_numbers(argument: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=argument):
+        clipped(**{argument: value})
+
+
+def test_other_arguments_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="mode='scale' is not known"):
+        clipped(mode="scale")
+    with pytest.raises(ConfigurationError, match="bound='exact' is not known"):
+        clipped(bound="exact")
+    with pytest.raises(ConfigurationError, match="no trainable layer '5', only '0', '2'"):
+        clipped(uses={"5": 2})
+    with pytest.raises(ConfigurationError, match="layer '0' needs a whole number"):
+        clipped(uses={"0": 0})
+    with pytest.raises(ConfigurationError, match="grad_norm: give a number for layer '2' too"):
+        clipped(grad_norm={"0": 1.0})
+    with pytest.raises(ConfigurationError, match="clipped already"):
+        clipped(clipped())
+    with pytest.raises(ConfigurationError, match="no trainable layer to clip"):
+        clipped(nn.ReLU())
+    for mode in ("scale", 3):
+        with pytest.raises(ConfigurationError, match="mode="):
+            Backprop(mode=mode)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="split='half'"):
+        Backprop(split="half")
+
+
+def test_a_layer_without_a_bound_is_refused_by_name_and_the_model_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.PReLU(), nn.Linear(4, 3))
+    with pytest.raises(UnsupportedModelError, match=r"'1\.weight' belongs to a PReLU"):
+        clipped(model)
+    assert type(model[0]) is nn.Linear
+    model[1].requires_grad_(False)
+    assert isinstance(clipped(model)[0], layers.ClippedLayer)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (nn.Embedding(5, 3, max_norm=1.0), "max_norm"),
+        (nn.Embedding(5, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.LSTM(3, 4, proj_size=2), "proj_size"),
+        (nn.MultiheadAttention(4, 2), "batch_first=True"),
+        (nn.MultiheadAttention(4, 2, batch_first=True, kdim=3, vdim=3), "kdim"),
+        (nn.ConvTranspose2d(2, 3, 3), "ConvTranspose2d"),
+        (nn.BatchNorm1d(3), "BatchNorm1d"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_options_without_a_bound_are_refused(layer: nn.Module, what: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=what):
+        clipped(nn.Sequential(layer))
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    model = network()
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    after = list(clipped(model).parameters())
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    private_run(model, optimizer, clipping=Backprop())
+
+
+def test_constants_a_layer() -> None:
+    model = clipped(input_norm={"0": 3.0, "2": 2.0}, grad_norm={"0": 0.5, "2": 0.25})
+    bounds = Backprop({"0": 3.0, "2": 2.0}, {"0": 0.5, "2": 0.25}).attach(site(model)).bounds
+    assert [b.sensitivity for b in bounds] == [1.5, 0.5, 0.5, 0.25]
+
+
+# --------------------------------------------------------------------- Backprop
+
+
+def test_a_model_without_clips_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="clip_inputs"):
+        private_run(clipping=Backprop(1.0, 1.0))
+
+
+def test_a_parameter_outside_of_the_clips_is_refused_by_name() -> None:
+    model = nn.Sequential(clipped(nn.Sequential(nn.Linear(5, 4))), nn.Linear(4, 3))
+    with pytest.raises(UnsupportedModelError, match=r"'1\.weight' is trainable and in no clipped layer"):
+        private_run(model, clipping=Backprop())
+
+
+def test_constants_that_disagree_with_the_layers_are_refused() -> None:
+    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize"), Backprop({"0": 1.0})):
+        with pytest.raises(ConfigurationError, match="layer '0' has"):
+            private_run(clipped(), clipping=given)
+    private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))
+
+
+def test_units_other_than_records_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="single records"):
+        Backprop().attach(site(clipped(), unit=Unit.MINI_SET))
+
+
+def test_sensitivities_and_the_joint_multiplier() -> None:
+    clipper = Backprop().attach(site(clipped(), Adjacency.REPLACE_ONE))
+    assert [b.sensitivity for b in clipper.bounds] == [2.0, 1.0, 2.0, 1.0]
+    for split in ("optimal", "equal"):
+        _, private = private_run(clipped(), clipping=Backprop(split=split), noise_multiplier=0.8)
+        parts = private.parts()
+        assert [p.sensitivity for p in parts] == [1.0, 0.5, 1.0, 0.5]
+        z = sum((p.sensitivity / p.noise_std) ** 2 for p in parts) ** -0.5
+        assert math.isclose(z, 0.8) and private.divisor == 8
+
+
+def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
+    model, private = private_run(clipped(), clipping=Backprop())
+    for batch in private.loader:
+        with pytest.raises(UnsupportedModelError, match=r"'0\.layer\.weight' is used outside.*weight_decay"):
+            private.step(losses_of(model, batch) + model[0].layer.weight.square().sum())  # type: ignore[index, union-attr]
+        break
+
+
+def test_a_layer_that_is_used_more_often_than_was_said_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.shared(self.shared(x))
+            return y
+
+    model, private = private_run(clipped(Twice()), clipping=Backprop())
+    with pytest.raises(UnsupportedModelError, match=r"'shared' is used more often.*uses="):
+        private.step(losses_of(model, next(iter(private.loader))))
+    model, private = private_run(clipped(Twice(), uses={"shared": 2}), clipping=Backprop())
+    assert [p.sensitivity for p in private.parts()] == [2.0, 1.0]
+    private.step(losses_of(model, next(iter(private.loader))))
+
+
+def test_tied_weights_add_up() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            y: Tensor = self.head(self.table(ids).mean(1))
+            return y
+
+    model = clipped(Tied())
+    clipper = Backprop().attach(site(model))
+    assert [b.sensitivity for b in clipper.bounds] == [0.5 + 1.0]
+    ids = torch.randint(0, 7, (1, 3))
+    found = clipper.clipped_sum(1e6 * model(ids).square().sum(1))
+    assert float(found["table.layer.weight"].norm()) <= 1.5
+
+
+class TimeFirst(nn.Module):
+    """Rows of the layer are positions, all examples in each: just as many as there are examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x.t().unsqueeze(-1)).sum(0)
+        return y
+
+
+def test_rows_that_are_not_examples_are_refused() -> None:
+    model = clipped(TimeFirst())
+    clipper = Backprop().attach(site(model))
+    with pytest.raises(CoupledExamplesError, match="Layer 'first' does not have one row for each example"):
+        clipper.clipped_sum(model(torch.randn(5, 5)).square().sum(1))
+    with pytest.raises(StepError, match="Layer 'first' was given another number of rows"):
+        clipper.clipped_sum(model(torch.randn(4, 5)).square().sum(1))
+
+
+def test_coupled_losses_are_refused() -> None:
+    for mode in ("clip", "normalize"):
+        model, private = private_run(clipped(mode=mode), clipping=Backprop())
+        with pytest.raises(CoupledExamplesError, match="depends on the inputs of another"):
+            for x, y in private.loader:
+                outputs = model(x)
+                private.step(losses_of(nn.Identity(), (outputs - outputs.mean(0), y)))
+
+
+def test_averaged_views_are_refused() -> None:
+    model, private = private_run(clipped(), clipping=Backprop(), averaged_views=2)
+    with pytest.raises(StepError, match="averaged_views"):
+        for x, y in private.loader:
+            private.step(losses_of(model, (x, y)))
+
+
+@pytest.mark.parametrize("mode", ["clip", "normalize"])
+def test_pieces_of_a_batch_give_the_same(mode: str) -> None:
+    runs = []
+    for size in (None, 3):
+        model, private = private_run(
+            clipped(mode=mode), clipping=Backprop(), seed=5, max_physical_batch_size=size, noise_multiplier=0
+        )
+        train(model, private, 3)
+        runs.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_configuration_is_plain_and_tells_runs_apart() -> None:
+    told = set()
+    for options in ({}, {"grad_norm": 1.0}, {"mode": "normalize"}, {"bound": "gradient"}, {"uses": {"0": 2}}):
+        clipper = Backprop().attach(site(clipped(**options)))
+        told.add(json.dumps(Backprop().describe() | clipper.state_dict()))
+    assert len(told) == 5
+
+
+def test_a_run_states_what_it_did() -> None:
+    model, private = private_run(clipped(), clipping=Backprop(), noise_multiplier=1.0)
+    train(model, private, 6)
+    text = str(private.statement())
+    assert "0.layer.weight: 1" in text and "probed on the first batches" in text
+    expected = clipwise.accounting.epsilon(
+        noise_multiplier=1.0, sample_rate=0.2, steps=6, delta=private.spent().delta
+    )
+    assert math.isclose(private.spent().epsilon, expected, rel_tol=1e-6)
+
+
+def test_it_learns() -> None:
+    torch.manual_seed(0)
+    model = clipped(input_norm=5.0, mode="normalize")
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    x, _ = data().tensors
+    rows = TensorDataset(x, x[:, :3].argmax(1))
+    _, private = private_run(model, optimizer, rows, clipping=Backprop(), noise_multiplier=0.1)
+    train(model, private, 80)
+    assert (model(x).argmax(1) == rows.tensors[1]).float().mean() > 0.85
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
+    def run(stop: int | None) -> list[Tensor]:
+        path = tmp_path / f"ledger-{stop}"
+        model, private = private_run(clipped(), clipping=Backprop(), seed=1, ledger=path)
+        train(model, private, stop or 6)
+        if stop is not None:
+            saved, weights = private.state_dict(), model.state_dict()
+            private.close()
+            model, private = private_run(clipped(), clipping=Backprop(), seed=1, ledger=path)
+            model.load_state_dict(weights)
+            private.load_state_dict(saved)
+            train(model, private, 6 - stop)
+        private.close()
+        return [p.detach() for p in model.parameters()]
+
+    for a, b in zip(run(None), run(5), strict=True):
+        assert torch.equal(a, b)
+
+
+# ----------------------------------------------------------------------- export
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
+
+
+def test_an_exported_model_keeps_its_clips() -> None:
+    torch.manual_seed(0)
+    model = clipped(images()).eval()
+    example, x = torch.randn(2, 1, 4, 4), 100 * torch.randn(2, 1, 4, 4)
+    with torch.no_grad():
+        expected, larger = model(x), model(10 * x)
+    torch.testing.assert_close(expected, larger)  # the first input is clipped: its scale is gone
+    exported = torch.export.export(model, (example,)).module()
+    torch.testing.assert_close(exported(x), expected)
+    traced = torch.jit.trace(model, (example,))
+    torch.testing.assert_close(traced(x), expected)
+
+
+def test_a_saved_model_comes_back(tmp_path: Any) -> None:
+    model = clipped(images())
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    again = clipped(images())
+    again.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    x = torch.randn(2, 1, 4, 4)
+    assert torch.equal(model(x), again(x))
+
+
+def test_torch_encoder_layers_keep_their_clips_in_evaluation() -> None:
+    """torch has a way past the modules for evaluation, which would leave the clips out."""
+    torch.manual_seed(0)
+    model = clipped(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), input_norm=0.5)
+    x = torch.randn(3, 4, 8)
+    trained = model(x)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), trained)
+    clipper = Backprop().attach(site(model))
+    clipper.clipped_sum(model(x).square().mean((1, 2)))
