@@ -77,17 +77,17 @@ class Convolution(Map):
 
     def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
         most, cover = self.counts(tuple(x_shape[2:]))
-        by_sums_BC = torch.linalg.vector_norm(g.flatten(2), 1, dim=2, dtype=torch.float64)
+        by_sums_BC = g.flatten(2).abs().sum(2)  # several times faster than its norm
         return torch.minimum(math.sqrt(most) * lengths(by_sums_BC), math.sqrt(cover) * lengths(g))
 
     def position_lengths(self, x: Tensor) -> Tensor:
         by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
-        squares = torch.linalg.vector_norm(by_group, dim=2, dtype=torch.float64).square()
+        # A square below the smallest number is lost.
+        squares = by_group.square().sum(2).double() + by_group.shape[2] * torch.finfo(x.dtype).tiny
         squares = self._padded(squares, every=True)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             squares = squares.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d].sum(-1)
-        # So that nothing vanishes in float32.
-        return squares.flatten(2).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        return squares.flatten(2).sqrt()
 
     def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
         return weighted_channels(g.reshape(len(g), self.groups, g.shape[1] // self.groups, -1), lengths_BGP)

@@ -31,8 +31,7 @@ class Matrix(Map):
         return lengths(g)
 
     def position_lengths(self, x: Tensor) -> Tensor:
-        lengths_BP = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).reshape(len(x), 1, -1)
-        return lengths_BP.clamp_min(torch.finfo(torch.float32).tiny)  # so that nothing vanishes in float32
+        return lengths(x.reshape(-1, x.shape[-1])).view(len(x), 1, -1)
 
     def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
         if lengths_BGP.shape[-1] == 1:

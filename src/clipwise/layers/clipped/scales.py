@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
-from clipwise.kernels.squares import row_squares
+from clipwise.gradients.forms import squared_norms
 
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
@@ -46,7 +46,7 @@ def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
 
 def lengths(rows: Tensor) -> Tensor:
     """At least |row| of each example, [B]."""
-    return row_squares(rows.reshape(len(rows), -1)).sqrt()
+    return squared_norms(rows.reshape(len(rows), -1)).sqrt()
 
 
 def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
@@ -90,8 +90,7 @@ def weighted_rows(rows_Bn: Tensor, bound: float, mode: str, clips: bool) -> Tens
 
 def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
     """|(sum_p l_p |g_cp|)_c| of each example, where position p has a length l_p for each group of channels."""
-    sums_BGc = torch.matmul(g_BGcP.abs(), lengths_BGP.to(g_BGcP.dtype).unsqueeze(-1)).squeeze(-1)
-    return lengths(sums_BGc)
+    return lengths(g_BGcP.abs().mul_(lengths_BGP.to(g_BGcP.dtype).unsqueeze(2)).sum(-1))
 
 
 def number(name: str, value: object) -> float:
