@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
-from clipwise import Backprop, layers
+from clipwise import Backprop, PerExample, layers
+from clipwise.accounting import zcdp
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.privacy import Adjacency, Unit
 from tests.runs import data, losses_of, network, private_run, train
@@ -277,6 +278,44 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
 
     for a, b in zip(run(None), run(5), strict=True):
         assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------- accounting
+
+
+def test_the_papers_scheme_costs_twice_the_sensitivity_in_every_layer() -> None:
+    """rho = E N (2 C1 C2)^2 / (2 s^2): disjoint batches, one Gaussian release an epoch, N parts of equal noise."""
+    C1, C2, epochs = 2.0, 0.5, 3
+    without_bias = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))
+    model, private = private_run(
+        clipped(without_bias, input_norm=C1, grad_norm=C2),
+        clipping=Backprop(split="equal"),
+        sampling="shuffled",
+        adjacency="replace-one",
+        noise_multiplier=1.3,
+    )
+    train(model, private, 5 * epochs)
+    noise = [part.noise_std for part in private.parts()]
+    assert len(noise) == 2 and math.isclose(*noise)
+    rho = epochs * 2 * (2 * C1 * C2) ** 2 / (2 * noise[0] ** 2)
+    spent = private.spent(accountant="zcdp")
+    assert math.isclose(spent.epsilon, zcdp.tight_epsilon(rho, spent.delta), rel_tol=1e-6)
+
+
+def test_the_papers_baseline_costs_every_layer() -> None:
+    """Algorithm 1 clips each layer's gradient to C: rho = E N (2C)^2 / (2 s^2), and not E C^2 / (2 s^2)."""
+    C, epochs = 0.7, 3
+    model, private = private_run(
+        clipping=PerExample(max_norm={"0": C, "2": C}, parts="layer", split="equal"),
+        sampling="shuffled",
+        adjacency="replace-one",
+        noise_multiplier=1.3,
+    )
+    train(model, private, 5 * epochs)
+    noise = private.parts()[0].noise_std
+    rho = epochs * 2 * (2 * C) ** 2 / (2 * noise**2)
+    spent = private.spent(accountant="zcdp")
+    assert math.isclose(spent.epsilon, zcdp.tight_epsilon(rho, spent.delta), rel_tol=1e-6)
 
 
 # ----------------------------------------------------------------------- export

@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from clipwise.layers import ClippedLayer
 from clipwise.layers.clipped import unclipped
+from clipwise.layers.clipped.convolution import Convolution
+from clipwise.layers.clipped.linear import Matrix
+from clipwise.layers.clipped.scales import lengths
 from tests.layers.clipped.cases import CASES, EXAMPLES, bounds, clipped, inputs
 
 every_case = pytest.mark.parametrize("name", CASES)
@@ -189,6 +193,48 @@ def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor,
     else:
         inputs_ += [torch.zeros_like(x)]
     return [(a, b) for a in inputs_ for b in gradients_]
+
+
+CONVOLUTIONS = [n for n, case in CASES.items() if isinstance(case.build(), _ConvNd)]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_windows_are_counted(name: str) -> None:
+    """m and cover, from a convolution that sees which windows hold which pixel."""
+    case = CASES[name]
+    layer = case.build().double()
+    assert isinstance(layer, _ConvNd)
+    pixels = math.prod(case.shape[1:])
+    one_channel = type(layer)(  # type: ignore[call-arg]
+        1, math.prod(layer.kernel_size), layer.kernel_size, layer.stride, layer.padding, layer.dilation,
+        bias=False, padding_mode=layer.padding_mode, dtype=torch.float64,
+    )  # fmt: skip
+    taps = one_channel.weight.numel() // one_channel.out_channels
+    one_channel.weight.data = torch.eye(taps, dtype=torch.float64).view(one_channel.weight.shape)
+    single = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, *case.shape[1:])
+    held = one_channel(single).flatten(2).sum(1)  # [pixels, windows]: how often
+    most, cover = Convolution(layer).counts(case.shape[1:])  # type: ignore[arg-type]
+    assert (most, cover) == (int(held.max()), int(held.sum(1).max()))
+
+
+@pytest.mark.parametrize("name", ["linear", "linear over positions", *CONVOLUTIONS])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000), st.sampled_from(["dense", "sparse"]))
+def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(
+    name: str, seed: int, kind: str
+) -> None:
+    case = CASES[name]
+    layer = case.build().double()
+    a_map = Convolution(layer) if isinstance(layer, _ConvNd) else Matrix()  # type: ignore[arg-type]
+    x = inputs(case, 1, seed=seed)
+    if kind == "sparse":
+        x = torch.where(x.abs() > 1.2, x, 0)
+    g = upstream(layer(x), seed=seed)
+    true = a_map.pull_back(g, x, layer.weight.detach(), False, True)[1]  # type: ignore[union-attr]
+    assert true is not None
+    windows = float(a_map.gradient_norm(g, a_map.position_lengths(x)))
+    other = float(lengths(x) * a_map.upstream_norm(g, x.shape))
+    assert float(true.norm()) <= windows * (1 + 1e-9) <= other * (1 + 1e-6)
 
 
 def test_messages_name_the_layer() -> None:

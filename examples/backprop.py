@@ -1,0 +1,68 @@
+"""Train a small network privately without computing the gradient of any single example.
+
+python examples/backprop.py
+python examples/backprop.py --epochs 2 --bound gradient
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+import clipwise
+from clipwise import data, models
+
+EPSILON, DELTA = 8.0, 1e-5
+BATCH_SIZE = 512  # on average: a private batch has a random size, which stays secret
+LEARNING_RATE = 0.02
+INPUT_NORM = 4.0  # each layer sees inputs of at most this norm, in training and afterwards
+GRAD_NORM = 1.0  # with mode="normalize" it only scales gradient and noise alike
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """From data to a privacy statement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--bound", choices=("upstream", "gradient"), default="gradient")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # so small a network is faster on one core
+    train, test = data.digits(train=True), data.digits(train=False)
+
+    # 1. The clips are modules of the network: print it to see them. They stay when it is used.
+    model = models.small_cnn()
+    clipwise.layers.clip_inputs(
+        model, input_norm=INPUT_NORM, grad_norm=GRAD_NORM, mode="normalize", bound=options.bound
+    )
+    print(model)
+
+    # 2. The rest is as with every other strategy.
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    private = clipwise.make_private(
+        model,
+        optimizer,
+        train,
+        clipping=clipwise.Backprop(),
+        batch_size=BATCH_SIZE,
+        epochs=options.epochs,
+        epsilon=EPSILON,
+        delta=DELTA,
+    )
+    for _ in range(options.epochs):
+        for x, y in private.loader:
+            private.step(F.cross_entropy(model(x), y, reduction="none"))
+
+    # 3. What came out, and what it cost.
+    x, y = test[:]
+    with torch.no_grad():
+        accuracy = (model(x).argmax(1) == y).float().mean().item()
+    print(f"test accuracy {100 * accuracy:.1f}%")
+    print(private.statement())
+
+
+if __name__ == "__main__":
+    main()
