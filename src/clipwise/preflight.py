@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
-from clipwise.clipping import Strategy
+from clipwise.clipping import Backprop, Strategy
+from clipwise.clipping.backprop import clipped_layers, most_of_each
+from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
 from clipwise.structure import evaluating
@@ -66,7 +68,8 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     size = _size(batch)
     report = Report()
     is_coupled = clipping is not None and clipping.is_coupled
-    for test in (_coupled_structure,) if is_coupled else (_structure, _replacement, _removal):
+    structure = _clipped_structure if isinstance(clipping, Backprop) else _structure
+    for test in (_coupled_structure,) if is_coupled else (structure, _replacement, _removal):
         try:
             test(model, loss, batch, size, report)
         except ClipwiseError as refusal:
@@ -77,6 +80,25 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
 
 def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
     """The checks that a first training step makes."""
+    losses, parameters = _examined(model, loss, batch, size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        per_example_gradients(losses, parameters, Memory())
+    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+
+
+def _clipped_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """The checks of a first step of backpropagation clipping."""
+    layers = clipped_layers(model)
+    losses, parameters = _examined(model, loss, batch, size)
+    most_of_each(parameters, layers)
+    require_rows_of_examples(losses, clipped_nodes(losses, parameters), parameters)
+
+
+def _examined(
+    model: nn.Module, loss: Loss, batch: Sequence[Any], size: int
+) -> tuple[Tensor, dict[str, nn.Parameter]]:
+    """Losses that pass what every step of single examples must, and what is trained."""
     require_no_batch_statistics(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
@@ -86,10 +108,7 @@ def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, re
     losses = require_losses(_run(model, loss, probe.mark(tuple(batch))), size)
     guard.compare()
     probe.examine(losses)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        per_example_gradients(losses, parameters, Memory())
-    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+    return losses, parameters
 
 
 def _coupled_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:

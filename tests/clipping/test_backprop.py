@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipwise
@@ -278,6 +279,47 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
 
     for a, b in zip(run(None), run(5), strict=True):
         assert torch.equal(a, b)
+
+
+def test_check_says_what_would_be_refused() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model, (x, y))
+
+    batch = data().tensors
+    assert clipwise.check(clipped(), loss, batch, Backprop()).ok
+    assert clipwise.check(clipped(mode="normalize"), loss, batch, Backprop()).ok
+    assert "clip_inputs" in str(clipwise.check(network(), loss, batch, Backprop()))
+    penalized = clipwise.check(
+        clipped(), lambda m, x, y: loss(m, x, y) + m[0].layer.weight.sum(), batch, Backprop()
+    )
+    assert "used outside" in str(penalized)
+
+
+# -------------------------------------------------- what torch does to a model
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    model = clipped()
+    clipper = Backprop().attach(site(model))
+    x = torch.randn(6, 5)
+    plain = clipper.clipped_sum(100 * model(x).square().sum(1))
+    again = clipper.clipped_sum(100 * checkpoint(model, x, use_reentrant=False).square().sum(1))
+    for name, total in plain.items():
+        torch.testing.assert_close(again[name], total)
+
+
+@pytest.mark.parametrize("mode", ["clip", "normalize"])
+def test_autocast_keeps_the_bound(mode: str) -> None:
+    torch.manual_seed(0)
+    model = clipped(nn.Sequential(images(), nn.LayerNorm(4)), mode=mode, bound="gradient")
+    clipper = Backprop().attach(site(model))
+    for x in (torch.randn(1, 1, 4, 4), torch.full((1, 1, 4, 4), 1e4)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = 1e3 * model(x).float().square().sum(1)
+        found = clipper.clipped_sum(losses)
+        for b in clipper.bounds:
+            assert found[b.name].dtype == torch.float32
+            assert float(found[b.name].norm()) <= b.sensitivity
 
 
 # ------------------------------------------------------------------- accounting

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
@@ -70,12 +70,7 @@ class Backprop(Strategy):
         """Bind to a model whose trainable parameters are all in clipped layers."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"Backprop protects single records, not unit={str(site.unit)!r}.")
-        layers = {name: m for name, m in site.model.named_modules() if isinstance(m, ClippedLayer)}
-        if not layers:
-            raise UnsupportedModelError(
-                "The model has no clipped layers, so nothing bounds its gradients: call "
-                "clipwise.layers.clip_inputs(model, input_norm=..., grad_norm=...) before make_private."
-            )
+        layers = clipped_layers(site.model)
         for name, layer in layers.items():
             self._require_agreement(name, layer)
         return BackpropClipper(site, layers)
@@ -112,7 +107,7 @@ class BackpropClipper(Clipper):
         factor = (2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0) * (1 + self.arithmetic.slack)
         self.bounds = tuple(
             Bound(name, (name,), factor * most)
-            for name, most in _most_of_each(site.parameters, layers).items()
+            for name, most in most_of_each(site.parameters, layers).items()
         )
         self._to_probe, self._since_probe = _PROBED_BATCHES, 0
 
@@ -158,7 +153,18 @@ class BackpropClipper(Clipper):
         self._to_probe, self._since_probe = max(0, self._to_probe - 1), 0
 
 
-def _most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:
+def clipped_layers(model: nn.Module) -> dict[str, ClippedLayer]:
+    """By name. Refused if there are none."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, ClippedLayer)}
+    if not layers:
+        raise UnsupportedModelError(
+            "The model has no clipped layers, so nothing bounds its gradients: call "
+            "clipwise.layers.clip_inputs(model, input_norm=..., grad_norm=...) before make_private."
+        )
+    return layers
+
+
+def most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:
     """The most that one example adds to each parameter's gradient: what its uses add, one by one."""
     most: dict[int, float] = {}
     for layer in layers.values():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from clipwise.layers import ClippedLayer
-from clipwise.layers.clipped import unclipped
+from clipwise.layers.clipped import maps, scales, unclipped
 from clipwise.layers.clipped.convolution import Convolution
 from clipwise.layers.clipped.linear import Matrix
 from clipwise.layers.clipped.scales import lengths
@@ -193,6 +193,25 @@ def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor,
     else:
         inputs_ += [torch.zeros_like(x)]
     return [(a, b) for a in inputs_ for b in gradients_]
+
+
+@every_case
+@every_way
+def test_the_same_where_nobody_may_wait_for_the_device(
+    name: str, mode: str, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU nothing is looked at: rows are cleared and directions taken out whether or not there is need."""
+    case = CASES[name]
+    model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=1.0)
+    with_x = [] if case.ids else [x.requires_grad_()]
+    y = model(x)
+    g = upstream(y, 3.0)
+    g[1].view(-1)[0] = math.nan
+    expected = gradients(model, y, g, *with_x)
+    monkeypatch.setattr(scales, "surely_none", lambda flags_B: False)
+    monkeypatch.setattr(maps, "surely_none", lambda flags_B: False)
+    for a, b in zip(gradients(model, model(x), g, *with_x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 CONVOLUTIONS = [n for n, case in CASES.items() if isinstance(case.build(), _ConvNd)]

@@ -32,6 +32,7 @@ from clipwise.layers.clipped.scales import (
     cleaned,
     input_scales,
     lengths,
+    surely_none,
     upstream_scales,
     weighted_rows,
 )
@@ -153,7 +154,7 @@ def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
 def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> Tensor:
     """Where the input was clipped, take out what is along it: s x keeps its length C1 when x grows."""
     clipped_B = (scale_B < 1) & (scale_B > 0)
-    if not dx.is_cuda and not bool(clipped_B.any()):
+    if surely_none(clipped_B):
         return dx
     inverse_B = torch.where(clipped_B, 1 / norm_B, 0.0)
     unit = x * along(inverse_B, x)

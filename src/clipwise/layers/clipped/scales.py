@@ -18,9 +18,8 @@ from clipwise.gradients.forms import squared_norms
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
 
-AIM = (
-    1 - 2.0**-10
-)  # of a bound. The sums of an example's positions err by less: blocks of them, at u = 2^-24 each
+# Of a bound. The sums over an example's positions err by less: they run in blocks, at u = 2^-24 a term.
+AIM = 1 - 2.0**-10
 _SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be rounded by more than 2^-24: 0 instead
 _LARGEST = 2.0**100
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
@@ -62,9 +61,14 @@ def upstream_scales(norm_B: Tensor, bound: float, mode: str) -> Tensor:
     return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
 
 
+def surely_none(flags_B: Tensor) -> bool:
+    """Whether no flag is set, as far as that can be told at once: nobody waits for a GPU to say so."""
+    return not flags_B.is_cuda and not bool(flags_B.any())
+
+
 def cleaned(t: Tensor, counts_B: Tensor, axis: int = 0) -> Tensor:
-    """0 in rows that do not count, for 0 times NaN is NaN. On a GPU nobody waits to see whether there are any."""
-    if not t.is_cuda and bool(counts_B.all()):
+    """0 in rows that do not count, for 0 times NaN is NaN."""
+    if surely_none(~counts_B):
         return t
     shape = [1] * t.dim()
     shape[axis] = -1
