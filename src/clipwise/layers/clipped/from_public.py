@@ -1,0 +1,70 @@
+"""Constants for clipped layers, measured on public data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError
+from clipwise.layers.clipped.maps import MapRole
+from clipwise.layers.clipped.put_in import clip_inputs
+from clipwise.layers.clipped.scales import lengths
+from clipwise.layers.clipped.switch import unclipped
+
+_NO_LIMIT = 1e10
+_UNUSED = 1.0  # C1 of a layer whose input is not clipped
+_SMALLEST = 1e-10
+
+
+class Norms(TypedDict):
+    """What `clip_inputs` takes, layer by layer."""
+
+    input_norm: dict[str, float]
+    grad_norm: dict[str, float]
+
+
+def norms_from_public(
+    model: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any], quantile: float = 0.5
+) -> Norms:
+    """C1 and C2 of every layer: a quantile of the norms that public examples have there, at the present weights.
+
+    `clip_inputs(model, **norms_from_public(model, loss, batch))` then clips about half of such examples. The model
+    itself stays as it is.
+
+    Args:
+        model: not clipped yet.
+        loss: `loss(model, *batch)` gives one loss an example.
+        batch: public or synthetic rows, never private ones: what is measured is not noised.
+        quantile: of the norms of the examples, between 0 and 1.
+    """
+    if isinstance(quantile, bool) or not 0 <= quantile <= 1:
+        raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
+    probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT)
+    names = [name for name, p in probe.named_parameters() if p.requires_grad]
+    found = Norms(input_norm={}, grad_norm={})
+
+    def measure(node: Any, g: Tensor) -> None:
+        role = node.role
+        if isinstance(role, MapRole):
+            x, *_ = node.saved_tensors
+            inputs_B, upstream_B = lengths(x), role.map.upstream_norm(g, x.shape)
+        else:
+            inputs_B, upstream_B = None, lengths(g.movedim(node.axis, 0))
+        _keep(found["input_norm"], role.layer.name, inputs_B, quantile)
+        _keep(found["grad_norm"], role.layer.name, upstream_B, quantile)
+
+    losses = loss(probe, *batch)
+    with unclipped(measure):
+        parameters = dict(probe.named_parameters())
+        torch.autograd.grad(losses.sum(), [parameters[n] for n in names], allow_unused=True)
+    return found
+
+
+def _keep(norms: dict[str, float], name: str, norm_B: Tensor | None, quantile: float) -> None:
+    """Of a layer that is used several times, or has several maps, the largest."""
+    here = _UNUSED if norm_B is None else max(_SMALLEST, float(norm_B.quantile(quantile)))
+    norms[name] = max(norms.get(name, 0.0), here)
