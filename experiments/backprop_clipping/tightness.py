@@ -46,14 +46,14 @@ def ratios(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[str, list[f
             float(role.map.pull_back(g[i : i + 1], inputs[i : i + 1], weight, False, True)[1].norm())
             for i in range(len(g))
         ]
+        mass_Bc = role.map.over_positions(g.abs())
         bounds = {
-            "upstream": lengths(inputs) * role.map.upstream_norm(g, inputs.shape),
+            "upstream": lengths(inputs) * role.map.upstream_norm(g, mass_Bc, inputs.shape),
             "windows": role.map.gradient_norm(g, lengths_BGP),
         }
         if isinstance(role.map, Convolution):
             most, cover = role.map.counts(tuple(inputs.shape[2:]))
-            by_sums_B = lengths(g.flatten(2).abs().sum(2))
-            bounds["L12"] = math.sqrt(most) * lengths(inputs) * by_sums_B
+            bounds["L12"] = math.sqrt(most) * lengths(inputs) * lengths(mass_Bc)
             bounds["L2"] = math.sqrt(cover) * lengths(inputs) * lengths(g)
         found[role.layer.name] = {
             kind: [float(b) / t for b, t in zip(bound, true, strict=True) if t > 0]

@@ -252,8 +252,17 @@ def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(
     true = a_map.pull_back(g, x, layer.weight.detach(), False, True)[1]  # type: ignore[union-attr]
     assert true is not None
     windows = float(a_map.gradient_norm(g, a_map.position_lengths(x)))
-    other = float(lengths(x) * a_map.upstream_norm(g, x.shape))
+    other = float(lengths(x) * a_map.upstream_norm(g, a_map.over_positions(g.abs()), x.shape))
     assert float(true.norm()) <= windows * (1 + 1e-9) <= other * (1 + 1e-6)
+
+
+def test_what_is_nothing_but_rounding_is_not_scaled_up() -> None:
+    """The keys' bias of attention has no gradient: adding a number to all scores changes no softmax."""
+    case = CASES["attention"]
+    model = clipped(case, mode="normalize").float()
+    y = model(inputs(case).float())
+    gradient = gradients(model, y, upstream(y).float())[1].view(3, -1)
+    assert float(gradient[1].norm()) < 1e-4 < 0.1 < float(gradient[0].norm())
 
 
 def test_messages_name_the_layer() -> None:

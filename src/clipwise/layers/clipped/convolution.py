@@ -75,10 +75,10 @@ class Convolution(Map):
             (dx,) = torch.autograd.grad(padded, start, dx)
         return (dx if of_input else None), (dw if of_weight else None)
 
-    def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
+    def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
+        assert mass_Bc is not None
         most, cover = self.counts(tuple(x_shape[2:]))
-        by_sums_BC = g.flatten(2).abs().sum(2)  # several times faster than its norm
-        return torch.minimum(math.sqrt(most) * lengths(by_sums_BC), math.sqrt(cover) * lengths(g))
+        return torch.minimum(math.sqrt(most) * lengths(mass_Bc), math.sqrt(cover) * lengths(g))
 
     def position_lengths(self, x: Tensor) -> Tensor:
         by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
@@ -94,6 +94,9 @@ class Convolution(Map):
 
     def over_positions(self, g: Tensor) -> Tensor:
         return g.flatten(2).sum(2)
+
+    def has_positions(self, g: Tensor) -> bool:
+        return True
 
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
         return bias.view(-1, *[1] * (z.dim() - 2))

@@ -51,7 +51,10 @@ def norms_from_public(
         role = node.role
         if isinstance(role, MapRole):
             x, *_ = node.saved_tensors
-            inputs_B, upstream_B = lengths(x), role.map.upstream_norm(g, x.shape)
+            inputs_B, upstream_B = (
+                lengths(x),
+                role.map.upstream_norm(g, role.map.over_positions(g.abs()), x.shape),
+            )
         else:
             inputs_B, upstream_B = None, lengths(g.movedim(node.axis, 0))
         _keep(found["input_norm"], role.layer.name, inputs_B, quantile)

@@ -27,7 +27,7 @@ class Matrix(Map):
         dw: Tensor | None = h.reshape(-1, h.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if of_weight else None
         return dx, dw
 
-    def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
+    def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
         return lengths(g)
 
     def position_lengths(self, x: Tensor) -> Tensor:
@@ -40,6 +40,9 @@ class Matrix(Map):
 
     def over_positions(self, g: Tensor) -> Tensor:
         return g.reshape(len(g), -1, g.shape[-1]).sum(1) if g.dim() > 2 else g
+
+    def has_positions(self, g: Tensor) -> bool:
+        return g.dim() > 2
 
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
         return bias

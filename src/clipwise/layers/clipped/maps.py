@@ -52,8 +52,8 @@ class Map(ABC):
         """W^T h and sum_i h_i x_i^T."""
 
     @abstractmethod
-    def upstream_norm(self, g: Tensor, x_shape: torch.Size) -> Tensor:
-        """n_i such that |dW_i| <= |x_i| n_i, [B]."""
+    def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
+        """n_i such that |dW_i| <= |x_i| n_i, [B]. `mass_Bc` is sum_p |g_cp|, where there are positions."""
 
     @abstractmethod
     def position_lengths(self, x: Tensor) -> Tensor:
@@ -66,6 +66,10 @@ class Map(ABC):
     @abstractmethod
     def over_positions(self, g: Tensor) -> Tensor:
         """sum_p g_p of each output channel: [B, c]."""
+
+    @abstractmethod
+    def has_positions(self, g: Tensor) -> bool:
+        """Whether outputs have positions to sum over."""
 
     @abstractmethod
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
@@ -113,12 +117,13 @@ class ClippedMap(torch.autograd.Function):
         w = weight if role.rows is None else weight[role.rows]
         c, clips = role.constants, switch.is_clipping()
         db = None
+        mass_Bc = role.map.over_positions(g.abs()) if role.map.has_positions(g) else None
         if needs_b:
-            db = weighted_rows(role.map.over_positions(g), c.grad_norm, c.mode, clips)
+            db = weighted_rows(role.map.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips)
             db = db if role.rows is None else _placed(db, ctx.bias_shape, role.rows)
         if not (needs_x or needs_w):
             return None, None, db, None
-        nu_B = _weight_scales(role, g, x.shape, scale_B, lengths_BGP, clips and needs_w)
+        nu_B = _weight_scales(role, g, mass_Bc, x.shape, scale_B, lengths_BGP, clips and needs_w)
         total_B = nu_B * scale_B
         counts_B = total_B > 0
         h = cleaned(g, counts_B) * along(total_B, g)
@@ -132,14 +137,20 @@ class ClippedMap(torch.autograd.Function):
 
 
 def _weight_scales(
-    role: MapRole, g: Tensor, x_shape: torch.Size, scale_B: Tensor, lengths_BGP: Tensor | None, clips: bool
+    role: MapRole,
+    g: Tensor,
+    mass_Bc: Tensor | None,
+    x_shape: torch.Size,
+    scale_B: Tensor,
+    lengths_BGP: Tensor | None,
+    clips: bool,
 ) -> Tensor:
     """nu_i, so that no example's part of dW is longer than C1 C2."""
     c = role.constants
     if not clips:
         return torch.isfinite(lengths(g)).double()
     if lengths_BGP is None:
-        return upstream_scales(role.map.upstream_norm(g, x_shape), c.grad_norm, c.mode)
+        return upstream_scales(role.map.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.mode)
     norm_B = role.map.gradient_norm(g, lengths_BGP) * scale_B  # lengths are those of the input as it came
     return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
 

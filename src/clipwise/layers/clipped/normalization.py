@@ -90,9 +90,11 @@ class _LayerNorm(torch.autograd.Function):
         rows = (len(g), -1, *ctx.shape)
         dw = db = None
         if ctx.needs_input_grad[1]:
-            dw = _summed(((x - mean) * rstd * g).reshape(rows).sum(1), ctx.role.constants).view(ctx.shape)
+            terms = ((x - mean) * rstd * g).reshape(rows)
+            dw = _summed(terms.sum(1), terms.abs_().sum(1), ctx.role.constants).view(ctx.shape)
         if ctx.needs_input_grad[2]:
-            db = _summed(g.reshape(rows).sum(1), ctx.role.constants).view(ctx.shape)
+            terms = g.reshape(rows)
+            db = _summed(terms.sum(1), terms.abs().sum(1), ctx.role.constants).view(ctx.shape)
         return dx, dw, db, None
 
 
@@ -123,15 +125,17 @@ class _GroupNorm(torch.autograd.Function):
                 g.contiguous(), x, mean, rstd, weight, B, c, p, ctx.groups, [True, False, False]
             )
         dw = db = None
-        shift_Bc = g.flatten(2).sum(2) if g.dim() > 2 else g
+        shift_Bc, mass_Bc = (t.reshape(B, c, -1).sum(2) for t in (g, g.abs()))
         if ctx.needs_input_grad[1]:
             # sum_p g (x - mean) rstd, without writing the normalized input.
-            product_Bc = (g * x).flatten(2).sum(2) if g.dim() > 2 else g * x
+            products = (g * x).reshape(B, c, -1)
             each = c // ctx.groups
             mean_Bc, rstd_Bc = (t.view(B, -1).repeat_interleave(each, 1) for t in (mean, rstd))
-            dw = _summed((product_Bc - mean_Bc * shift_Bc) * rstd_Bc, ctx.role.constants)
+            scale_Bc = (products.sum(2) - mean_Bc * shift_Bc) * rstd_Bc
+            mass_of_scale_Bc = (products.abs_().sum(2) + mean_Bc.abs() * mass_Bc) * rstd_Bc
+            dw = _summed(scale_Bc, mass_of_scale_Bc, ctx.role.constants)
         if ctx.needs_input_grad[2]:
-            db = _summed(shift_Bc, ctx.role.constants)
+            db = _summed(shift_Bc, mass_Bc, ctx.role.constants)
         return dx, dw, db, None
 
 
@@ -141,5 +145,6 @@ def _finite(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return cleaned(g.to(x.dtype), counts_B), counts_B
 
 
-def _summed(rows: Tensor, constants: Constants) -> Tensor:
-    return weighted_rows(rows.flatten(1), constants.grad_norm, constants.mode, switch.is_clipping())
+def _summed(rows: Tensor, mass: Tensor, constants: Constants) -> Tensor:
+    clips = switch.is_clipping()
+    return weighted_rows(rows.flatten(1), mass.flatten(1), constants.grad_norm, constants.mode, clips)

@@ -99,7 +99,7 @@ class ClippedRecurrence(torch.autograd.Function):
             if not clips:
                 return torch.isfinite(lengths(g)).double()
             if over is None:
-                return upstream_scales(matrix.upstream_norm(g, x_BTd.shape), c.grad_norm, c.mode)
+                return upstream_scales(matrix.upstream_norm(g, None, x_BTd.shape), c.grad_norm, c.mode)
             norm_B = matrix.gradient_norm(g, matrix.position_lengths(over))
             return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
 
@@ -119,7 +119,7 @@ class ClippedRecurrence(torch.autograd.Function):
         into_h = weighted(hidden, scales(hidden, before))
         _, dw_hh = matrix.pull_back(into_h, before, w_hh, False, True)
         biases = [
-            None if b is None else weighted_rows(matrix.over_positions(g), c.grad_norm, c.mode, clips)
+            None if b is None else weighted_rows(g.sum(1), g.abs().sum(1), c.grad_norm, c.mode, clips)
             for b, g in ((b_ih, inputs), (b_hh, hidden))
         ]
         return dx, None, None, dw_ih, dw_hh, *biases, None

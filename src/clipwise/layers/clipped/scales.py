@@ -22,6 +22,7 @@ BOUNDS = ("upstream", "gradient")
 AIM = 1 - 2.0**-10
 _SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be rounded by more than 2^-24: 0 instead
 _LARGEST = 2.0**100
+_LEFT_OF_MASS = 2.0**-6
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
 
@@ -84,12 +85,21 @@ def clipped_input(x: Tensor, input_norm: float) -> Tensor:
     return torch.where(finite, x * scale_B.to(x.dtype).view(shape), 0)
 
 
-def weighted_rows(rows_Bn: Tensor, bound: float, mode: str, clips: bool) -> Tensor:
-    """sum_i nu_i row_i, each row being all of an example's gradient: clipped on its exact norm."""
+def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: str, clips: bool) -> Tensor:
+    """sum_i nu_i row_i, each row being all of an example's gradient: clipped on its exact norm.
+
+    A row that is left of far larger terms, `mass_Bn` the sums of their sizes, may be nothing but their rounding, and
+    rounding may depend on the other examples. It is taken to be at least 2^-6 of them: so what is rounding stays
+    small when gradients are normalized. (The keys' bias of attention is such a case: its gradient is 0.)
+    """
     norm_B = lengths(rows_Bn)
-    nu_B = upstream_scales(norm_B, bound, mode) if clips else torch.isfinite(norm_B).double()
-    scaled = cleaned(rows_Bn, nu_B > 0) * along(nu_B, rows_Bn)
-    return scaled.sum(0)
+    if not clips:
+        nu_B = torch.isfinite(norm_B).double()
+    else:
+        if mass_Bn is not None:
+            norm_B = torch.maximum(norm_B, _LEFT_OF_MASS * lengths(mass_Bn))
+        nu_B = upstream_scales(norm_B, bound, mode)
+    return (cleaned(rows_Bn, nu_B > 0) * along(nu_B, rows_Bn)).sum(0)
 
 
 def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
