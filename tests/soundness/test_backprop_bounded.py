@@ -105,7 +105,7 @@ def test_one_example_moves_the_sum_within_the_bound(name: str, mode: str, bound:
     clipper = Backprop().attach(site(model))
     plain = batch(name)
     for distortion in DISTORTIONS:
-        for factor in FACTORS if distortion in ("none", "outlier") else (1.0, 1e6):
+        for factor in FACTORS if distortion == "none" else (1e6,):
             worse = plain.distorted(3, distortion, factor)
             one = clipper.clipped_sum(losses(model, worse))
             other = clipper.clipped_sum(losses(model, worse.without(3)))

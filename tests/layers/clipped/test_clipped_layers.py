@@ -76,7 +76,7 @@ def test_without_clips_of_gradients_the_gradient_is_the_derivative(
 
 @every_case
 @every_way
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(st.floats(-4, 6), st.floats(-4, 6), st.integers(0, 10_000))
 def test_no_example_adds_more_than_its_bound(
     name: str, mode: str, bound: str, input_size: float, gradient_size: float, seed: int
@@ -186,7 +186,7 @@ def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor,
     gradients_ = [single, torch.ones_like(y), upstream(y)]
     inputs_ = [x] if is_ids else [x, torch.ones_like(x) * 30]
     if not is_ids:
-        for place in range(x.numel()):
+        for place in range(0, x.numel(), 1 + x.numel() // 16):
             spike = torch.zeros_like(x)
             spike.view(-1)[place] = 30.0
             inputs_.append(spike)
@@ -237,7 +237,7 @@ def test_windows_are_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "linear over positions", *CONVOLUTIONS])
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from(["dense", "sparse"]))
 def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(
     name: str, seed: int, kind: str
