@@ -186,7 +186,7 @@ def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor,
     gradients_ = [single, torch.ones_like(y), upstream(y)]
     inputs_ = [x] if is_ids else [x, torch.ones_like(x) * 30]
     if not is_ids:
-        for place in range(0, x.numel(), 1 + x.numel() // 16):
+        for place in range(x.numel()):
             spike = torch.zeros_like(x)
             spike.view(-1)[place] = 30.0
             inputs_.append(spike)
