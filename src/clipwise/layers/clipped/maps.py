@@ -117,7 +117,8 @@ class ClippedMap(torch.autograd.Function):
         w = weight if role.rows is None else weight[role.rows]
         c, clips = role.constants, switch.is_clipping()
         db = None
-        mass_Bc = role.map.over_positions(g.abs()) if role.map.has_positions(g) else None
+        is_measured = needs_b or (needs_w and lengths_BGP is None)
+        mass_Bc = role.map.over_positions(g.abs()) if is_measured and role.map.has_positions(g) else None
         if needs_b:
             db = weighted_rows(role.map.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips)
             db = db if role.rows is None else _placed(db, ctx.bias_shape, role.rows)
