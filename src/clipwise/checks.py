@@ -114,7 +114,8 @@ def _require_no_running_statistics(name: str, module: nn.modules.batchnorm._Batc
         raise UnsupportedModelError(
             f"Layer {name!r} ({type(module).__name__}) would update running statistics from private data, and they "
             "would leave with the model without any noise. Call clipwise.layers.without_running_statistics(model) "
-            "before make_private: the layer then uses the statistics of each batch; for evaluation, "
+            "before make_private: the layer then uses the statistics of each batch. For evaluation, "
+            "Batch(..., running_statistics=NoisedStatistics()) learns them from noised releases, and "
             "clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
         )
 

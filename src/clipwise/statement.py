@@ -100,7 +100,7 @@ class Statement:
             "count_is_exact": self.exact,
             "definition": wording.DEFINITION,
             "setting": wording.SETTING,
-            "released": wording.RELEASED,
+            "released": wording.released(about.strategy or {}),
             "spent": {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(s).items()},
             "neighbours": wording.neighbours(s.adjacency, s.unit),
             "dataset_size": self.dataset_size,
@@ -131,7 +131,7 @@ class Statement:
                 f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model",
             ),
             ("setting", wording.SETTING),
-            ("released", wording.RELEASED),
+            ("released", wording.released(self.about.strategy or {})),
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
             *(("releases", text) for text in self._steps()),
@@ -170,8 +170,8 @@ class Statement:
         return [self._step(event, count) for event, count in self._releases().items()] or ["none so far"]
 
     def _step(self, e: Event, count: int) -> str:
-        counted = any(not p.parameters for p in self.about.parts or ())
-        what = wording.summed(self.about.strategy or {}, e.unit) + (" and the counts" if counted else "")
+        strategy = self.about.strategy or {}
+        what = wording.summed(strategy, e.unit) + wording.beside(strategy, self.about.parts or ())
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
             f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
@@ -183,7 +183,7 @@ class Statement:
             return NOT_RECORDED
         text = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in parts[:4])
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
-        if any(not p.parameters for p in parts):  # then the bounds adapt to what was counted
+        if wording.counts(self.about.strategy or {}, parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
         elif wording.follows_weights(self.about.strategy or {}):
             text += " (of the step that was next then: bounds follow the released weights, and the noise follows them)"

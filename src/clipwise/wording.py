@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clipwise.privacy import Adjacency, Sampling, Unit
+from clipwise.privacy import Adjacency, Part, Sampling, Unit
 
 DEFINITION = "(epsilon, delta)-differential privacy"
 
@@ -18,6 +18,7 @@ RELEASED = (
     "every noised gradient, and so all weights on the way and the last ones; whatever is computed from these "
     "without the data is covered too"
 )
+RELEASED_STATISTICS = "noised statistics of batch norm layers, and so what they use in evaluation"
 
 TUNING = (
     "not accounted: this is the cost of one run, and other runs on the same data, tried and thrown away, cost as "
@@ -97,6 +98,24 @@ def summed(strategy: Mapping[str, Any], unit: Unit) -> str:
     if count == 1:
         return f"the clipped {what} of the whole batch"
     return f"the sum of the clipped {what}s of {count} mini-sets (a record's mini-set is fixed by its place)"
+
+
+def released(strategy: Mapping[str, Any]) -> str:
+    """What leaves a run, as its strategy describes itself."""
+    return f"{RELEASED}; {RELEASED_STATISTICS}" if "running_statistics" in strategy else RELEASED
+
+
+def beside(strategy: Mapping[str, Any], parts: Sequence[Part]) -> str:
+    """What a step releases beside the sum, as a list goes on: counts, or statistics of layers."""
+    if counts(strategy, parts):
+        return " and the counts"
+    layers = sum(not p.parameters for p in parts)
+    return f" and the clipped statistics of {layers} batch norm layer{'s' * (layers > 1)}" if layers else ""
+
+
+def counts(strategy: Mapping[str, Any], parts: Sequence[Part]) -> bool:
+    """Whether examples are counted: a part without parameters is a count, or else statistics of a layer."""
+    return "running_statistics" not in strategy and any(not p.parameters for p in parts)
 
 
 def not_covered(unit: Unit) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from clipwise.clipping.quantile import Quantile
 from clipwise.clipping.random_layer import RandomLayer
 from clipwise.clipping.released import Released
 from clipwise.clipping.sparse import Sparse
+from clipwise.clipping.statistics import NoisedStatistics
 from clipwise.clipping.strategy import Bound, Clipper, Site, Strategy, noised_parts
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Decay",
     "Lipschitz",
     "Multipliers",
+    "NoisedStatistics",
     "PerExample",
     "Public",
     "Quantile",

@@ -22,6 +22,7 @@ from clipwise.clipping.choices import (
 from clipwise.clipping.constants import ClipperByConstants, Constants
 from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
+from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.rare import PutAside
@@ -59,6 +60,8 @@ class Batch(Strategy):
             returns the change of each trainable parameter by name; or None, and then the change is what became of
             the copy. SGD with a learning rate of 1 adds the mean of the clipped changes to the weights.
         sparse: `Sparse(...)` freezes entries that only hover within the noise.
+        running_statistics: `NoisedStatistics(...)` releases, beside the gradient, what batch norm layers need for
+            evaluation.
 
     Guarantee:
         Adjacency: zero-out and replace-one, under every sampling scheme that knows the adjacency. Sensitivity of
@@ -78,12 +81,14 @@ class Batch(Strategy):
     split: Split = "optimal"
     local_update: LocalUpdate | None = None
     sparse: Sparse | None = None
+    running_statistics: NoisedStatistics | None = None
 
     is_coupled = True
 
     def __post_init__(self) -> None:
         require_max_norm(self.max_norm)
         require_sparse(self.sparse)
+        require_statistics(self.running_statistics)
         whole("mini_sets", self.mini_sets, least=1)
         if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
             raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
@@ -91,6 +96,12 @@ class Batch(Strategy):
             raise ConfigurationError(
                 "local_update must be a function from a model and a mini-set to the change of each parameter, not "
                 f"{type(self.local_update).__name__}."
+            )
+        if self.local_update is not None and self.running_statistics is not None:
+            raise ConfigurationError(
+                "running_statistics=NoisedStatistics(...) learns from the layers of the model itself, and a "
+                "local_update runs on a copy: leave one of them out. clipwise.layers.recompute_statistics sets "
+                "statistics from public data."
             )
 
     def attach(self, site: Site) -> Clipper:
@@ -116,6 +127,11 @@ class Batch(Strategy):
             "split": self.split if isinstance(self.split, str) else dict(self.split),
             "local_update": None if self.local_update is None else _name(self.local_update),
             **({} if self.sparse is None else {"sparse": self.sparse.describe()}),
+            **(
+                {}
+                if self.running_statistics is None
+                else {"running_statistics": self.running_statistics.describe()}
+            ),
         }
 
 
@@ -129,7 +145,9 @@ class BatchClipper(ClipperByConstants):
         # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
         self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
         halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
-        super().__init__(constants, 1.0 if halves else 2.0, _expected_mini_sets(strategy.mini_sets, site))
+        factor = 1.0 if halves else 2.0
+        self._statistics = LayerStatistics(strategy.running_statistics, site.model, site.parameters, factor)
+        super().__init__(constants, factor, _expected_mini_sets(strategy.mini_sets, site))
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
@@ -146,9 +164,8 @@ class BatchClipper(ClipperByConstants):
                     f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
                     "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
                 )
-        return self._clipped(
-            {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items() if g is not None}
-        )
+        dense = {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items() if g is not None}
+        return self._clipped(dense) | self._statistics.clipped(losses)
 
     def clipped_update(self, mini_set: Any) -> dict[str, Tensor]:
         """[-delta]_C of the local update of one mini-set that is not empty: an optimizer goes against a gradient."""
@@ -161,7 +178,14 @@ class BatchClipper(ClipperByConstants):
 
     def nothing(self) -> dict[str, Tensor]:
         """What an empty mini-set adds."""
-        return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
+        return self._zeros() | self._statistics.nothing()
+
+    def learn(self, means: Mapping[str, Tensor]) -> bool:
+        # A share below 1 is for parts that hold a part of the vectors only; every mini-set shows its statistics.
+        self._statistics.learn(
+            {b.name: means[b.name] * self._constants.share for b in self._statistics.bounds}
+        )
+        return super().learn(means)
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
@@ -182,7 +206,7 @@ class BatchClipper(ClipperByConstants):
             for part, names in groups.items()
         }
         if not all(map(math.isfinite, part_norms.values())):
-            return self.nothing()
+            return self._zeros()
         chosen = self._constants.chosen(self.secret, 1)
         result = {}
         for part, names in groups.items():
@@ -192,6 +216,13 @@ class BatchClipper(ClipperByConstants):
                 # In float64: a tiny weight would be rounded by more than the room that is left.
                 result[name] = (vectors[name].detach().double() * nu).to(self._dtype(self._parameters[name]))
         return result
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
+
+    def _restate(self) -> None:
+        super()._restate()
+        self.bounds = (*self.bounds, *self._statistics.bounds)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if self._adds_up or p.dtype == torch.float64 else torch.float32

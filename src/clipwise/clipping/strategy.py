@@ -42,10 +42,11 @@ class Site:
 class Bound:
     """One part of the sum and the most that one unit can move it, in L2.
 
-    A part without parameters is a number beside the gradient, such as a count.
+    A part without parameters is a vector beside the gradient, such as a count, or statistics of a layer.
     A part with `count_noise` gets noise of that standard deviation times the expected batch size; the others
     share what the noise multiplier then leaves. `scales` and `alone` are those of `privacy.Part`. `size` is how many
-    entries of its parameters are released, if not all.
+    entries are released: of its parameters, if not all; of a vector without parameters, if more than one.
+    `share` is what all parts that have one take together of the privacy of a step; the others have the rest.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Bound:
     scales: tuple[float, ...] = ()
     alone: bool = False
     size: int | None = None
+    share: float | None = None
 
 
 class Clipper(ABC):
@@ -174,6 +176,9 @@ def noised_parts(
 
     Counts have a noise of their own; the other parts divide by `split` what is left of the multiplier. Parts that
     a unit moves alone need not divide: each has all of it. Without noise, for debugging, no part has any.
+
+    Parts with a share a have the multiplier z / sqrt(a) together, and those without z / sqrt(1 - a): jointly
+    a / z^2 + (1 - a) / z^2 = 1 / z^2.
     """
     own = {b: b.count_noise * expected_size for b in bounds if b.count_noise is not None}
     rest = [b for b in bounds if b not in own]
@@ -182,20 +187,37 @@ def noised_parts(
         z = _multiplier_left(own, z, expected_size)
     elif own:
         own = dict.fromkeys(own, 0.0)
-    if any(b.alone for b in rest):
-        assert all(b.alone for b in rest)
-        divided = [z * b.sensitivity for b in rest]
-    elif isinstance(split, str):
-        sizes = [sum(parameters[n].numel() for n in b.parameters) if b.size is None else b.size for b in rest]
-        divided = split_noise([b.sensitivity for b in rest], sizes, z, split)
-    else:
-        divided = _by_weights(rest, z, split)
-    stds = own | dict(zip(rest, divided, strict=True))
+    main, beside = [b for b in rest if b.share is None], [b for b in rest if b.share is not None]
+    share = max((b.share for b in beside if b.share is not None), default=0.0)
+    assert all(b.share == share for b in beside)
+    stds = own | _divided(main, parameters, z / math.sqrt(1 - share), split)
+    if beside:
+        stds |= _divided(
+            beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal"
+        )
     parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
     if effective_multiplier(parts) < noise_multiplier:
         # Bounds may change from step to step and the event does not: rounding must not bring a step below it.
         return tuple(replace(p, noise_std=p.noise_std * (1 + 2.0**-40)) for p in parts)
     return parts
+
+
+def _divided(
+    bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: Split
+) -> dict[Bound, float]:
+    """The noise of each such that together they have the multiplier."""
+    z = noise_multiplier
+    if any(b.alone for b in bounds):
+        assert all(b.alone for b in bounds)
+        found = [z * b.sensitivity for b in bounds]
+    elif isinstance(split, str):
+        sizes = [
+            sum(parameters[n].numel() for n in b.parameters) if b.size is None else b.size for b in bounds
+        ]
+        found = split_noise([b.sensitivity for b in bounds], sizes, z, split)
+    else:
+        found = _by_weights(bounds, z, split)
+    return dict(zip(bounds, found, strict=True))
 
 
 def _by_weights(

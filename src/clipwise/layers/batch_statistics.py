@@ -3,7 +3,8 @@
 Under a strategy that clips whole mini-sets (`Batch`) the statistics of a batch may enter its gradient, for the clip
 bounds whatever comes of them. Running statistics are another matter: they are functions of private data that would
 leave with the model without any noise. So these layers keep none. For evaluation they use the statistics of the batch
-that is evaluated, or those of public data that `recompute_statistics` sets.
+that is evaluated, those of public data that `recompute_statistics` sets, or those that a run released with noise
+(`clipwise.NoisedStatistics`).
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.observed import observed
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm by the statistics of the batch at hand, which it forgets.
 
-    `state_dict` has the keys of any batch norm layer. Its `running_mean` and `running_var` are constants that only
-    `recompute_statistics` sets, from public data; `num_batches_tracked` counts those public batches. While it is 0,
-    evaluation uses batch statistics too.
+    `state_dict` has the keys of any batch norm layer. No forward pass changes its `running_mean` and `running_var`.
+    Only `recompute_statistics` sets them, from public data, and `clipwise.NoisedStatistics`, from noised releases;
+    `num_batches_tracked` counts those public batches, or releases. While it is 0, evaluation uses batch statistics too.
+
+    Attributes:
+        is_observed: whether, in training, the graph of its output tells what it saw (layers/observed.py).
 
     A batch with a single value a channel, which a random draw may bring, is its own mean: it comes out as the bias.
     """
+
+    is_observed: bool = False
 
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True, **options: Any) -> None:
         super().__init__(num_features, eps, momentum=None, affine=affine, track_running_stats=True, **options)
@@ -43,12 +50,14 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         if input.numel() == self.num_features:
-            return self._of_one_value(input)
-        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            normalized = self._of_one_value(input)
+        else:
+            normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        return observed(normalized, self, input) if self.training and self.is_observed else normalized
 
     @property
     def has_statistics(self) -> bool:
-        """Whether there are statistics of public data, for evaluation."""
+        """Whether there are statistics for evaluation: of public data, or released."""
         return self.num_batches_tracked is not None and int(self.num_batches_tracked) > 0
 
     def extra_repr(self) -> str:

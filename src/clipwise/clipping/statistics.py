@@ -1,0 +1,217 @@
+"""Running statistics of batch norm layers, learned from noised releases and from nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.clipping.strategy import Bound
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.layers.observed import Observation, observations
+
+_AIM = 1 - 2.0**-20  # times R: norms and sums in float64 stay well within what is left
+_LARGEST = 1e30  # of a variance: float32 holds it
+
+
+@dataclass(frozen=True)
+class NoisedStatistics:
+    """Running statistics for evaluation, as one more part of each release: option `running_statistics` of `Batch`.
+
+    In training a batch norm layer uses the statistics of the mini-set at hand; for evaluation it needs a mean mu and
+    a variance v of its own. What is released for a layer with c channels is how far those of a mini-set are off,
+    as the layer itself would see it with r = (v + eps)^(-1/2):
+
+        u = (m - mu) r,    w = (max(q, eps) + eps) r^2 - 1,    m = mean of a,  q = mean of (a - mu)^2
+
+    in R^(2c), every entry kept within [-1, 1], the whole clipped to norm R. Sums over mini-sets get noise and are
+    divided by a constant, as the gradient is. Of what comes out, u and w, the layer learns
+
+        mu <- mu + p u / r,    log(v + eps) <- log(v + eps) + p w,    v >= eps,    p = momentum
+
+    so a mini-set without examples leaves everything as it is, and R counts in standard deviations, whatever the scale
+    of a layer. mu and v begin at what the layer's buffers hold: 0 and 1, or something that public data told
+    (`layers.recompute_statistics`).
+
+    It takes layers that keep no statistics by themselves: `layers.without_running_statistics(model)`. The buffers
+    `running_mean` and `running_var` change once a release; `num_batches_tracked` counts releases. They are saved with
+    the model.
+
+    Args:
+        max_norm: R. A layer moves by p R in a step at most. Noise goes with R, and steps are many: prefer a small R
+            and a large p to the reverse.
+        momentum: p, above 0 and at most 1.
+        share: of the privacy of a step, how much the statistics of all layers take together. With z the noise
+            multiplier of the step, the gradient has z / sqrt(1 - share), and the statistics z / sqrt(share), which
+            they divide among themselves as `split` says, by their sizes 2c ("optimal" if that gives weights).
+
+    Guarantee:
+        Adjacency and unit: those of `Batch`. Sensitivity of a layer's part: 2 R for a record, under zero-out and
+        replace-one, because a record can turn the vector of its mini-set round, through every layer before;
+        it moves no other mini-set. If the unit is the mini-set itself (a user), R under zero-out. No bound on
+        activations is assumed, nor that rows are independent: the clip is of the whole vector.
+        All parts of a step come from one sample and are one Gaussian mechanism with the gradient.
+        A vector that is not finite counts as 0. Norms and sums run in float64, and vectors are clipped to
+        (1 - 2^-20) R. What the layers learn, and how mu and v enter the next release, is post-processing.
+    """
+
+    max_norm: float = 0.5
+    momentum: float = 0.1
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and value > 0):
+                raise ConfigurationError(
+                    f"NoisedStatistics: {name} must be a positive, finite number, not {value!r}."
+                )
+        if self.momentum > 1:
+            raise ConfigurationError(
+                f"NoisedStatistics: momentum={self.momentum!r} must be at most 1: it is the share of what is new."
+            )
+        if self.share >= 1:
+            raise ConfigurationError(
+                f"NoisedStatistics: share={self.share!r} must be below 1: the gradient has what is left."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+def require_statistics(rule: object) -> None:
+    """Refuse what is neither a rule nor None."""
+    if not (rule is None or isinstance(rule, NoisedStatistics)):
+        raise ConfigurationError(
+            f"running_statistics must be NoisedStatistics(...) or None, not {type(rule).__name__}."
+        )
+
+
+class LayerStatistics:
+    """`NoisedStatistics` for the layers of one model. Without a rule there are none.
+
+    Attributes:
+        bounds: a part for each layer, where a unit moves it by at most `factor` times R.
+    """
+
+    def __init__(
+        self, rule: NoisedStatistics | None, model: nn.Module, taken: Container[str], factor: float
+    ) -> None:
+        self._layers: dict[str, BatchStatisticsNorm] = {}
+        self.bounds: tuple[Bound, ...] = ()
+        if rule is None:
+            return
+        self._rule = rule
+        for name, layer in model.named_modules():
+            if isinstance(layer, BatchStatisticsNorm) and layer.training:
+                layer.is_observed = True
+                self._layers[part_name(name)] = layer
+        if not self._layers:
+            raise ConfigurationError(
+                "running_statistics=NoisedStatistics(...) finds no layer to learn them for: call "
+                "clipwise.layers.without_running_statistics(model) and model.train() before make_private."
+            )
+        for name in self._layers:
+            if name in taken:
+                raise ConfigurationError(
+                    f"running_statistics=NoisedStatistics(...) needs the name {name!r}: rename that parameter."
+                )
+        self.bounds = tuple(
+            Bound(name, (), factor * rule.max_norm, size=2 * layer.num_features, share=rule.share)
+            for name, layer in self._layers.items()
+        )
+
+    def clipped(self, losses: Tensor) -> dict[str, Tensor]:
+        """[(u, w)]_R of each layer, as one mini-set showed them on the way to its losses. In float64."""
+        if not self._layers:
+            return {}
+        for name, layer in self._layers.items():
+            if not layer.training:
+                raise StepError(
+                    f"The layer of {name!r} is in .eval(), so it shows no statistics to learn from: call model.train() "
+                    "after an evaluation."
+                )
+        seen: dict[nn.Module, list[Observation]] = {}
+        for one in observations(losses):
+            seen.setdefault(one.layer, []).append(one)
+        for name, layer in self._layers.items():
+            if layer not in seen:
+                raise UnsupportedModelError(
+                    f"The layer of {name!r} takes no part in the losses, as far as their graph shows, so its released "
+                    "statistics would be pure noise. Use it in the forward pass, without torch.compile, or freeze it "
+                    "with .eval() before make_private."
+                )
+        return {name: _clip(_deviation(seen[m]), self._rule.max_norm) for name, m in self._layers.items()}
+
+    def nothing(self) -> dict[str, Tensor]:
+        """What an empty mini-set adds."""
+        return {
+            name: torch.zeros(2 * m.num_features, dtype=torch.float64, device=_mean(m).device)
+            for name, m in self._layers.items()
+        }
+
+    @torch.no_grad()
+    def learn(self, means: Mapping[str, Tensor]) -> None:
+        """Move the layers' buffers by what was released: the noised mean of (u, w) over mini-sets."""
+        for name, layer in self._layers.items():
+            mean_C, var_C = _moments(layer)
+            # Post-processing, so that noise of any size does no more than a bad step.
+            step = (self._rule.momentum * means[name].to(mean_C)).nan_to_num().clamp(-1, 1)
+            u_C, w_C = step.chunk(2)
+            spread_C = var_C + layer.eps
+            _mean(layer).copy_(mean_C + u_C * spread_C.sqrt())
+            _var(layer).copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked += 1
+
+
+def part_name(layer: str) -> str:
+    """How messages and the statement call the part of a layer."""
+    return f"statistics of {layer or 'the model'}"
+
+
+def _deviation(seen: list[Observation]) -> Tensor:
+    """(u, w) in [-1, 1]^(2c), over all passes of one mini-set through a layer, each value counted once."""
+    layer = seen[0].layer
+    assert isinstance(layer, BatchStatisticsNorm)
+    mean_C, var_C = _moments(layer)
+    count = max(1, sum(one.count for one in seen))
+    shift_C, square_C = torch.zeros_like(mean_C), torch.zeros_like(mean_C)
+    for one in seen:
+        if one.count:
+            apart_C = one.mean_C.to(mean_C) - mean_C
+            shift_C += apart_C * (one.count / count)
+            square_C += (one.var_C.to(mean_C) + apart_C.square()) * (one.count / count)
+    spread_C = var_C + layer.eps
+    w_C = (square_C.clamp(min=layer.eps) + layer.eps) / spread_C - 1
+    return torch.cat([shift_C / spread_C.sqrt(), w_C]).clamp(-1, 1)  # NaN stays NaN
+
+
+def _clip(vector: Tensor, bound: float) -> Tensor:
+    """min(1, R / |v|) v, a little below R; 0 if v is not finite."""
+    norm = float(torch.linalg.vector_norm(vector))
+    if not math.isfinite(norm):
+        return torch.zeros_like(vector)
+    aim = bound * _AIM
+    return vector if norm <= aim else vector * (aim / norm)
+
+
+def _moments(layer: BatchStatisticsNorm) -> tuple[Tensor, Tensor]:
+    """mu and v, in float64."""
+    return _mean(layer).double(), _var(layer).double()
+
+
+def _mean(layer: BatchStatisticsNorm) -> Tensor:
+    assert layer.running_mean is not None
+    return layer.running_mean
+
+
+def _var(layer: BatchStatisticsNorm) -> Tensor:
+    assert layer.running_var is not None
+    return layer.running_var
