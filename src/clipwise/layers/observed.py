@@ -37,10 +37,11 @@ def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
     values = input.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    channels = values.shape[1]
-    axes = [d for d in range(values.dim()) if d != 1]
-    var_C, mean_C = torch.var_mean(values, axes, correction=0)
-    seen = Observation(layer, values.numel() // channels, mean_C, var_C)
+    count = values.numel() // values.shape[1]
+    if count == 0:  # torch would warn of it, and who is drawn is secret
+        values = values.new_zeros(1, values.shape[1])
+    var_C, mean_C = torch.var_mean(values, [d for d in range(values.dim()) if d != 1], correction=0)
+    seen = Observation(layer, count, mean_C, var_C)
     # The anchor requires a gradient, so that there is a node even if nothing before the layer is trained.
     result: Tensor = _Carry.apply(output, torch.zeros((), requires_grad=True), seen)  # type: ignore[no-untyped-call]
     return result

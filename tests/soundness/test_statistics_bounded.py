@@ -1,0 +1,258 @@
+"""Noised running statistics, through the whole engine: one unit moves them by the stated sensitivity and never by more,
+and what the layers keep follows from what was released."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipwise import Batch, NoisedStatistics, Private, RandomLayer, layers
+from clipwise.clipping import noised_parts, statistics
+from clipwise.clipping.strategy import Clipper
+from clipwise.errors import UnsupportedModelError
+from clipwise.layers import BatchStatisticsNorm
+from tests.soundness.test_batch_bounded import BATCH, DRAWS, SCALES, D, N, Setting, Without, coupled
+
+QUICK = settings(max_examples=25, deadline=None, derandomize=True)
+C, R, Z = 0.7, 0.4, 1.3
+RULE = NoisedStatistics(R, momentum=0.5, share=0.3)
+USERS = [i % 10 for i in range(N)]
+
+
+class Turn(nn.Module):
+    """What may stand before a layer: all rows show the sign of the batch's mean.
+
+    Two positions an example, at +a and -a with a^2 = 2 if the mean is positive, and a = 0 if not: mean 0 and variance
+    2 or 0, so that u = 0 and w is 1 or -1, up to eps.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = math.sqrt(2) * (x.mean() > 0)
+        return torch.stack([x * 0 + a, x * 0 - a], 2)
+
+
+class Adversarial(nn.Module):
+    """Two batch norm layers that one record turns round, and a gradient that it turns round as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = Turn()
+        self.first = BatchStatisticsNorm(D)
+        self.second = BatchStatisticsNorm(D, affine=False)
+        self.weight = nn.Parameter(torch.zeros(D, dtype=torch.float64))
+        self.requires_grad_(False)
+        self.weight.requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(self.turn(x[:, :D])).sum((1, 2)) + self.second(self.turn(x[:, D:])).sum((1, 2))
+        return 0 * inner + (x[:, :D] * self.weight).sum(1)
+
+
+def largest(setting: Setting) -> Any:
+    """The records of the largest mini-set of the first step."""
+    private = setting.begin(torch.zeros(N, 2 * D), Adversarial())
+    return max(private.loader._cut(private._scheme.draw(*next(private._secrets_ahead()))), key=len)
+
+
+def remember(clipper: Clipper) -> dict[str, Tensor]:
+    """What the clipper learns from, times the divisor: all sums of a step, since there is no noise."""
+    found: dict[str, Tensor] = {}
+    learn = clipper.learn
+
+    def remembering(means: Mapping[str, Tensor]) -> bool:
+        found.update({name: mean.double().clone() * clipper.divisor for name, mean in means.items()})
+        return learn(means)
+
+    clipper.learn = remembering  # type: ignore[method-assign]
+    return found
+
+
+def sums(
+    setting: Setting, rows: Tensor, model: nn.Module, missing: Any = None
+) -> tuple[dict[str, Tensor], Private]:
+    """All sums of the first step, before noise and division."""
+    private = setting.begin(rows, model)
+    if missing is not None:
+        private.loader._cut = Without(private.loader._cut, missing)
+    found = remember(private._clipper)
+    for (x,) in private.loader:
+        if private.backward(model(x)):
+            break
+    return found, private
+
+
+def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """By how much each part moved, over its stated sensitivity; and "jointly", each over its noise, times z."""
+    clipper = private._clipper
+    parts = noised_parts(clipper.bounds, private._parameters, Z, private._strategy.split, clipper.divisor)
+    found, joint = {}, []
+    for part in parts:
+        names = part.parameters or (part.name,)
+        length = math.hypot(*(float((one[n] - other[n]).norm()) for n in names))
+        found[part.name] = length / part.sensitivity
+        joint.append(Z * length / part.noise_std)
+    return {**found, "jointly": math.hypot(*joint)}
+
+
+def neighbours(
+    setting: Setting, model: nn.Module, rows: Tensor, spoiled: Tensor, victim: Any
+) -> dict[str, float]:
+    """The first step of two neighbouring runs from the same buffers."""
+    other = copy.deepcopy(model)
+    mine, private = sums(setting, spoiled, model)
+    is_removed = setting.adjacency == "zero-out"
+    theirs, _ = sums(setting, spoiled if is_removed else rows, other, victim if is_removed else None)
+    return moved(private, mine, theirs)
+
+
+def settings_of(sampling: str, adjacency: str, unit: str) -> list[Setting]:
+    if unit == "user":
+        strategy = Batch(C, running_statistics=RULE)
+        return [Setting(strategy, sampling, adjacency, USERS, batch_size=5)]
+    return [
+        Setting(Batch(C, k, running_statistics=RULE, split=split), sampling, adjacency)
+        for k, split in ((1, "optimal"), (4, "equal"))
+    ]
+
+
+ALL = [s for (draw, unit) in itertools.product(DRAWS, ("record", "user")) for s in settings_of(*draw, unit)]
+
+
+@pytest.mark.parametrize("setting", ALL, ids=repr)
+def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
+    """In every layer, in the gradient, and in all of them together: what z is made for does happen."""
+    rows = torch.ones(N, 2 * D).double()
+    victim = setting.unit_of(int(largest(setting)[0]))
+    spoiled = rows.clone()
+    spoiled[victim] = -1e6
+    model = Adversarial().double()
+    shares = neighbours(setting, model, rows, spoiled, victim)
+    private = setting.begin(rows, model)
+    halves = setting.users is not None and setting.adjacency == "zero-out"
+    stated = [p.sensitivity for p in private.parts()]
+    assert stated == pytest.approx([(1 if halves else 2) * bound for bound in (C, R, R)], rel=1e-12)
+    assert len(shares) == 4
+    for share in shares.values():
+        assert 1 - 1e-4 < share <= 1 + 1e-9  # up to eps of the layers
+
+
+@QUICK
+@given(
+    st.sampled_from(DRAWS),
+    st.sampled_from([1, 2, 4, 5, 10, "user"]),
+    st.sampled_from(["all", "layer", RandomLayer()]),
+    st.integers(0, N - 1),
+    st.sampled_from(SCALES),
+    st.integers(0, 10**6),
+)
+def test_no_neighbour_passes_the_bound(
+    draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    owners = torch.randint(0, 8, (N,), generator=random).tolist() if k == "user" else None
+    strategy = Batch(C, 1 if k == "user" else k, parts=parts, running_statistics=RULE)
+    setting = Setting(strategy, *draw, owners, batch_size=4 if k == "user" else BATCH)
+    victim = setting.unit_of(record)
+    rows = torch.randn(N, 2 * D, generator=random)
+    spoiled = rows.clone()
+    spoiled[victim] = torch.randn(len(victim), 2 * D, generator=random) * scale
+    shares = neighbours(setting, deep(seed), rows, spoiled, victim)
+    jointly = shares.pop("jointly")
+    assert all(share <= 1 for share in shares.values())  # not one bit more
+    assert jointly <= 1 + 1e-9
+
+
+def deep(seed: int) -> nn.Module:
+    """Two layers that mix examples, one after the other, and one right at the inputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = nn.Sequential(nn.BatchNorm1d(2 * D), nn.Linear(2 * D, 2 * D))
+        return nn.Sequential(layers.without_running_statistics(head), coupled(seed))
+
+
+@pytest.mark.parametrize("setting", ALL[:3], ids=repr)
+def test_without_the_clip_it_is_caught(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_clip", lambda vector, bound: vector)
+    rows = torch.ones(N, 2 * D).double()
+    victim = setting.unit_of(int(largest(setting)[0]))
+    spoiled = rows.clone()
+    spoiled[victim] = -1e6
+    assert neighbours(setting, Adversarial().double(), rows, spoiled, victim)["statistics of first"] > 2
+
+
+def test_past_a_coupled_layer_a_mean_moves_far_more_than_its_share() -> None:
+    """Why the whole vector is clipped: sums over rows, each within [-1, 1], would be stated as 2 over L rows."""
+    torch.manual_seed(0)
+    L, layer = 256, BatchStatisticsNorm(1, affine=False)
+    x = torch.randn(L, 1).double()
+    spoiled = x.clone()
+    spoiled[0] = 1e6  # all others are then at -1 / sqrt(L), on one side of 0
+    means = [float(torch.tanh(200 * layer(rows)).mean()) for rows in (x, spoiled)]
+    assert abs(means[0] - means[1]) > 100 * 2 / L
+
+
+def test_whatever_is_saved_follows_from_what_was_released() -> None:
+    """The releases of one run are given to its neighbour: weights and buffers are the same, bit by bit, after each
+    step, though the batches were not."""
+    random = torch.Generator().manual_seed(3)
+    rows = torch.randn(N, 2 * D, generator=random)
+    spoiled = rows.clone()
+    spoiled[:20] = 1e3 * torch.randn(20, 2 * D, generator=random)
+    setting = Setting(Batch(C, 4, running_statistics=RULE), "poisson", "zero-out")
+    told: list[dict[str, Tensor]] = []
+    saved: list[list[dict[str, Tensor]]] = []
+    own: list[dict[str, Tensor]] = []
+    for number, data in enumerate((rows, spoiled)):
+        model, states = deep(1), []
+        private = noisy(setting, data, model)
+        honest = private._noised
+
+        def release(total: dict[str, Tensor], first: bool = number == 0, honest: Any = honest) -> Any:
+            found = honest(total)
+            if first:
+                told.append({name: value.clone() for name, value in found.items()})
+                return found
+            own.append(found)
+            return {name: value.clone() for name, value in told[len(own) - 1].items()}
+
+        private._noised = release  # type: ignore[method-assign]
+        while private.steps < 6:
+            for (x,) in private.loader:
+                if private.step(model(x)):
+                    states.append(copy.deepcopy(model.state_dict()))
+        saved.append(states)
+    assert not torch.equal(own[0]["statistics of 0.0"], told[0]["statistics of 0.0"])
+    for mine, theirs in zip(*saved, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert not torch.equal(saved[0][0]["0.0.running_var"], saved[0][-1]["0.0.running_var"])
+
+
+def noisy(setting: Setting, rows: Tensor, model: nn.Module) -> Private:
+    """The same draws and the same noise for every data set."""
+    private = setting.begin(rows, model)
+    clipper = private._clipper
+    private._parts = noised_parts(clipper.bounds, private._parameters, Z, "optimal", clipper.divisor)
+    return private
+
+
+def test_statistics_that_leave_by_another_way_are_refused() -> None:
+    """The buffers may change from releases, and at no other time between a batch and its step."""
+    model = deep(0)
+    setting = Setting(Batch(C, running_statistics=RULE), "poisson", "zero-out")
+    private = setting.begin(torch.randn(N, 2 * D), model)
+    for (x,) in private.loader:
+        losses = model(x)
+        model[0][0].running_mean.copy_(x.mean(0))
+        with pytest.raises(UnsupportedModelError, match="running_mean' was set or changed between the draw"):
+            private.step(losses)
+        break
