@@ -10,12 +10,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
-from clipwise.gradients.layout import Probe, probe_weights
+from clipwise.gradients.layout import Probe, private_generator, probe_weights
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.inventory import Inventory
-from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.clipped import unclipped
+from clipwise.layers.observed import observations
 from clipwise.structure import map_tensors, tensors_in
 
 _PROBED_BATCHES = 2
@@ -67,6 +68,19 @@ _USE_BATCH = (
 )
 
 
+_COUPLED = (
+    "The loss of one example depends on the inputs of another, so clipping single examples bounds nothing. Usual "
+    "causes: batch statistics, subtracting a mean over the batch, a loss that compares examples or is divided by "
+    "something of the whole batch. clipwise.check(model, loss, batch) helps to find the place. If the coupling is "
+    f"meant, {_USE_BATCH}."
+)
+_COUPLED_ROWS = (
+    "A row that a layer of clipwise.layers.with_released_statistics gets depends on the inputs of another example than "
+    "its own, so its statistics would not be bounded by clipping single rows. Usual causes: batch statistics before "
+    f"it, or rows in another order than the examples. If the coupling is meant, {_USE_BATCH}."
+)
+
+
 def require_no_batch_statistics(model: nn.Module, is_coupled: bool = False) -> None:
     """Refuse layers that keep statistics of private data, or that mix the examples of a batch if that is not bounded.
 
@@ -79,6 +93,8 @@ def require_no_batch_statistics(model: nn.Module, is_coupled: bool = False) -> N
 def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = False) -> None:
     """The same of a single layer."""
     kind = type(module).__name__
+    if isinstance(module, ReleasedStatisticsNorm):
+        return  # its statistics are constants that follow from releases
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if is_coupled:
             _require_no_running_statistics(name, module)
@@ -243,10 +259,38 @@ class IndependenceProbe:
             return
         inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
         weights_B = probe_weights(len(losses), losses)
+        finite = self._is_apart(losses, torch.ones_like(losses), inputs, weights_B, _COUPLED)
+        for seen, output in observations(
+            losses
+        ):  # what a layer learns of a row must be of that example alone
+            if seen.shape[0] == len(losses):
+                random = torch.randn(seen.shape, generator=private_generator()).to(
+                    seen.mean_BC.device, seen.dtype
+                )
+                finite &= self._is_apart(output, random, inputs, weights_B, _COUPLED_ROWS)
+        # Only a batch that passed: who tries again after a refusal is looked at again. And one NaN can hide
+        # what all others share.
+        self._left, self._leaves, self._ids = self._left - finite, [], []
+
+    def _is_apart(
+        self,
+        outputs: Tensor | GradientEdge,
+        plain: Tensor,
+        inputs: list[GradientEdge],
+        weights_B: Tensor,
+        refusal: str,
+    ) -> bool:
+        """Refuse outputs, one row an example, that depend on other examples' inputs. Whether gradients were finite.
+
+        `plain` is what the outputs are multiplied with before they are added up.
+        """
+        rows_B = weights_B.to(plain).view(-1, *[1] * (plain.dim() - 1))
         with ieee_arithmetic(), unclipped():
             found: list[tuple[Tensor | None, ...]] = [
-                torch.autograd.grad(losses, inputs, w, retain_graph=True, allow_unused=True) if inputs else ()
-                for w in (torch.ones_like(losses), weights_B)
+                torch.autograd.grad(outputs, inputs, w, retain_graph=True, allow_unused=True)
+                if inputs
+                else ()
+                for w in (plain, plain * rows_B)
             ]
         finite = True
         for number, (p, w) in enumerate(zip(*found, strict=True)):
@@ -254,21 +298,13 @@ class IndependenceProbe:
                 continue
             finite &= bool(torch.isfinite(p).all())
             layouts = Probe(p, w, weights_B.to(p.device)).layouts()
-            if number < len(self._leaves) and len(p) == len(losses):
+            if number < len(self._leaves) and len(p) == len(weights_B):
                 # As the loader hands them out: one loss a *position*, of all examples, is none an example.
                 layouts = [layout for layout in layouts if layout.axis == 0]
             # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
             if bool(w.any()) and not layouts:
-                raise CoupledExamplesError(
-                    "The loss of one example depends on the inputs of another, so clipping single examples "
-                    "bounds nothing. Usual causes: batch statistics, subtracting a mean over the batch, a "
-                    "loss that compares examples or is divided by something of the whole batch. "
-                    "clipwise.check(model, loss, batch) helps to find the place. If the coupling is meant, "
-                    f"{_USE_BATCH}."
-                )
-        # Only a batch that passed: who tries again after a refusal is looked at again. And one NaN can hide
-        # what all others share.
-        self._left, self._leaves, self._ids = self._left - finite, [], []
+                raise CoupledExamplesError(refusal)
+        return finite
 
     def _marked(self, value: Tensor) -> Tensor:
         if value.dim() == 0:

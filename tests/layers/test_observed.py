@@ -30,13 +30,14 @@ def test_mean_and_variance_of_each_channel(shape: tuple[int, ...], dtype: torch.
     layer, x = nn.Identity(), torch.randn(shape).to(dtype)
     out = observed(x * 2, layer, x)
     assert torch.equal(out, x * 2)
-    (seen,) = observations(out.sum())
-    rows = x.transpose(0, 1).flatten(1).double()
-    assert seen.layer is layer and seen.count == rows.shape[1]
-    assert seen.mean_C.dtype == (torch.float32 if dtype is torch.bfloat16 else dtype)
-    torch.testing.assert_close(seen.mean_C.double(), rows.mean(1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(seen.var_C.double(), rows.var(1, correction=0), rtol=1e-5, atol=1e-6)
-    assert not seen.mean_C.requires_grad
+    ((seen, edge),) = observations(out.sum())
+    x_BCT = x.double().reshape(*shape[:2], -1)
+    assert seen.layer is layer and seen.positions == x_BCT.shape[2]
+    assert (seen.shape, seen.dtype) == (x.shape, dtype) and edge.node is out.grad_fn
+    assert seen.mean_BC.dtype == (torch.float32 if dtype is torch.bfloat16 else dtype)
+    torch.testing.assert_close(seen.mean_BC.double(), x_BCT.mean(2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen.var_BC.double(), x_BCT.var(2, correction=0), rtol=1e-5, atol=1e-6)
+    assert not seen.mean_BC.requires_grad
 
 
 def test_output_and_gradients_are_what_they_are_without() -> None:
@@ -55,15 +56,15 @@ def test_an_empty_batch_is_seen_without_a_word() -> None:
     """A warning would tell that nobody was drawn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (seen,) = observations(observed(torch.zeros(0, 3), nn.Identity(), torch.zeros(0, 3)))
-    assert seen.count == 0 and bool(seen.mean_C.isfinite().all())
+        ((seen, _),) = observations(observed(torch.zeros(0, 3), nn.Identity(), torch.zeros(0, 3)))
+    assert seen.mean_BC.shape == seen.var_BC.shape == (0, 3)
 
 
 def test_every_pass_that_the_losses_came_of_and_no_other() -> None:
     model = watched(nn.BatchNorm1d(3), nn.Linear(3, 1))
     model(torch.full((4, 3), 100.0))  # its losses are not used
     losses = model(torch.zeros(2, 3)) + model(torch.ones(2, 3))
-    assert sorted(float(seen.mean_C[0]) for seen in observations(losses)) == [0.0, 1.0]
+    assert sorted(float(seen.mean_BC[0, 0]) for seen, _ in observations(losses)) == [0.0, 1.0]
 
 
 def test_only_in_training_and_only_if_asked() -> None:
@@ -90,8 +91,8 @@ def test_activation_checkpointing_shows_it_once() -> None:
 def test_it_goes_with_the_graph() -> None:
     model = watched(nn.BatchNorm1d(3), nn.Linear(3, 1))
     losses = model(torch.randn(4, 3))
-    (seen,) = observations(losses)
+    ((seen, _),) = observations(losses)
     there = weakref.ref(seen)
-    del losses, seen
+    del losses, seen, _
     gc.collect()
     assert there() is None

@@ -181,7 +181,7 @@ def deep(seed: int) -> nn.Module:
 
 @pytest.mark.parametrize("setting", ALL[:3], ids=repr)
 def test_without_the_clip_it_is_caught(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_clip", lambda vector, bound: vector)
+    monkeypatch.setattr(statistics, "clipped_sum", lambda vectors, bound: vectors.sum(0))
     rows = torch.ones(N, 2 * D).double()
     victim = setting.unit_of(int(largest(setting)[0]))
     spoiled = rows.clone()

@@ -146,8 +146,8 @@ class BatchClipper(ClipperByConstants):
         self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
         halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
         factor = 1.0 if halves else 2.0
-        self._statistics = LayerStatistics(strategy.running_statistics, site.model, site.parameters, factor)
-        super().__init__(constants, factor, _expected_mini_sets(strategy.mini_sets, site))
+        statistics = LayerStatistics(strategy.running_statistics, site, factor)
+        super().__init__(constants, factor, _expected_mini_sets(strategy.mini_sets, site), statistics)
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
@@ -179,13 +179,6 @@ class BatchClipper(ClipperByConstants):
     def nothing(self) -> dict[str, Tensor]:
         """What an empty mini-set adds."""
         return self._zeros() | self._statistics.nothing()
-
-    def learn(self, means: Mapping[str, Tensor]) -> bool:
-        # A share below 1 is for parts that hold a part of the vectors only; every mini-set shows its statistics.
-        self._statistics.learn(
-            {b.name: means[b.name] * self._constants.share for b in self._statistics.bounds}
-        )
-        return super().learn(means)
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
@@ -219,10 +212,6 @@ class BatchClipper(ClipperByConstants):
 
     def _zeros(self) -> dict[str, Tensor]:
         return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
-
-    def _restate(self) -> None:
-        super()._restate()
-        self.bounds = (*self.bounds, *self._statistics.bounds)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if self._adds_up or p.dtype == torch.float64 else torch.float32

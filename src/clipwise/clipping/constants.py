@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from clipwise.clipping.statistics import LayerStatistics
 from clipwise.clipping.strategy import Bound, Clipper
 
 
@@ -88,10 +89,18 @@ class ClipperByConstants(Clipper):
         constants: of the parts.
         factor: by how many times C_k a unit can move part k.
         vectors: how many clipped vectors a step is expected to have.
+        statistics: of layers, which are released beside the gradient.
     """
 
-    def __init__(self, constants: Constants, factor: float, vectors: float) -> None:
+    def __init__(
+        self,
+        constants: Constants,
+        factor: float,
+        vectors: float,
+        statistics: LayerStatistics | None = None,
+    ) -> None:
         self._constants, self._factor = constants, factor
+        self._statistics = LayerStatistics() if statistics is None else statistics
         self.divisor = vectors * constants.share
         self.adapts, self.draws = constants.adapts, constants.alone
         self._restate()
@@ -104,6 +113,10 @@ class ClipperByConstants(Clipper):
         self._constants.settle()
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
+        # A share below 1 is of parts that hold some of the vectors only; statistics are of all of them.
+        self._statistics.learn(
+            {b.name: means[b.name] * self._constants.share for b in self._statistics.bounds}
+        )
         changed = self._constants.learn(means, self.noise)
         if changed:
             self._restate()
@@ -120,4 +133,4 @@ class ClipperByConstants(Clipper):
 
     def _restate(self) -> None:
         """Take over what follows from the constants."""
-        self.bounds = self._constants.bounds_with(self._factor)
+        self.bounds = (*self._constants.bounds_with(self._factor), *self._statistics.bounds)

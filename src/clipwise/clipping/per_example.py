@@ -21,6 +21,7 @@ from clipwise.clipping.choices import (
 from clipwise.clipping.constants import ClipperByConstants, Constants
 from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinned
+from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
@@ -54,6 +55,8 @@ class PerExample(Strategy):
             `torch.set_float32_matmul_precision` allows it when `make_private` is called.
         sparse: `Sparse(...)` freezes entries that only hover within the noise. Gradients are then written out:
             method "instantiate" (which "auto" comes to), "vmap" or "loop".
+        running_statistics: `NoisedStatistics(...)` releases, beside the gradient, the statistics by which layers of
+            `layers.with_released_statistics(model)` normalize from the next step on.
 
     Guarantee:
         Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
@@ -77,10 +80,12 @@ class PerExample(Strategy):
     method: str = "auto"
     products: str = "auto"
     sparse: Sparse | None = None
+    running_statistics: NoisedStatistics | None = None
 
     def __post_init__(self) -> None:
         require_max_norm(self.max_norm)
         require_sparse(self.sparse)
+        require_statistics(self.running_statistics)
         for argument, value, allowed in (
             ("mode", self.mode, MODES),
             ("method", self.method, METHODS),
@@ -119,6 +124,11 @@ class PerExample(Strategy):
             "split": self.split if isinstance(self.split, str) else dict(self.split),
             "mode": self.mode,
             **({} if self.sparse is None else {"sparse": self.sparse.describe()}),
+            **(
+                {}
+                if self.running_statistics is None
+                else {"running_statistics": self.running_statistics.describe()}
+            ),
         }
 
 
@@ -134,14 +144,18 @@ class PerExampleClipper(ClipperByConstants):
         self._method = "instantiate" if by_default else strategy.method
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
         factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
-        super().__init__(constants, factor * (1 + arithmetic.slack), site.scheme.expected_size)
+        statistics = LayerStatistics(strategy.running_statistics, site, factor)
+        self.is_capturable = not statistics.bounds  # the layers change after each release
+        super().__init__(constants, factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics)
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
         if len(losses) == 0:
             total = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
             nobody = torch.zeros(0, dtype=torch.bool, device=losses.device)
-            return total | self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
+            counts = self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
+            return total | counts | self._statistics.nothing()
+        statistics = self._statistics.clipped_by_row(losses)
         gradients = per_example_gradients(losses, self._parameters, self._memory, self._method)
         if self._constants.frozen:
             gradients = active_only(gradients, self._constants.frozen, self._parameters)
@@ -171,7 +185,8 @@ class PerExampleClipper(ClipperByConstants):
             if part in self._in_float32:
                 nu_B = nu_B.float()  # once, and not once a parameter
             weights.update(dict.fromkeys(names, nu_B))
-        return gradients.weighted_sums(weights) | self._constants.counts(part_norms, bad_B, real_B)
+        sums = gradients.weighted_sums(weights)
+        return sums | self._constants.counts(part_norms, bad_B, real_B) | statistics
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:

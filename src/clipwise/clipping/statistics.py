@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.strategy import Bound
+from clipwise.clipping.strategy import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
 from clipwise.layers.observed import Observation, observations
@@ -101,24 +101,25 @@ class LayerStatistics:
     """
 
     def __init__(
-        self, rule: NoisedStatistics | None, model: nn.Module, taken: Container[str], factor: float
+        self, rule: NoisedStatistics | None = None, site: Site | None = None, factor: float = 2.0
     ) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
         self.bounds: tuple[Bound, ...] = ()
-        if rule is None:
+        if rule is None or site is None:
             return
         self._rule = rule
-        for name, layer in model.named_modules():
+        for name, layer in site.model.named_modules():
             if isinstance(layer, BatchStatisticsNorm) and layer.training:
                 layer.is_observed = True
                 self._layers[part_name(name)] = layer
         if not self._layers:
             raise ConfigurationError(
-                "running_statistics=NoisedStatistics(...) finds no layer to learn them for: call "
-                "clipwise.layers.without_running_statistics(model) and model.train() before make_private."
+                "running_statistics=NoisedStatistics(...) finds no layer to learn them for. Before make_private call "
+                "clipwise.layers.without_running_statistics(model) for Batch, or with_released_statistics(model) for "
+                "PerExample, and model.train()."
             )
         for name in self._layers:
-            if name in taken:
+            if name in site.parameters:
                 raise ConfigurationError(
                     f"running_statistics=NoisedStatistics(...) needs the name {name!r}: rename that parameter."
                 )
@@ -129,25 +130,44 @@ class LayerStatistics:
 
     def clipped(self, losses: Tensor) -> dict[str, Tensor]:
         """[(u, w)]_R of each layer, as one mini-set showed them on the way to its losses. In float64."""
+        return {
+            name: clipped_sum(_of_mini_set(layer, seen)[None], self._rule.max_norm)
+            for name, layer, seen in self._seen(losses)
+        }
+
+    def clipped_by_row(self, losses: Tensor) -> dict[str, Tensor]:
+        """sum_i [(u_i, w_i)]_R of each layer, over the rows of a batch, one an example. In float64."""
+        found = {}
+        for name, layer, seen in self._seen(losses):
+            if any(len(one.mean_BC) != len(losses) for one in seen):
+                raise UnsupportedModelError(
+                    f"The layer of {name!r} does not get one row an example, so what an example adds to its "
+                    "statistics cannot be told apart. Let it have inputs of shape [B, C, ...], and use no "
+                    "averaged_views."
+                )
+            found[name] = clipped_sum(_of_rows(layer, seen), self._rule.max_norm)
+        return found
+
+    def _seen(self, losses: Tensor) -> Iterator[tuple[str, BatchStatisticsNorm, list[Observation]]]:
+        """What each layer saw on the way to the losses."""
         if not self._layers:
-            return {}
+            return
+        seen: dict[nn.Module, list[Observation]] = {}
+        for one, _ in observations(losses):
+            seen.setdefault(one.layer, []).append(one)
         for name, layer in self._layers.items():
             if not layer.training:
                 raise StepError(
                     f"The layer of {name!r} is in .eval(), so it shows no statistics to learn from: call model.train() "
                     "after an evaluation."
                 )
-        seen: dict[nn.Module, list[Observation]] = {}
-        for one in observations(losses):
-            seen.setdefault(one.layer, []).append(one)
-        for name, layer in self._layers.items():
             if layer not in seen:
                 raise UnsupportedModelError(
                     f"The layer of {name!r} takes no part in the losses, as far as their graph shows, so its released "
                     "statistics would be pure noise. Use it in the forward pass, without torch.compile, or freeze it "
                     "with .eval() before make_private."
                 )
-        return {name: _clip(_deviation(seen[m]), self._rule.max_norm) for name, m in self._layers.items()}
+            yield name, layer, seen[layer]
 
     def nothing(self) -> dict[str, Tensor]:
         """What an empty mini-set adds."""
@@ -176,30 +196,39 @@ def part_name(layer: str) -> str:
     return f"statistics of {layer or 'the model'}"
 
 
-def _deviation(seen: list[Observation]) -> Tensor:
-    """(u, w) in [-1, 1]^(2c), over all passes of one mini-set through a layer, each value counted once."""
-    layer = seen[0].layer
-    assert isinstance(layer, BatchStatisticsNorm)
-    mean_C, var_C = _moments(layer)
-    count = max(1, sum(one.count for one in seen))
-    shift_C, square_C = torch.zeros_like(mean_C), torch.zeros_like(mean_C)
-    for one in seen:
-        if one.count:
-            apart_C = one.mean_C.to(mean_C) - mean_C
-            shift_C += apart_C * (one.count / count)
-            square_C += (one.var_C.to(mean_C) + apart_C.square()) * (one.count / count)
-    spread_C = var_C + layer.eps
-    w_C = (square_C.clamp(min=layer.eps) + layer.eps) / spread_C - 1
-    return torch.cat([shift_C / spread_C.sqrt(), w_C]).clamp(-1, 1)  # NaN stays NaN
+def _of_mini_set(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
+    """(u, w) [2c] of all rows together, over all passes through the layer: every value counts once."""
+    count = max(1, sum(len(one.mean_BC) * one.positions for one in seen))
+    sums = [[x_BC.sum(0) * one.positions for x_BC in _about_mean(layer, one)] for one in seen]
+    return _deviation(layer, *(torch.stack(x).sum(0) / count for x in zip(*sums, strict=True)))
 
 
-def _clip(vector: Tensor, bound: float) -> Tensor:
-    """min(1, R / |v|) v, a little below R; 0 if v is not finite."""
-    norm = float(torch.linalg.vector_norm(vector))
-    if not math.isfinite(norm):
-        return torch.zeros_like(vector)
-    aim = bound * _AIM
-    return vector if norm <= aim else vector * (aim / norm)
+def _of_rows(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
+    """(u_i, w_i) [B, 2c] of each row, over all passes through the layer: every value counts once."""
+    count = max(1, sum(one.positions for one in seen))
+    sums = [[x_BC * one.positions for x_BC in _about_mean(layer, one)] for one in seen]
+    return _deviation(layer, *(torch.stack(x).sum(0) / count for x in zip(*sums, strict=True)))
+
+
+def _about_mean(layer: BatchStatisticsNorm, one: Observation) -> tuple[Tensor, Tensor]:
+    """m - mu and q of each row, in float64."""
+    mean_C, _ = _moments(layer)
+    apart_BC = one.mean_BC.to(mean_C) - mean_C
+    return apart_BC, one.var_BC.to(mean_C) + apart_BC.square()
+
+
+def _deviation(layer: BatchStatisticsNorm, apart: Tensor, square: Tensor) -> Tensor:
+    """(u, w), each entry within [-1, 1]; NaN stays NaN."""
+    spread_C = _moments(layer)[1] + layer.eps
+    w = (square.clamp(min=layer.eps) + layer.eps) / spread_C - 1
+    return torch.cat([apart / spread_C.sqrt(), w], -1).clamp(-1, 1)
+
+
+def clipped_sum(vectors_N: Tensor, bound: float) -> Tensor:
+    """sum_i min(1, R / |v_i|) v_i, each a little below R; 0 for a v_i that is not finite."""
+    norms_N1 = torch.linalg.vector_norm(vectors_N, dim=1, keepdim=True)
+    weights_N1 = (bound * _AIM / norms_N1).clamp(max=1)  # R / 0 is inf, and clamps to 1
+    return torch.where(norms_N1.isfinite(), vectors_N * weights_N1, 0).sum(0)
 
 
 def _moments(layer: BatchStatisticsNorm) -> tuple[Tensor, Tensor]:

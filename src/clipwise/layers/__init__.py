@@ -2,7 +2,9 @@
 
 from clipwise.layers.batch_statistics import (
     BatchStatisticsNorm,
+    ReleasedStatisticsNorm,
     recompute_statistics,
+    with_released_statistics,
     without_running_statistics,
 )
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
@@ -35,6 +37,7 @@ __all__ = [
     "PublicBatchNorm2d",
     "PublicBatchNorm3d",
     "PublicStatistics",
+    "ReleasedStatisticsNorm",
     "StandardizedWeight",
     "TemperedSigmoid",
     "clip_inputs",
@@ -43,5 +46,6 @@ __all__ = [
     "replace_batchnorm",
     "standardize_weights",
     "with_noisy_weights",
+    "with_released_statistics",
     "without_running_statistics",
 ]

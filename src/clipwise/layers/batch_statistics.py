@@ -77,6 +77,25 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
             )
 
 
+class ReleasedStatisticsNorm(BatchStatisticsNorm):
+    """Batch norm by the statistics that were released so far, in training as in evaluation.
+
+    They are constants of the moment: an example's output depends on no other example, so it goes with per-example
+    clipping. `PerExample(..., running_statistics=NoisedStatistics())` moves them after each release. No gradient
+    goes through them, and they are a step behind the weights.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize each row by itself; while public statistics are made (`recompute_statistics`), as any layer."""
+        if self._collector is not None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        normalized = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+        )
+        return observed(normalized, self, input) if self.training and self.is_observed else normalized
+
+
 def without_running_statistics(model: nn.Module) -> nn.Module:
     """Replace every batch norm layer by a `BatchStatisticsNorm` with the same parameters. Returns the model.
 
@@ -86,12 +105,25 @@ def without_running_statistics(model: nn.Module) -> nn.Module:
     Args:
         model: changed in place, unless it is a batch norm layer itself.
     """
+    return _replaced(model, BatchStatisticsNorm)
+
+
+def with_released_statistics(model: nn.Module) -> nn.Module:
+    """Replace every batch norm layer by a `ReleasedStatisticsNorm` with the same parameters. Returns the model.
+
+    As `without_running_statistics`, for per-example clipping. The statistics begin at mean 0 and variance 1;
+    `recompute_statistics` lets them begin at those of public data.
+    """
+    return _replaced(model, ReleasedStatisticsNorm)
+
+
+def _replaced(model: nn.Module, kind: type[BatchStatisticsNorm]) -> nn.Module:
     if _is_to_replace(model):
-        return _replacement(model)
+        return _replacement(model, kind)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if _is_to_replace(child):
-                setattr(module, name, _replacement(child))
+                setattr(module, name, _replacement(child, kind))
     return model
 
 
@@ -189,7 +221,7 @@ def _is_to_replace(module: nn.Module) -> bool:
     return module.training or module.running_mean is None
 
 
-def _replacement(module: nn.Module) -> BatchStatisticsNorm:
+def _replacement(module: nn.Module, kind: type[BatchStatisticsNorm]) -> BatchStatisticsNorm:
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
     if isinstance(module, nn.SyncBatchNorm):
         raise UnsupportedModelError(
@@ -199,7 +231,7 @@ def _replacement(module: nn.Module) -> BatchStatisticsNorm:
         raise UnsupportedModelError(
             f"{type(module).__name__} has not seen a batch yet: run the model once on public or synthetic rows first."
         )
-    new = BatchStatisticsNorm(module.num_features, module.eps, affine=False)
+    new = kind(module.num_features, module.eps, affine=False)
     like = module.weight if module.weight is not None else next(iter(module.buffers()), None)
     if like is not None:
         new.to(device=like.device, dtype=like.dtype)

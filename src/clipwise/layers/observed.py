@@ -7,12 +7,14 @@ anything of private data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,21 @@ class Observation:
 
     Args:
         layer: which one.
-        count: of values in each channel.
-        mean_C: their mean.
-        var_C: the mean square of their differences from it.
+        shape, dtype: of its output, [B, C, ...].
+        mean_BC: of each row and channel, over positions.
+        var_BC: the mean square of the differences from it.
     """
 
     layer: nn.Module
-    count: int
-    mean_C: Tensor
-    var_C: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    mean_BC: Tensor
+    var_BC: Tensor
+
+    @property
+    def positions(self) -> int:
+        """How many values a row has in a channel."""
+        return math.prod(self.shape[2:])
 
 
 def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
@@ -37,25 +45,26 @@ def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
     values = input.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    count = values.numel() // values.shape[1]
-    if count == 0:  # torch would warn of it, and who is drawn is secret
-        values = values.new_zeros(1, values.shape[1])
-    var_C, mean_C = torch.var_mean(values, [d for d in range(values.dim()) if d != 1], correction=0)
-    seen = Observation(layer, count, mean_C, var_C)
+    values_BCT = values.flatten(2) if values.dim() > 2 else values[..., None]
+    if values.numel():
+        var_BC, mean_BC = torch.var_mean(values_BCT, 2, correction=0)
+    else:  # torch would warn of it, and who is drawn is secret
+        var_BC = mean_BC = values.new_zeros(values.shape[:2])
+    seen = Observation(layer, output.shape, output.dtype, mean_BC, var_BC)
     # The anchor requires a gradient, so that there is a node even if nothing before the layer is trained.
     result: Tensor = _Carry.apply(output, torch.zeros((), requires_grad=True), seen)  # type: ignore[no-untyped-call]
     return result
 
 
-def observations(losses: Tensor) -> Iterator[Observation]:
-    """All that layers saw in the forward passes which the losses came of."""
+def observations(losses: Tensor) -> Iterator[tuple[Observation, GradientEdge]]:
+    """All that layers saw in the forward passes which the losses came of, each with the layer's output there."""
     root: Any = losses.grad_fn
     entered, stack = {root}, [root]
     while stack:
         node = stack.pop()
         seen = getattr(node, "seen", None)
         if isinstance(seen, Observation):
-            yield seen
+            yield seen, GradientEdge(node, 0)
         for child, _ in node.next_functions:
             if child is not None and child not in entered:
                 entered.add(child)
