@@ -9,17 +9,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise import Batch, NoisedStatistics, Private, RandomLayer, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Private, RandomLayer, layers
 from clipwise.clipping import noised_parts, statistics
 from clipwise.clipping.strategy import Clipper
 from clipwise.errors import UnsupportedModelError
-from clipwise.layers import BatchStatisticsNorm
+from clipwise.gradients import METHODS
+from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
 from tests.soundness.test_batch_bounded import BATCH, DRAWS, SCALES, D, N, Setting, Without, coupled
 
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)
@@ -57,9 +59,9 @@ class Adversarial(nn.Module):
         return 0 * inner + (x[:, :D] * self.weight).sum(1)
 
 
-def largest(setting: Setting) -> Any:
+def largest(setting: Setting, model: nn.Module | None = None) -> Any:
     """The records of the largest mini-set of the first step."""
-    private = setting.begin(torch.zeros(N, 2 * D), Adversarial())
+    private = setting.begin(torch.zeros(N, 2 * D), Adversarial() if model is None else model)
     return max(private.loader._cut(private._scheme.draw(*next(private._secrets_ahead()))), key=len)
 
 
@@ -200,19 +202,114 @@ def test_past_a_coupled_layer_a_mean_moves_far_more_than_its_share() -> None:
     assert abs(means[0] - means[1]) > 100 * 2 / L
 
 
-def test_whatever_is_saved_follows_from_what_was_released() -> None:
+# Per-example clipping, with layers that normalize by what was released before
+
+
+class OwnRows(nn.Module):
+    """As `Adversarial`, but each row shows its own sign, and the layers keep rows apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ReleasedStatisticsNorm(D), ReleasedStatisticsNorm(D, affine=False)
+        self.weight = nn.Parameter(torch.zeros(D, dtype=torch.float64))
+        self.requires_grad_(False)
+        self.weight.requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a_B1 = math.sqrt(2) * (x[:, :D].mean(1, keepdim=True) > 0)
+        turned = torch.stack([x[:, :D] * 0 + a_B1, x[:, :D] * 0 - a_B1], 2)
+        inner = self.first(turned).sum((1, 2)) + self.second(turned).sum((1, 2))
+        return 0 * inner + (x[:, :D] * self.weight).sum(1)
+
+
+def by_row(sampling: str, adjacency: str, split: str = "optimal", **options: Any) -> Setting:
+    strategy: Any = PerExample(C, split=split, running_statistics=RULE, **options)
+    return Setting(strategy, sampling, adjacency)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("split", ["optimal", "equal"])
+def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> None:
+    setting = by_row(*draw, split)
+    rows = torch.ones(N, 2 * D).double()
+    victim = largest(setting, OwnRows())[:1]
+    spoiled = rows.clone()
+    spoiled[victim] = -1e6
+    shares = neighbours(setting, OwnRows().double(), rows, spoiled, victim)
+    stated = [p.sensitivity for p in setting.begin(rows, OwnRows().double()).parts()]
+    factor = 2 if setting.adjacency == "replace-one" else 1
+    assert stated == pytest.approx([factor * bound for bound in (C, R, R)], rel=1e-12)
+    assert len(shares) == 4
+    for share in shares.values():
+        assert 1 - 1e-4 < share <= 1 + 1e-9
+
+
+@QUICK
+@given(
+    st.sampled_from(DRAWS),
+    st.sampled_from(["all", "layer", RandomLayer()]),
+    st.sampled_from(METHODS),
+    st.integers(0, N - 1),
+    st.sampled_from(SCALES),
+    st.integers(0, 10**6),
+)
+def test_no_row_passes_the_bound(
+    draw: tuple[str, str], parts: Any, method: str, record: int, scale: float, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    setting = by_row(*draw, parts=parts, method=method)
+    rows = torch.randn(N, 2 * D, generator=random, dtype=torch.float64)
+    spoiled = rows.clone()
+    spoiled[record] = torch.randn(2 * D, generator=random).double() * scale
+    shares = neighbours(setting, apart(seed), rows, spoiled, np.array([record]))
+    assert all(share <= 1 + 1e-5 for share in shares.values())
+
+
+def apart(seed: int) -> nn.Module:
+    """Two layers, one right at the inputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.BatchNorm1d(2 * D), nn.Linear(2 * D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)
+        )
+    return nn.Sequential(layers.with_released_statistics(model), nn.Flatten(0)).double()
+
+
+def test_statistics_of_the_batch_in_place_of_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped as a whole, and stated as a sum of rows: R where 2 R can happen."""
+    setting = by_row("full", "zero-out")
+    rows = torch.ones(N, 2 * D).double()
+    rows[1:] = -1.0
+    rows[0] = 1e6
+    victim = np.array([0])
+
+    class WholeBatch(OwnRows):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mean(0, keepdim=True).expand_as(x)) + (x[:, :D] * self.weight).sum(1)
+
+    monkeypatch.setattr(statistics.LayerStatistics, "clipped_by_row", statistics.LayerStatistics.clipped)
+    assert neighbours(setting, WholeBatch().double(), rows, rows, victim)["statistics of first"] > 1.9
+
+
+# What the layers keep
+
+
+@pytest.mark.parametrize("strategy", ["batch", "per example"])
+def test_whatever_is_saved_follows_from_what_was_released(strategy: str) -> None:
     """The releases of one run are given to its neighbour: weights and buffers are the same, bit by bit, after each
     step, though the batches were not."""
     random = torch.Generator().manual_seed(3)
-    rows = torch.randn(N, 2 * D, generator=random)
+    rows = torch.randn(N, 2 * D, generator=random).double()
     spoiled = rows.clone()
     spoiled[:20] = 1e3 * torch.randn(20, 2 * D, generator=random)
-    setting = Setting(Batch(C, 4, running_statistics=RULE), "poisson", "zero-out")
+    is_batch = strategy == "batch"
+    by_batch = Setting(Batch(C, 4, running_statistics=RULE), "poisson", "zero-out")
+    setting = by_batch if is_batch else by_row("poisson", "zero-out")
     told: list[dict[str, Tensor]] = []
     saved: list[list[dict[str, Tensor]]] = []
     own: list[dict[str, Tensor]] = []
     for number, data in enumerate((rows, spoiled)):
-        model, states = deep(1), []
+        model, states = deep(1).double() if is_batch else apart(1), []
         private = noisy(setting, data, model)
         honest = private._noised
 
