@@ -61,7 +61,7 @@ class NoisedStatistics:
     """
 
     max_norm: float = 0.5
-    momentum: float = 0.1
+    momentum: float = 0.5
     share: float = 0.1
 
     def __post_init__(self) -> None:
