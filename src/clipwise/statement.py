@@ -170,8 +170,7 @@ class Statement:
         return [self._step(event, count) for event, count in self._releases().items()] or ["none so far"]
 
     def _step(self, e: Event, count: int) -> str:
-        strategy = self.about.strategy or {}
-        what = wording.summed(strategy, e.unit) + wording.beside(strategy, self.about.parts or ())
+        what = wording.summed(self.about.strategy or {}, e.unit) + wording.beside(self.about.parts or ())
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
             f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
@@ -183,7 +182,7 @@ class Statement:
             return NOT_RECORDED
         text = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in parts[:4])
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
-        if wording.counts(self.about.strategy or {}, parts):  # then the bounds adapt to what was counted
+        if wording.counts(parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
         elif wording.follows_weights(self.about.strategy or {}):
             text += " (of the step that was next then: bounds follow the released weights, and the noise follows them)"

@@ -18,6 +18,7 @@ RELEASED = (
     "every noised gradient, and so all weights on the way and the last ones; whatever is computed from these "
     "without the data is covered too"
 )
+STATISTICS_OF = "statistics of "  # how the part of a layer is called
 RELEASED_STATISTICS = "noised statistics of batch norm layers, and so what they use in evaluation"
 
 TUNING = (
@@ -105,17 +106,22 @@ def released(strategy: Mapping[str, Any]) -> str:
     return f"{RELEASED}; {RELEASED_STATISTICS}" if "running_statistics" in strategy else RELEASED
 
 
-def beside(strategy: Mapping[str, Any], parts: Sequence[Part]) -> str:
-    """What a step releases beside the sum, as a list goes on: counts, or statistics of layers."""
-    if counts(strategy, parts):
-        return " and the counts"
-    layers = sum(not p.parameters for p in parts)
-    return f" and the clipped statistics of {layers} batch norm layer{'s' * (layers > 1)}" if layers else ""
+def beside(parts: Sequence[Part]) -> str:
+    """What a step releases beside the sum, as a list goes on: counts, and statistics of layers."""
+    layers = sum(map(_is_statistics, parts))
+    found = " and the counts" if counts(parts) else ""
+    return found + (
+        f" and the clipped statistics of {layers} batch norm layer{'s' * (layers > 1)}" if layers else ""
+    )
 
 
-def counts(strategy: Mapping[str, Any], parts: Sequence[Part]) -> bool:
+def counts(parts: Sequence[Part]) -> bool:
     """Whether examples are counted: a part without parameters is a count, or else statistics of a layer."""
-    return "running_statistics" not in strategy and any(not p.parameters for p in parts)
+    return any(not p.parameters and not _is_statistics(p) for p in parts)
+
+
+def _is_statistics(part: Part) -> bool:
+    return not part.parameters and part.name.startswith(STATISTICS_OF)
 
 
 def not_covered(unit: Unit) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import NoisedStatistics, PerExample, check, layers
+from clipwise import NoisedStatistics, PerExample, Quantile, check, layers
 from clipwise.checks import IndependenceProbe
 from clipwise.clipping.per_example import PerExampleClipper
 from clipwise.errors import ConfigurationError, CoupledExamplesError, UnsupportedModelError
@@ -202,6 +202,21 @@ def test_a_run_learns_from_releases_alone(most: int | None) -> None:
     assert int(layer.num_batches_tracked) == 10
     assert "statistics of 1: 2" in str(private.statement())
     assert "and the clipped statistics of 1 batch norm layer" in str(private.statement())
+
+
+def test_counts_and_statistics_share_a_step() -> None:
+    """z^-2 is what the count, the layer and the gradient use together, each by its own formula."""
+    model, z, S = small(), 1.2, 0.5
+    rule, quantile = NoisedStatistics(2.0, share=0.2), Quantile(count_noise=0.5)
+    clipping = PerExample(quantile, running_statistics=rule)
+    _, private = private_run(model, clipping=clipping, noise_multiplier=z, seed=3)
+    gradient, count, layer = private.parts()
+    assert count.noise_std == pytest.approx(0.5 * 8)
+    left = z**-2 - (S / count.noise_std) ** 2
+    assert (layer.sensitivity / layer.noise_std) ** 2 == pytest.approx(0.2 * left, rel=1e-6)
+    assert (gradient.sensitivity / gradient.noise_std) ** 2 == pytest.approx(0.8 * left, rel=1e-6)
+    train(model, private, 3)
+    assert "the clipped sum and the counts and the clipped statistics of 1 batch" in str(private.statement())
 
 
 def test_pieces_give_the_same_buffers() -> None:

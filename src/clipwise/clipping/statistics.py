@@ -14,6 +14,7 @@ from clipwise.clipping.strategy import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
 from clipwise.layers.observed import Observation, observations
+from clipwise.wording import STATISTICS_OF
 
 _AIM = 1 - 2.0**-20  # times R: norms and sums in float64 stay well within what is left
 _LARGEST = 1e30  # of a variance: float32 holds it
@@ -21,43 +22,52 @@ _LARGEST = 1e30  # of a variance: float32 holds it
 
 @dataclass(frozen=True)
 class NoisedStatistics:
-    """Running statistics for evaluation, as one more part of each release: option `running_statistics` of `Batch`.
+    """Running statistics as parts of each release: option `running_statistics` of `Batch` and of `PerExample`.
 
-    In training a batch norm layer uses the statistics of the mini-set at hand; for evaluation it needs a mean mu and
-    a variance v of its own. What is released for a layer with c channels is how far those of a mini-set are off,
-    as the layer itself would see it with r = (v + eps)^(-1/2):
+    With `Batch`, layers of `layers.without_running_statistics(model)` use the statistics of the mini-set at hand in
+    training, and for evaluation a mean mu and a variance v that are learned here. With `PerExample`, layers of
+    `layers.with_released_statistics(model)` use mu and v, as far as they were released, in training too.
+
+    What is released for a layer with c channels is how far off mu and v are, as the layer itself sees it with
+    r = (v + eps)^(-1/2):
 
         u = (m - mu) r,    w = (max(q, eps) + eps) r^2 - 1,    m = mean of a,  q = mean of (a - mu)^2
 
-    in R^(2c), every entry kept within [-1, 1], the whole clipped to norm R. Sums over mini-sets get noise and are
-    divided by a constant, as the gradient is. Of what comes out, u and w, the layer learns
+    in R^(2c), every entry kept within [-1, 1], the whole clipped to norm R; over the values of a mini-set, or of an
+    example. Sums of such vectors get noise and are divided by a constant, as the gradient is. Of what comes out, u
+    and w, the layer learns
 
         mu <- mu + p u / r,    log(v + eps) <- log(v + eps) + p w,    v >= eps,    p = momentum
 
-    so a mini-set without examples leaves everything as it is, and R counts in standard deviations, whatever the scale
-    of a layer. mu and v begin at what the layer's buffers hold: 0 and 1, or something that public data told
-    (`layers.recompute_statistics`).
+    so who is not there changes nothing, and R counts in standard deviations, whatever the scale of a layer. mu and v
+    begin at what the layer's buffers hold: 0 and 1, or what public data told (`layers.recompute_statistics`).
 
-    It takes layers that keep no statistics by themselves: `layers.without_running_statistics(model)`. The buffers
-    `running_mean` and `running_var` change once a release; `num_batches_tracked` counts releases. They are saved with
-    the model.
+    The buffers `running_mean` and `running_var` change once a release; `num_batches_tracked` counts releases. They
+    are saved with the model. Layers in `.eval()` when the run is made stay as they are.
 
     Args:
-        max_norm: R. A layer moves by p R in a step at most. Noise goes with R, and steps are many: prefer a small R
-            and a large p to the reverse.
+        max_norm: R. But for the noise a layer moves by p R in a step at most. Noise goes with R, and steps are many:
+            prefer a small R and a large p to the reverse.
         momentum: p, above 0 and at most 1.
         share: of the privacy of a step, how much the statistics of all layers take together. With z the noise
             multiplier of the step, the gradient has z / sqrt(1 - share), and the statistics z / sqrt(share), which
             they divide among themselves as `split` says, by their sizes 2c ("optimal" if that gives weights).
 
     Guarantee:
-        Adjacency and unit: those of `Batch`. Sensitivity of a layer's part: 2 R for a record, under zero-out and
-        replace-one, because a record can turn the vector of its mini-set round, through every layer before;
-        it moves no other mini-set. If the unit is the mini-set itself (a user), R under zero-out. No bound on
-        activations is assumed, nor that rows are independent: the clip is of the whole vector.
-        All parts of a step come from one sample and are one Gaussian mechanism with the gradient.
+        Adjacency and unit: those of the strategy. All parts of a step come from one sample and are one Gaussian
+        mechanism with the gradient. What the layers learn, and how mu and v enter the next release, is
+        post-processing.
+        Sensitivity of a layer's part under `Batch`: 2 R for a record, under zero-out and replace-one, because a record
+        can turn the vector of its mini-set round, through every layer before; it moves no other mini-set. If
+        the unit is the mini-set itself (a user), R under zero-out. No bound on activations is assumed, nor that
+        rows are independent: the clip is of the whole vector.
+        Under `PerExample`: R under zero-out, 2 R under replace-one. Assumption: the rows that a layer gets are one an
+        example, in the order of the losses, and follow from their own example only; the first is looked at in
+        every step, the second by a probe on the first batches, which is a lint and no proof. (The last digits of
+        activations may depend on the size of the batch, as those of losses may; u and w magnify them by less than
+        3 eps^(-1/2).)
         A vector that is not finite counts as 0. Norms and sums run in float64, and vectors are clipped to
-        (1 - 2^-20) R. What the layers learn, and how mu and v enter the next release, is post-processing.
+        (1 - 2^-20) R, so that rounding does not pass R.
     """
 
     max_norm: float = 0.5
@@ -193,7 +203,7 @@ class LayerStatistics:
 
 def part_name(layer: str) -> str:
     """How messages and the statement call the part of a layer."""
-    return f"statistics of {layer or 'the model'}"
+    return f"{STATISTICS_OF}{layer or 'the model'}"
 
 
 def _of_mini_set(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:

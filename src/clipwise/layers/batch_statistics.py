@@ -83,6 +83,10 @@ class ReleasedStatisticsNorm(BatchStatisticsNorm):
     They are constants of the moment: an example's output depends on no other example, so it goes with per-example
     clipping. `PerExample(..., running_statistics=NoisedStatistics())` moves them after each release. No gradient
     goes through them, and they are a step behind the weights.
+
+    Guarantee:
+        An example's output depends on no other example of the batch, so per-example clipping keeps its sensitivity:
+        C under zero-out, 2 C under replace-one. The buffers follow from releases and from public data.
     """
 
     def forward(self, input: Tensor) -> Tensor:
