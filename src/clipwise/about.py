@@ -10,6 +10,7 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -86,6 +87,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str, type(None))) else str(value)
 
 
+@cache  # to look it up takes longer than a small step
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -81,7 +81,7 @@ class CompiledStep:
         is_constant = clipper.is_capturable and not (clipper.adapts or clipper.draws)
         # Statistics follow the weights, and examples of several rows are not filled up.
         is_constant = is_constant and private._public_statistics is None and private.views == 1
-        is_constant = is_constant and private._penalty is None
+        is_constant = is_constant and private._penalty is None and private._watch is None
         self._stays_ordinary = not (is_constant and _can_capture(self._device))
 
     def __call__(self, *batch: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise import accounting, checkpoint, checks, faults, fingerprint, statement
+from clipwise import accounting, checkpoint, checks, faults, fingerprint, statement, watch
 from clipwise.about import About, versions
 from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
 from clipwise.augment import Views
@@ -61,6 +61,7 @@ from clipwise.sampling import (
     mini_sets_of,
 )
 from clipwise.statement import Statement
+from clipwise.watch import watched
 
 
 class Private:
@@ -114,6 +115,9 @@ class Private:
             if budget is not None:
                 budget.recompute(ledger.history(), event, goes_on=False)
         self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
+        self._watch = watch.current()  # an audit that looks on: it has a key of its own
+        if self._watch is not None:
+            self._key = self._watch.begins(self)
         self._epoch_secret, self._slot = b"", 0
         self._followed = ledger.position  # releases whose update was taken in by what follows the weights
         self._partial: dict[str, Tensor] | None = None
@@ -124,7 +128,7 @@ class Private:
         self._described = False
         self._closed = False
         self.loader = PrivateLoader(
-            scheme,
+            scheme if self._watch is None else watched(scheme, partial(self._watch.kept, self)),
             Fetcher(dataset, collate_fn),
             self._secrets_ahead,
             cut=cut,
@@ -185,6 +189,8 @@ class Private:
         self._begin(piece)
         if self._independence is not None:
             self._independence.examine(losses)
+        if self._watch is not None:
+            losses = self._watch.losses(self, piece, losses)
         return self._gather(piece, self._clipper.sum_at_outputs(losses, outputs))
 
     def _begin(self, piece: Piece) -> None:
@@ -255,7 +261,10 @@ class Private:
     def _release(self, total: dict[str, Tensor]) -> None:
         """record, then noise, then make visible; the secret of this step is gone afterwards."""
         self._charge()
-        noised_sums = self._noised(total)
+        if self._watch is None:
+            noised_sums = self._noised(total)
+        else:
+            noised_sums = self._watch.released(self, total, self._noised)
         self._advance()
         faults.reached("step.before-grad")
         gradients: Mapping[str, Tensor] = noised_sums
@@ -817,6 +826,8 @@ def make_private(
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
     header = {"dataset_size": size, "parameters": _signature(parameters)}
+    if watch.current() is not None:  # nothing of a watched run stays
+        ledger = resume_file = None
     book = _ledger(ledger, header)
     if resume_file is None and isinstance(book, FileLedger):
         resume_file = book.path.with_name(book.path.name + ".resume")

@@ -44,5 +44,9 @@ class UnsupportedEventError(ClipwiseError):
     """An accountant that has no bound for a kind of event; it refuses instead of guessing."""
 
 
+class AuditError(ClipwiseError):
+    """An audit found that a run promises more privacy than it has."""
+
+
 class PrivacyWarning(UserWarning):
     """Something that weakens or wastes a guarantee, though it stays true."""

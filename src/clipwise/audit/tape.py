@@ -1,0 +1,131 @@
+"""What a run released, kept so that a second run can be made to go the same way.
+
+After the first step the parameters of two neighbouring runs differ, and comparing their later sums would say
+nothing about one release. So the second run *replays*: it computes its own sums, and then gets the first run's
+released values in the place of its own. At every step both stand at the same parameters, as in the definition of
+adaptive composition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from clipwise.noise import NoiseKey
+from clipwise.privacy import Event, Part
+from clipwise.sampling.schemes import Indices
+from clipwise.watch import Sums, Watch
+
+if TYPE_CHECKING:
+    from clipwise.engine import Private
+    from clipwise.sampling.loader import Piece
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release.
+
+    Args:
+        sums: the bounded sums, without noise.
+        values: what was released for them: (sum + noise) / divisor.
+        parts, event, divisor: what the run declared about it.
+        state: parameters and buffers just before it, by name.
+        drawn: the records that it was computed from, where the loader handed losses back.
+    """
+
+    sums: Sums
+    values: Sums
+    parts: tuple[Part, ...]
+    event: Event
+    divisor: float
+    state: Mapping[str, Tensor]
+    drawn: tuple[int, ...]
+
+    def noise(self) -> dict[str, Tensor]:
+        """What was added to each (scaled) sum, in float64."""
+        return {
+            name: m * (self.values[name].double() * self.divisor - self.sums[name].double())
+            for part in self.parts
+            for name, m in entries(part)
+        }
+
+
+def entries(part: Part) -> list[tuple[str, float]]:
+    """The names of a part's sums, with the scale of each."""
+    names = part.parameters or (part.name,)
+    return list(zip(names, part.scales or (1.0,) * len(names), strict=True))
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """All that leaves with a model, and what it keeps besides."""
+    return {
+        name: t.detach().clone()
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+        if isinstance(t, Tensor)
+    }
+
+
+@dataclass
+class Recorder(Watch):
+    """Keeps the releases of a run.
+
+    Args:
+        seed: of the key.
+        missing: units that are left out of every draw.
+        tape: releases to put in the place of this run's own.
+    """
+
+    seed: int
+    missing: tuple[int, ...] = ()
+    tape: list[Release] | None = None
+    releases: list[Release] = field(default_factory=list)
+    runs: list[Private] = field(default_factory=list)
+    _drawn: list[int] = field(default_factory=list)
+
+    def key(self, number: int) -> NoiseKey:
+        """Of the run with this number: the same in both runs, whatever their data are."""
+        return NoiseKey.from_seed(self.seed, f"clipwise.audit/{number}".encode())
+
+    def begins(self, private: Private) -> NoiseKey:
+        self.runs.append(private)
+        return self.key(len(self.runs) - 1)
+
+    def kept(self, private: Private, drawn: Indices) -> Indices:
+        return drawn[~np.isin(drawn, self.missing)] if self.missing else drawn
+
+    def losses(self, private: Private, piece: Piece, losses: Tensor) -> Tensor:
+        if piece.index_in_batch == 0:
+            self._drawn = []
+        self._drawn.extend(piece.indices.tolist())
+        return losses
+
+    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+        kept = _copy(sums)
+        values = noised(sums)
+        self.releases.append(
+            Release(
+                kept,
+                _copy(values),
+                tuple(private.parts()),
+                private._event,
+                private.divisor,
+                state_of(private._model),
+                tuple(self._drawn),
+            )
+        )
+        self._drawn = []
+        place = len(self.releases) - 1
+        if self.tape is None or place >= len(self.tape):
+            return values
+        replayed = self.tape[place].values
+        return _copy(replayed) if replayed.keys() == values.keys() else values
+
+
+def _copy(values: Sums) -> Sums:
+    with torch.no_grad():
+        return {name: t.detach().clone() for name, t in values.items()}
