@@ -95,13 +95,16 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
         axes.legend(frameon=False, loc="lower right")
 
 
-def tradeoff_curve(history: Sequence[Entry], path: str | Path, *, gaussian: bool = False) -> None:
+def tradeoff_curve(
+    history: Sequence[Entry], path: str | Path, *, gaussian: bool = False, measured: float | None = None
+) -> None:
     """Draw the trade-off function of a history against a blind guess, and detection at few false alarms.
 
     Args:
         history: what was or will be released.
         path: the file, ending in .png or .svg.
         gaussian: draw the curve G_mu for comparison, with the smallest mu that holds up to 1e-5.
+        measured: draw G_mu for this mu as well: what an attack has reached.
     """
     with _picture(path, history, panels=2) as (rates, few_alarms):
         curve = of(history)
@@ -109,6 +112,9 @@ def tradeoff_curve(history: Sequence[Entry], path: str | Path, *, gaussian: bool
         if gaussian and math.isfinite(curve.mu()):
             line = {**LINES["gdp"], "label": f"G_mu, mu = {rounded_up(curve.mu())}"}
             curves.append((Tradeoff.gaussian(curve.mu()), line))
+        if measured is not None:
+            line = {**LINES["rdp"], "label": f"an attack reached mu = {measured:.3g}"}
+            curves.append((Tradeoff.gaussian(measured), line))
         _rates(rates, curves)
         _few_alarms(few_alarms, curves)
 

@@ -1,9 +1,31 @@
 """What an attacker can really learn: clipwise attacks itself.
 
-`neighbours` compares two neighbouring runs release by release, exactly and at little cost.
+    neighbours   two neighbouring runs, release by release: exact, cheap, for everyday tests
+    canary       one planted record, many runs: a lower bound on epsilon and on mu
+    one_run      many planted records, a single run: a weaker one
+    membership   black-box attacks on trained models
+
+Nothing here is private: audits see sums without noise. Run them on synthetic or public records.
 """
 
+from clipwise.audit.canary import canary
 from clipwise.audit.findings import Finding, NeighboursReport
+from clipwise.audit.membership import Membership, likelihood_ratio, loss_threshold, membership
 from clipwise.audit.neighbours import neighbours
+from clipwise.audit.one_run import one_run
+from clipwise.audit.report import AuditReport, Claim, Measured
 
-__all__ = ["Finding", "NeighboursReport", "neighbours"]
+__all__ = [
+    "AuditReport",
+    "Claim",
+    "Finding",
+    "Measured",
+    "Membership",
+    "NeighboursReport",
+    "canary",
+    "likelihood_ratio",
+    "loss_threshold",
+    "membership",
+    "neighbours",
+    "one_run",
+]

@@ -1,0 +1,184 @@
+"""A canary that is in or out, many runs, and what telling them apart proves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clipwise.accounting.gaussian import Array
+from clipwise.audit.bounds import at_least, at_most, epsilon_of_errors, mu_of_accuracy
+from clipwise.audit.neighbours import MakeRun
+from clipwise.audit.planted import Dirac, Planted, Record
+from clipwise.audit.records import with_record
+from clipwise.audit.report import AuditReport, Claim, Measured, history_of
+from clipwise.errors import AuditError, ConfigurationError
+from clipwise.noise import NoiseKey
+from clipwise.privacy import Entry
+from clipwise.watch import watching
+
+KINDS = ("dirac", "mislabelled")
+# Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
+THRESHOLDS = (-8.0, -6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+_FOR_MU = 0.8  # of the probability of failure: mu comes from one test, epsilon from all thresholds
+_PILOTS = 40  # runs that only find out where the scores of an ordinary record lie
+
+
+def canary(
+    make_run: MakeRun,
+    dataset: Any,
+    *,
+    kind: str = "dirac",
+    loss: Callable[..., Tensor] | None = None,
+    record: int = 0,
+    parameter: str | None = None,
+    others: bool = False,
+    runs: int = 1000,
+    delta: float | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> AuditReport:
+    """Train many times, half of them with a canary, and bound from below how well the two can be told apart.
+
+    The attacker is the one that the guarantee is about: sees every release, knows the model, the data and the
+    canary, and not the noise and not who was drawn. Each run goes through the whole engine.
+
+    Bounds (all hold together with `confidence`): mu from the accuracy of the guess at log-likelihood ratio 0. With as
+    many runs "in" as "out", TPR + TNR <= 2 Phi(mu / 2), and the number of right guesses is at most, in the tail, a
+    binomial one of that mean (Hoeffding 1956), whose lower bound is Clopper and Pearson's. Epsilon from Clopper and
+    Pearson's bounds on both errors at each of a few thresholds that are fixed beforehand. The claim is ruled out if
+    either is better than its trade-off curve allows.
+
+    Args:
+        make_run: as in `neighbours`.
+        dataset: the records; one of them is the canary.
+        kind: "dirac", the worst gradient there is, put into the run's losses; or "mislabelled", the record with
+            another label, known by its gradient, for which `loss` is needed.
+        loss: `loss(model, *batch)` gives one loss an example.
+        record: the canary's place.
+        parameter: where a Dirac canary's entry is, in place of the largest parameter of each part.
+        others: whether everyone else keeps their losses beside a Dirac canary. If not, they are there and say
+            nothing: the data set that an attacker would choose.
+        runs: how many, half of them with the canary. If a run is one release that everyone takes part in, its sum is
+            the same each time, and all but the noise is computed once.
+        delta: at which epsilon is bounded; by default that of the run.
+        confidence: with which all bounds hold together.
+        seed: of the keys, and of torch's generator before each run.
+    """
+    if kind not in KINDS:
+        raise ConfigurationError(f"kind={kind!r} is not known: use 'dirac' or 'mislabelled'.")
+    if kind == "mislabelled" and loss is None:
+        raise ConfigurationError(
+            "kind='mislabelled' needs loss=: loss(model, *batch) gives one loss an example."
+        )
+    least = 2 if kind == "dirac" else 2 * _PILOTS
+    if isinstance(runs, bool) or not isinstance(runs, int) or runs < least or runs % 2:
+        raise ConfigurationError(f"runs={runs!r} is not possible: give an even number of at least {least}.")
+    require_confidence(confidence)
+    if not 0 <= record < len(dataset):
+        raise ConfigurationError(f"record={record!r} is no index of the data set.")
+    data = dataset if kind == "dirac" else with_record(dataset, record, mislabelled(dataset, record))
+    watches: list[Planted] = []
+    histories = []
+
+    def one_more(again: Sequence[NoiseKey] = ()) -> None:
+        key, inside = key_of(len(watches)), np.array([len(watches) % 2 == 0])
+        place = np.array([record])
+        watch: Planted = (
+            Dirac(key, place, inside, again, parameter=parameter, others=others)
+            if kind == "dirac"
+            else Record(key, place, inside, again, loss=loss)
+        )
+        histories.append(trained(make_run, data, watch, seed))
+        watches.append(watch)
+
+    def key_of(number: int) -> NoiseKey:
+        return NoiseKey.from_seed(seed, f"clipwise.canary/{number}".encode())
+
+    one_more()
+    one_more()
+    if is_one_release(histories[0]):
+        # Without chance in the draw the sum is always the same: only the noise is drawn anew.
+        for world in range(2):
+            one_more([key_of(number) for number in range(4 + world, runs + 2, 2)])
+    else:
+        while len(watches) < runs:
+            one_more()
+    run = watches[0].run
+    assert run is not None
+    claim = Claim(history_of(histories), run._delta if delta is None else delta)
+    found = [
+        np.array([s[0] for w in watches[world::2] for s in (w.scores, *w.more)][: runs // 2])
+        for world in (0, 1)
+    ]
+    inside_scores, outside_scores = found
+    if kind != "dirac":
+        inside_scores, outside_scores = _after_pilots(inside_scores, outside_scores)
+    return AuditReport(
+        claim, measured(f"{kind} canary", runs, inside_scores, outside_scores, claim, confidence)
+    )
+
+
+def is_one_release(history: Sequence[Entry]) -> bool:
+    """A run of a single step that everyone takes part in."""
+    return sum(entry.count for entry in history) == 1 and history[0].event.sample_rate == 1
+
+
+def trained(make_run: MakeRun, dataset: Any, watch: Planted, seed: int) -> list[Entry]:
+    """One run under a watch; returns what it charged."""
+    with torch.random.fork_rng(devices=[]), watching(watch):
+        torch.manual_seed(seed)
+        make_run(dataset)
+    if watch.run is None:
+        raise AuditError(
+            "make_run made no private run: it must call clipwise.make_private on the data set it is given."
+        )
+    return watch.run._ledger.history()
+
+
+def measured(
+    attack: str, runs: int, inside: Array, outside: Array, claim: Claim, confidence: float
+) -> Measured:
+    """Bounds from the scores of as many runs with the canary as without."""
+    n, failure = len(inside), 1 - confidence
+    right = int((inside > 0).sum() + (outside <= 0).sum())
+    accuracy = at_least(right, 2 * n, _FOR_MU * failure)
+    each = (1 - _FOR_MU) * failure / (2 * len(THRESHOLDS))
+    epsilon, exceeds = 0.0, accuracy > claim.curve.accuracy()
+    for threshold in THRESHOLDS:
+        false_positive = at_most(int((outside > threshold).sum()), n, each)
+        false_negative = at_most(int((inside <= threshold).sum()), n, each)
+        epsilon = max(epsilon, epsilon_of_errors(false_positive, false_negative, claim.delta))
+        exceeds = exceeds or false_negative < claim.curve(false_positive)
+    return Measured(attack, runs, 2 * n, right, epsilon, mu_of_accuracy(accuracy), confidence, exceeds)
+
+
+def mislabelled(dataset: Any, record: int) -> Any:
+    """The record with another label: the last of its values, a whole number, becomes the next class."""
+    try:
+        *inputs, label = dataset[record]
+        classes = max(int(dataset[i][-1]) for i in range(len(dataset))) + 1
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "kind='mislabelled' takes records whose last entry is a label, a whole number."
+        ) from error
+    other = (int(label) + 1) % max(classes, 2)
+    return (*inputs, torch.as_tensor(label).new_tensor(other) if isinstance(label, Tensor) else other)
+
+
+def require_confidence(confidence: float) -> None:
+    """Refuse what is no probability of being right."""
+    if not 0.5 <= confidence < 1:
+        raise ConfigurationError(f"confidence={confidence!r} is not possible: give a number from 0.5 to 1.")
+
+
+def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
+    """Scores as log-likelihood ratios of two normal laws that the first runs have shown; those runs count no more."""
+    half = _PILOTS // 2
+    ours, theirs = inside[:half], outside[:half]
+    spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)
+    middle, slope = (ours.mean() + theirs.mean()) / 2, (ours.mean() - theirs.mean()) / spread**2
+    return (inside[half:] - middle) * slope, (outside[half:] - middle) * slope

@@ -1,0 +1,239 @@
+"""Canaries: records that an attacker plants, and how the attacker finds them again in what is released.
+
+A *Dirac* canary is the worst record there is: its gradient is one huge entry in each part of the release, where it is
+clipped to the whole bound. It goes through the real clip, because its loss is replaced by a multiple of those
+parameters. Everyone else has no gradient, unless asked for, and the attacker looks at that entry alone: with z the
+joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
+N(1 / z, 1) with it, and the log-likelihood ratios of all releases add up.
+
+What is left "out" follows the adjacency: nobody under zero-out, a canary of the opposite sign under replace-one. Where
+whole mini-sets are clipped, all others pull in the opposite direction, and the canary turns the clipped mean round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clipwise.accounting.gaussian import Array
+from clipwise.audit.bounds import log_ratio
+from clipwise.audit.tape import entries
+from clipwise.errors import AuditError, ConfigurationError
+from clipwise.noise import NoiseKey
+from clipwise.privacy import Adjacency, Part, Unit
+from clipwise.sampling.schemes import Indices
+from clipwise.watch import Sums, Watch
+
+if TYPE_CHECKING:
+    from clipwise.engine import Private
+    from clipwise.sampling.loader import Piece
+
+_LOUD = 1e4  # times the sensitivity: the size of a canary's gradient before it is clipped
+_OPPOSED = 1e-4  # the part of it that everyone else of a mini-set has, in the opposite direction
+
+
+@dataclass
+class Planted(Watch):
+    """A run with canaries in some of its records' places.
+
+    Args:
+        key: of the run.
+        records: the canaries' indices in the data set.
+        inside: which of them take part.
+        again: further keys, with each of which every release is noised once more, to be scored and thrown away.
+        more: the scores of those, one row a key.
+    """
+
+    key: NoiseKey
+    records: NDArray[np.int64]
+    inside: NDArray[np.bool_]
+    again: Sequence[NoiseKey] = ()
+    more: list[Array] = field(default_factory=list)
+    run: Private | None = None
+    scores: Array = field(default_factory=lambda: np.zeros(0))
+
+    def begins(self, private: Private) -> NoiseKey:
+        if self.run is not None:
+            raise AuditError("make_run made several private runs: audit one at a time.")
+        if private._event.unit is Unit.USER:
+            raise ConfigurationError(
+                "Canaries are single records: a run that protects users takes neighbours()."
+            )
+        if private.noise_multiplier == 0:
+            raise ConfigurationError(
+                "The run has no noise and promises nothing: there is nothing to measure."
+            )
+        self.run, self.scores = private, np.zeros(len(self.records))
+        return self.key
+
+    def kept(self, private: Private, drawn: Indices) -> Indices:
+        if self._is_replaced(private):
+            return drawn
+        return drawn[~np.isin(drawn, self.records[~self.inside])]
+
+    @staticmethod
+    def _is_replaced(private: Private) -> bool:
+        return private._event.adjacency is Adjacency.REPLACE_ONE
+
+    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+        own = private._key
+        for key in self.again:
+            private._key = key
+            self.more.append(self.scored(private, noised({n: t.clone() for n, t in sums.items()})))
+        private._key = own
+        values = noised(sums)
+        self.scores = self.scores + self.scored(private, values)
+        return values
+
+    def scored(self, private: Private, values: Sums) -> Array:
+        """What one release says for each canary: larger is "in"."""
+        raise NotImplementedError
+
+
+@dataclass
+class Dirac(Planted):
+    """Dirac canaries, each with an entry of its own in every part.
+
+    Args:
+        parameter: where to put them, in place of the largest parameter of each part.
+        others: whether everyone else keeps their losses. If not, they are there and say nothing, which is the data
+            set that an attacker would choose.
+    """
+
+    parameter: str | None = None
+    others: bool = False
+    _places: dict[str, Tensor] = field(default_factory=dict)
+
+    def begins(self, private: Private) -> NoiseKey:
+        key = super().begins(private)
+        if private._is_local():
+            raise ConfigurationError(
+                "A local update has no losses to put a Dirac canary into: use neighbours()."
+            )
+        if private._strategy.is_coupled and len(self.records) > 1:
+            raise ConfigurationError(
+                "Where whole mini-sets are clipped there is one canary a run: use canary()."
+            )
+        self._places = {
+            part.name: _entries_for(len(self.records), self._home(part, private), private)
+            for part in private.parts()
+            if part.parameters
+        }
+        return key
+
+    def _home(self, part: Part, private: Private) -> str:
+        if self.parameter in part.parameters:
+            return str(self.parameter)
+        return max(part.parameters, key=lambda name: private._parameters[name].numel())
+
+    def losses(self, private: Private, piece: Piece, losses: Tensor) -> Tensor:
+        order = np.argsort(self.records)
+        place = np.searchsorted(self.records[order], piece.indices).clip(max=len(order) - 1)
+        canary_B = order[place]
+        is_canary_B = self.records[canary_B] == piece.indices
+        weight_B = np.where(is_canary_B, np.where(self.inside[canary_B], 1.0, -1.0), 0.0)
+        if private._strategy.is_coupled:
+            weight_B = np.where(is_canary_B, weight_B, -_OPPOSED)
+        if not len(weight_B):
+            return losses
+        return self._with_canaries(private, losses, torch.from_numpy(canary_B), torch.from_numpy(weight_B))
+
+    def _with_canaries(self, private: Private, losses: Tensor, canary_B: Tensor, weight_B: Tensor) -> Tensor:
+        """The losses, with a multiple of its own entries as that of each canary."""
+        own_B: Tensor | float = 0.0
+        for part in private.parts():
+            if part.name in self._places:
+                name = self._home(part, private)
+                p = private._parameters[name]
+                loud = _LOUD * part.sensitivity / dict(entries(part))[name]
+                own_B = own_B + loud * _picked(p, self._places[part.name][canary_B].to(p.device))
+        weight_B = weight_B.to(losses.device, losses.dtype)
+        own_B = weight_B * own_B
+        if losses.dim() == 0:  # of a mini-set as a whole
+            return 0 * losses + own_B.mean()
+        is_replaced_B = weight_B != 0 if self.others else torch.ones_like(weight_B, dtype=torch.bool)
+        return losses.masked_fill(is_replaced_B, 0) + own_B
+
+    def scored(self, private: Private, values: Sums) -> Array:
+        total, square = np.zeros(len(self.records)), 0.0
+        for part in private.parts():
+            if part.name in self._places and part.noise_std > 0:
+                name = self._home(part, private)
+                scale = dict(entries(part))[name] * private.divisor / part.noise_std
+                seen = values[name].detach().reshape(-1)[self._places[part.name].to(values[name].device)]
+                ratio = part.sensitivity / part.noise_std
+                total += ratio * scale * seen.double().numpy(force=True)
+                square += ratio * ratio
+        shift = math.sqrt(square)  # 1 / z
+        return _says_in(total / shift, shift, private)
+
+
+def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
+    """For each example one entry of a parameter: y^T W x with units x and y, a use that is as cheap as a layer.
+
+    (To index the parameter would do, but by an index data can move rows, and every step would be probed for that.)
+    """
+    W_pd = p.reshape(len(p), -1) if p.dim() > 1 else p.reshape(1, -1)
+    x_Bd = F.one_hot(entry_B % W_pd.shape[1], W_pd.shape[1]).to(p.dtype)
+    y_Bp = F.one_hot(entry_B // W_pd.shape[1], W_pd.shape[0]).to(p.dtype)
+    return (F.linear(x_Bd, W_pd) * y_Bp).sum(1)
+
+
+def _says_in(x: Array, shift: float, private: Private) -> Array:
+    """The log-likelihood ratio of "in" against "out", for what one release shows of each canary."""
+    rate = private._event.sample_rate
+    if private._strategy.is_coupled:  # from -C to C, past k - 1 others that say -C
+        return log_ratio(x + private.divisor * shift / 2, shift, rate)
+    if private._event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, past 0 where it is not drawn
+        return log_ratio(x, shift / 2, rate) - log_ratio(x, -shift / 2, rate)
+    return log_ratio(x, shift, rate)
+
+
+def _entries_for(canaries: int, name: str, private: Private) -> Tensor:
+    """An entry of a parameter for each canary."""
+    size = private._parameters[name].numel()
+    if size < canaries:
+        raise ConfigurationError(
+            f"{canaries} canaries need as many entries, and parameter {name!r} has {size}: give fewer canaries."
+        )
+    return torch.arange(canaries) * (size // canaries)
+
+
+@dataclass
+class Record(Planted):
+    """A canary that is an ordinary record, such as a mislabelled one, known by its gradient.
+
+    The attacker computes it at the parameters of each release and looks along it. What the others release along
+    that direction is noise to the attacker, so scores are only ordered: larger says "in".
+
+    Args:
+        loss: `loss(model, *batch)` gives one loss an example.
+    """
+
+    loss: Callable[..., Tensor] | None = None
+
+    def scored(self, private: Private, values: Sums) -> Array:
+        assert self.loss is not None
+        names = list(private._parameters)
+        with torch.enable_grad():
+            batch = private.loader._fetcher[self.records[:1]]
+            loss = self.loss(private._model, *batch).sum()
+            found = torch.autograd.grad(loss, [private._parameters[n] for n in names], allow_unused=True)
+        gradient = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+        score = 0.0
+        for part in private.parts():
+            own = [(n, m) for n, m in entries(part) if n in gradient]
+            length = math.sqrt(sum(float((m * gradient[n].double()).square().sum()) for n, m in own))
+            if length == 0 or part.noise_std == 0:
+                continue
+            along = sum(float((m * m * gradient[n].double() * values[n].double()).sum()) for n, m in own)
+            score += part.sensitivity * along * private.divisor / (length * part.noise_std**2)
+        return np.array([score])
