@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from clipwise import __version__
+from clipwise.commands.audit import audit
 from clipwise.commands.bench import bench
 from clipwise.commands.check import check
 from clipwise.commands.demo import demo
@@ -62,5 +63,5 @@ def main(
     """
 
 
-for command in (demo, epsilon, noise, tradeoff, statement, check, bench, reproduce, tune):
+for command in (demo, epsilon, noise, tradeoff, statement, check, audit, bench, reproduce, tune):
     app.command()(command)

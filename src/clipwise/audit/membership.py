@@ -51,7 +51,8 @@ class Membership:
 
     def __str__(self) -> str:
         at = ", ".join(f"{100 * tpr:.3g}% at {100 * fpr:g}%" for fpr, tpr in self.found.items())
-        return f"{self.attack}: finds {at} false alarms, AUC {self.auc:.3f} ({self.members} members, {self.others} others)"
+        scored = f"{self.members} members, {self.others} others"
+        return f"{self.attack}: finds {at} false alarms, AUC {self.auc:.3f} ({scored})"
 
 
 def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = RATES) -> Membership:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
+from clipwise import audit
+from clipwise.audit.trial import run_of
 from clipwise.commands.output import say
 from clipwise.commands.target import load, running
 from clipwise.errors import ConfigurationError
@@ -22,6 +24,13 @@ def check(
             "returns (model, loss, batch), where loss(model, *batch) gives one loss an example."
         ),
     ],
+    neighbours: Annotated[
+        bool,
+        typer.Option(
+            help="Also train a copy for a few steps on neighbouring data sets made of the batch, and check that one "
+            "example moves no release by more than is declared."
+        ),
+    ] = False,
 ) -> None:
     """Say whether a model and a loss can be trained privately, and if not, why.
 
@@ -35,7 +44,8 @@ def check(
             return Net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"), (x, y)
 
     Use synthetic or public rows for the batch: what a check says depends on them. It runs your code, replaces
-    one example after the other and looks whether any other example's loss moves. It is a lint and no proof.
+    one example after the other and looks whether any other example's loss moves. With --neighbours it also trains a
+    copy privately, with and without an example, and compares every release. It is a lint and no proof.
 
     Exit code 0: accepted. 1: refused. 2: the check could not be made.
     """
@@ -44,6 +54,11 @@ def check(
         model, loss, batch = _parts(function(), target)
         report = examine(model, loss, batch)
     say(str(report), style="" if report.ok else "red")
+    if neighbours and report.ok:
+        with running(target):
+            compared = audit.neighbours(*run_of(model, loss, batch), records=(0, 1))
+        say(str(compared), style="" if compared.ok else "red")
+        raise typer.Exit(0 if compared.ok else 1)
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -1,0 +1,61 @@
+"""A short private run of any model, to be audited."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise import engine
+from clipwise.clipping import PerExample, Strategy
+from clipwise.errors import ConfigurationError
+
+STEPS = 6
+
+
+def run_of(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batch: Sequence[Any],
+    clipping: Strategy | None = None,
+    **options: Any,
+) -> tuple[Callable[[Any], None], TensorDataset]:
+    """A function that trains a copy of the model on a data set, and the batch as such a data set.
+
+    Args:
+        model: is copied before each run.
+        loss: `loss(model, *batch)` gives one loss an example.
+        batch: tensors whose first dimension counts the examples.
+        clipping: the strategy; `PerExample(max_norm=1.0)` by default.
+        options: further arguments of `make_private`.
+    """
+    tensors = [t for t in batch if isinstance(t, Tensor) and t.dim()]
+    if len(tensors) < len(batch) or len({len(t) for t in tensors}) != 1 or len(tensors[0]) < 4:
+        raise ConfigurationError(
+            "batch must hold tensors whose first dimension counts the same examples, at least 4, to make neighbouring "
+            "data sets of it: write a function for clipwise.audit.neighbours otherwise."
+        )
+
+    def train(dataset: Any) -> None:
+        own = copy.deepcopy(model)
+        trained = [p for p in own.parameters() if p.requires_grad]
+        chosen = {"sample_rate": 0.5, "noise_multiplier": 1.0, "steps": STEPS} | options
+        private = engine.make_private(
+            own,
+            torch.optim.SGD(trained, lr=0.01),
+            dataset,
+            clipping=PerExample(max_norm=1.0) if clipping is None else clipping,
+            **chosen,
+        )
+        left = int(chosen["steps"])
+        while left:
+            for rows in private.loader:
+                left -= private.step(loss(own, *rows))
+                if not left:
+                    break
+
+    return train, TensorDataset(*tensors)

@@ -1,0 +1,152 @@
+"""`clipwise audit`: attack a run, and compare what is found with what its ledger claims."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from clipwise import audit as auditing
+from clipwise import ledger
+from clipwise.about import plain
+from clipwise.audit.report import AuditReport
+from clipwise.commands.output import remark, rounded_up, say, stdout
+from clipwise.commands.target import load, running
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Entry
+
+LEDGER, SUBJECT = "ledger", "subject.py"
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="The run's folder, with its ledger in it, or the ledger file.")],
+    subject: Annotated[
+        str | None,
+        typer.Option(
+            help="path/to/file.py:function or package.module:function. The function takes no arguments and returns "
+            "(make_run, dataset): make_run(dataset) trains as the run did. By default subject.py:subject in the folder."
+        ),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option(min=0, help="How often to train for the canary attack, half of it with the canary.")
+    ] = 200,
+    canaries: Annotated[
+        int, typer.Option(min=0, help="How many canaries to plant in a further, single run; 0 for none.")
+    ] = 0,
+    confidence: Annotated[float, typer.Option(help="With which each attack's bounds hold.")] = 0.95,
+    delta: Annotated[float | None, typer.Option(help="The delta of epsilon; by default the run's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of canaries and noise: the same seed, the same result.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the claimed and the measured curve to this file: .png or .svg.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
+) -> None:
+    """Attack a run, and compare what an attacker reaches with what the run's ledger claims.
+
+    For example:
+
+        clipwise audit runs/mine --subject my_run.py:subject --runs 1000 --plot audit.png
+
+    where my_run.py has, for instance:
+
+        def subject():
+            return train, dataset      # train(dataset) calls make_private and trains, as the run did
+
+    First two neighbouring runs are compared release by release. Then the model is trained again and again, with and
+    without a canary, the worst record there is; how well the two can be told apart bounds epsilon and mu from below.
+    A lower bound above the claim shows a bug; one below it proves nothing. Use synthetic or public records: audits
+    see sums without noise.
+
+    Exit code 0: within the claim. 1: more than claimed. 2: the audit could not be made.
+    """
+    file = run / LEDGER if run.is_dir() else run
+    claimed = ledger.read(file)
+    target = subject if subject is not None else f"{file.parent / SUBJECT}:subject"
+    make_run, dataset = _subject(target)
+    reports: list[AuditReport] = []
+    with running(target):
+        compared = auditing.neighbours(make_run, dataset, seed=seed)
+        if runs:
+            remark(f"Training {runs} times, half of them with a canary.")
+            reports.append(
+                auditing.canary(make_run, dataset, runs=runs, delta=delta, confidence=confidence, seed=seed)
+            )
+        if canaries:
+            remark(f"Training once with {canaries} canaries.")
+            reports.append(
+                auditing.one_run(
+                    make_run, dataset, canaries=canaries, delta=delta, confidence=confidence, seed=seed
+                )
+            )
+    for report in reports:
+        _require_same_run(claimed.history, report.claim.history, target)
+    if plot is not None and reports:
+        max(reports, key=lambda report: report.measured.mu).draw(plot)
+        remark(f"Drawn to {plot}")
+    ok = compared.ok and all(report.ok for report in reports)
+    if as_json:
+        content: dict[str, Any] = {"format": 1, "run": claimed.run, "ok": ok}
+        content["neighbours"] = {"ok": compared.ok, "findings": [str(f) for f in compared.findings]}
+        content["attacks"] = [report.to_dict() for report in reports]
+        say(json.dumps(plain(content), indent=2))
+    else:
+        say(f"Run {claimed.run}, {claimed.position} releases")
+        say(f"Neighbours. {compared}", style="" if compared.ok else "red")
+        if reports:
+            stdout().print(_table(reports))
+        say(
+            "Within the claim: no attack did better than it allows, which is no proof."
+            if ok
+            else "MORE THAN CLAIMED: the run is not as private as its ledger says.",
+            style="" if ok else "red",
+        )
+    raise typer.Exit(0 if ok else 1)
+
+
+def _subject(target: str) -> tuple[Any, Any]:
+    function = load(target)
+    with running(target):
+        made = function()
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and hasattr(made[1], "__len__"):
+        return made
+    raise ConfigurationError(
+        f"{target} must return (make_run, dataset): a function that trains on the data set that it is given, as the "
+        "run did, and such a data set."
+    )
+
+
+def _require_same_run(ours: Sequence[Entry], theirs: Sequence[Entry], target: str) -> None:
+    """What is attacked must claim just what the ledger claims."""
+    counts = []
+    for history in (ours, theirs):
+        count: Counter[str] = Counter()
+        for entry in history:
+            count[json.dumps(entry.event.to_dict(), sort_keys=True)] += entry.count
+        counts.append(count)
+    if counts[0] != counts[1]:
+        raise ConfigurationError(
+            f"{target} makes another run than the ledger's: it must charge the same events equally often (sampling, "
+            "rate, noise multiplier, number of steps, size of the data set)."
+        )
+
+
+def _table(reports: Sequence[AuditReport]) -> Table:
+    table = Table("attack", "runs", "right guesses", "epsilon", "claimed", "mu", "claimed", "confidence")
+    for report in reports:
+        m, c = report.measured, report.claim
+        table.add_row(
+            m.attack,
+            str(m.runs),
+            f"{m.right} of {m.guesses}",
+            f">= {m.epsilon:.3g}",
+            rounded_up(c.epsilon),
+            f">= {m.mu:.3g}",
+            rounded_up(c.mu),
+            f"{m.confidence:.10g}",
+        )
+    return table
