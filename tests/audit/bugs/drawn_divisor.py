@@ -1,0 +1,26 @@
+"""The noised sum is divided by the number that was drawn, which is secret and moves with a record."""
+
+import pytest
+from torch import Tensor
+
+from clipwise.clipping.per_example import PerExampleClipper
+from clipwise.engine import Private
+from tests.audit.bug import Bug
+
+
+def plant(patch: pytest.MonkeyPatch) -> None:
+    clipped_sum, noised = PerExampleClipper.clipped_sum, Private._noised
+    drawn = [1]
+
+    def counting(self: PerExampleClipper, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
+        drawn[0] = max(len(losses), 1)
+        return clipped_sum(self, losses, real_B)
+
+    def over_drawn(self: Private, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t * (self.divisor / drawn[0]) for name, t in noised(self, total).items()}
+
+    patch.setattr(PerExampleClipper, "clipped_sum", counting)
+    patch.setattr(Private, "_noised", over_drawn)
+
+
+BUG = Bug("division by the drawn batch size", plant, ("neighbours",))

@@ -1,0 +1,31 @@
+"""K parts are noised as if each were alone, and counted as one: sqrt(K) is missing."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from clipwise import PerExample, engine
+from clipwise.clipping import strategy
+from tests.audit.bug import Bug, one_release, small
+
+
+def plant(patch: pytest.MonkeyPatch) -> None:
+    def each_alone(
+        sensitivities: Sequence[float], dimensions: Sequence[int], z: float, split: str
+    ) -> list[float]:
+        return [z * s for s in sensitivities]
+
+    patch.setattr(strategy, "split_noise", each_alone)
+    patch.setattr(engine, "effective_multiplier", lambda parts: math.inf)
+
+
+by_tensor = PerExample(max_norm=1.0, parts="tensor")  # four parts
+BUG = Bug(
+    "missing sqrt(K)",
+    plant,
+    ("neighbours", "canary"),
+    subject=partial(small, clipping=by_tensor),
+    attacked=partial(one_release, clipping=by_tensor),
+)

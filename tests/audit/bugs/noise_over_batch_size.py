@@ -1,0 +1,19 @@
+"""The noise of a mean on a sum: its standard deviation is divided by the batch size."""
+
+from typing import Any
+
+import pytest
+
+from clipwise import engine
+from clipwise.noise import gaussian
+from tests.audit.bug import Bug
+
+
+def plant(patch: pytest.MonkeyPatch) -> None:
+    def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
+        return gaussian(key, size, std / 16, **options)
+
+    patch.setattr(engine, "gaussian", smaller)
+
+
+BUG = Bug("noise divided by the batch size", plant, ("neighbours", "canary"))

@@ -1,0 +1,34 @@
+"""Batch clipping bounds the gradient, and the running statistics of batch norm leave beside it."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from clipwise import Batch, checks
+from clipwise.audit.trial import run_of
+from tests.audit.bug import Bug, Subject, losses, rows
+
+
+def plant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks, "require_no_batch_statistics", lambda *_: None)
+    patch.setattr(checks, "require_no_statistics_in", lambda *_: None)
+    patch.setattr(checks.BufferGuard, "compare_listed", lambda self: None)
+
+
+def normalized(steps: int) -> Subject:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return run_of(
+        model, losses, rows(), clipping=Batch(max_norm=1.0), sampling="full", sample_rate=None, steps=steps
+    )
+
+
+BUG = Bug(
+    "released running statistics",
+    plant,
+    ("neighbours",),
+    subject=partial(normalized, 2),
+    attacked=partial(normalized, 1),
+)
