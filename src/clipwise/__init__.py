@@ -1,6 +1,6 @@
 """clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
 
-from clipwise import accounting, augment, gradients, layers, lipschitz, models
+from clipwise import accounting, audit, augment, gradients, layers, lipschitz, models
 from clipwise.averaged import AveragedParameters
 from clipwise.clipping import (
     Adaptive,
@@ -20,6 +20,7 @@ from clipwise.clipping import (
 )
 from clipwise.engine import Private, make_private
 from clipwise.errors import (
+    AuditError,
     BudgetExhausted,
     CheckpointError,
     ClipwiseError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "Adjacency",
+    "AuditError",
     "AveragedParameters",
     "Backprop",
     "Batch",
@@ -71,6 +73,7 @@ __all__ = [
     "Unit",
     "UnsupportedModelError",
     "accounting",
+    "audit",
     "augment",
     "check",
     "gradients",

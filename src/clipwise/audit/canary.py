@@ -14,13 +14,12 @@ from clipwise.audit.bounds import at_least, at_most, epsilon_of_errors, mu_of_ac
 from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Dirac, Planted, Record
 from clipwise.audit.records import with_record
-from clipwise.audit.report import AuditReport, Claim, Measured, history_of
-from clipwise.errors import AuditError, ConfigurationError
+from clipwise.audit.report import AuditReport, Claim, Measured
+from clipwise.audit.worlds import Worlds
+from clipwise.errors import ConfigurationError
 from clipwise.noise import NoiseKey
-from clipwise.privacy import Entry
-from clipwise.watch import watching
 
-KINDS = ("dirac", "mislabelled")
+KINDS = ("dirac", "mislabelled", "record")
 # Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
 THRESHOLDS = (-8.0, -6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 _FOR_MU = 0.8  # of the probability of failure: mu comes from one test, epsilon from all thresholds
@@ -34,6 +33,7 @@ def canary(
     kind: str = "dirac",
     loss: Callable[..., Tensor] | None = None,
     record: int = 0,
+    planted: Any = None,
     parameter: str | None = None,
     others: bool = False,
     runs: int = 1000,
@@ -55,10 +55,12 @@ def canary(
     Args:
         make_run: as in `neighbours`.
         dataset: the records; one of them is the canary.
-        kind: "dirac", the worst gradient there is, put into the run's losses; or "mislabelled", the record with
-            another label, known by its gradient, for which `loss` is needed.
+        kind: "dirac", the worst gradient there is, put into the run's losses; "mislabelled", the record with another
+            label; or "record", the one given as `planted`. The last two are known by their gradient, for which `loss`
+            is needed. A strategy that bounds gradients by the model's structure takes these.
         loss: `loss(model, *batch)` gives one loss an example.
         record: the canary's place.
+        planted: the canary, for kind="record".
         parameter: where a Dirac canary's entry is, in place of the largest parameter of each part.
         others: whether everyone else keeps their losses beside a Dirac canary. If not, they are there and say
             nothing: the data set that an attacker would choose.
@@ -69,74 +71,37 @@ def canary(
         seed: of the keys, and of torch's generator before each run.
     """
     if kind not in KINDS:
-        raise ConfigurationError(f"kind={kind!r} is not known: use 'dirac' or 'mislabelled'.")
-    if kind == "mislabelled" and loss is None:
+        raise ConfigurationError(f"kind={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+    if (kind == "record") != (planted is not None):
         raise ConfigurationError(
-            "kind='mislabelled' needs loss=: loss(model, *batch) gives one loss an example."
+            "planted is the record of kind='record', and of no other kind: give both or neither."
         )
+    if kind != "dirac" and loss is None:
+        raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) gives one loss an example.")
     least = 2 if kind == "dirac" else 2 * _PILOTS
     if isinstance(runs, bool) or not isinstance(runs, int) or runs < least or runs % 2:
         raise ConfigurationError(f"runs={runs!r} is not possible: give an even number of at least {least}.")
     require_confidence(confidence)
     if not 0 <= record < len(dataset):
         raise ConfigurationError(f"record={record!r} is no index of the data set.")
-    data = dataset if kind == "dirac" else with_record(dataset, record, mislabelled(dataset, record))
-    watches: list[Planted] = []
-    histories = []
+    if kind == "mislabelled":
+        planted = mislabelled(dataset, record)
+    data = dataset if planted is None else with_record(dataset, record, planted)
 
-    def one_more(again: Sequence[NoiseKey] = ()) -> None:
-        key, inside = key_of(len(watches)), np.array([len(watches) % 2 == 0])
-        place = np.array([record])
-        watch: Planted = (
-            Dirac(key, place, inside, again, parameter=parameter, others=others)
-            if kind == "dirac"
-            else Record(key, place, inside, again, loss=loss)
-        )
-        histories.append(trained(make_run, data, watch, seed))
-        watches.append(watch)
+    def watch(key: NoiseKey, inside: bool, again: Sequence[NoiseKey]) -> Planted:
+        place, is_inside = np.array([record]), np.array([inside])
+        if kind == "dirac":
+            return Dirac(key, place, is_inside, again, parameter=parameter, others=others)
+        return Record(key, place, is_inside, again, loss=loss, home=data)
 
-    def key_of(number: int) -> NoiseKey:
-        return NoiseKey.from_seed(seed, f"clipwise.canary/{number}".encode())
-
-    one_more()
-    one_more()
-    if is_one_release(histories[0]):
-        # Without chance in the draw the sum is always the same: only the noise is drawn anew.
-        for world in range(2):
-            one_more([key_of(number) for number in range(4 + world, runs + 2, 2)])
-    else:
-        while len(watches) < runs:
-            one_more()
-    run = watches[0].run
-    assert run is not None
-    claim = Claim(history_of(histories), run._delta if delta is None else delta)
-    found = [
-        np.array([s[0] for w in watches[world::2] for s in (w.scores, *w.more)][: runs // 2])
-        for world in (0, 1)
-    ]
-    inside_scores, outside_scores = found
+    worlds = Worlds(make_run, data, dataset, watch, seed)
+    inside_scores, outside_scores = worlds.scores(runs)
+    claim = Claim(worlds.history(), worlds.delta if delta is None else delta)
     if kind != "dirac":
         inside_scores, outside_scores = _after_pilots(inside_scores, outside_scores)
     return AuditReport(
         claim, measured(f"{kind} canary", runs, inside_scores, outside_scores, claim, confidence)
     )
-
-
-def is_one_release(history: Sequence[Entry]) -> bool:
-    """A run of a single step that everyone takes part in."""
-    return sum(entry.count for entry in history) == 1 and history[0].event.sample_rate == 1
-
-
-def trained(make_run: MakeRun, dataset: Any, watch: Planted, seed: int) -> list[Entry]:
-    """One run under a watch; returns what it charged."""
-    with torch.random.fork_rng(devices=[]), watching(watch):
-        torch.manual_seed(seed)
-        make_run(dataset)
-    if watch.run is None:
-        raise AuditError(
-            "make_run made no private run: it must call clipwise.make_private on the data set it is given."
-        )
-    return watch.run._ledger.history()
 
 
 def measured(

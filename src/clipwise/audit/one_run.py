@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from clipwise.audit.bounds import epsilon_in_one_run, mu_in_one_run, p_value_of_curve
-from clipwise.audit.canary import require_confidence, trained
+from clipwise.audit.canary import require_confidence
 from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Dirac
-from clipwise.audit.report import AuditReport, Claim, Measured, history_of
+from clipwise.audit.report import AuditReport, Claim, Measured
+from clipwise.audit.worlds import trained
 from clipwise.errors import ConfigurationError
 from clipwise.noise import NoiseKey
 
@@ -56,7 +57,7 @@ def one_run(
     watch = Dirac(key, np.arange(canaries), inside, parameter=parameter)
     history = trained(make_run, dataset, watch, seed)
     assert watch.run is not None
-    claim = Claim(history_of([history]), watch.run._delta if delta is None else delta)
+    claim = Claim(tuple(history), watch.run._delta if delta is None else delta)
     failure = (1 - confidence) / len(SHARES)
     best: Measured | None = None
     order = np.argsort(watch.scores, kind="stable")

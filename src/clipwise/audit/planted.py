@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from clipwise.audit.tape import entries
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise import NoiseKey
 from clipwise.privacy import Adjacency, Part, Unit
+from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.schemes import Indices
 from clipwise.watch import Sums, Watch
 
@@ -216,15 +217,17 @@ class Record(Planted):
 
     Args:
         loss: `loss(model, *batch)` gives one loss an example.
+        home: a data set that has the canary in its place, whether or not this run has.
     """
 
     loss: Callable[..., Tensor] | None = None
+    home: Any = None
 
     def scored(self, private: Private, values: Sums) -> Array:
         assert self.loss is not None
         names = list(private._parameters)
         with torch.enable_grad():
-            batch = private.loader._fetcher[self.records[:1]]
+            batch = Fetcher(self.home, private.loader._fetcher._collate_fn)[self.records[:1]]
             loss = self.loss(private._model, *batch).sum()
             found = torch.autograd.grad(loss, [private._parameters[n] for n in names], allow_unused=True)
         gradient = {n: g for n, g in zip(names, found, strict=True) if g is not None}

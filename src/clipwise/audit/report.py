@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -106,13 +105,3 @@ class AuditReport:
             f"epsilon >= {m.epsilon:.3g} of {c.epsilon:.3g} claimed at delta {c.delta:g}, mu >= {m.mu:.3g} of "
             f"{c.mu:.3g}, confidence {m.confidence:.10g}: {verdict}."
         )
-
-
-def history_of(runs: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
-    """What all of these runs charged, which must be the same."""
-    first = list(runs[0])
-    if any(list(other) != first for other in runs[1:]):
-        raise AuditError(
-            "make_run charges another history from one call to the next: an audit compares runs that promise the same."
-        )
-    return tuple(first)

@@ -22,6 +22,7 @@ def run_of(
     loss: Callable[..., Tensor],
     batch: Sequence[Any],
     clipping: Strategy | None = None,
+    step: Callable[..., bool] | None = None,
     **options: Any,
 ) -> tuple[Callable[[Any], None], TensorDataset]:
     """A function that trains a copy of the model on a data set, and the batch as such a data set.
@@ -31,6 +32,8 @@ def run_of(
         loss: `loss(model, *batch)` gives one loss an example.
         batch: tensors whose first dimension counts the examples.
         clipping: the strategy; `PerExample(max_norm=1.0)` by default.
+        step: `step(private, model, *batch)`, for a strategy that needs more than losses. It returns what
+            `private.step` does, which is called by default.
         options: further arguments of `make_private`.
     """
     tensors = [t for t in batch if isinstance(t, Tensor) and t.dim()]
@@ -54,7 +57,7 @@ def run_of(
         left = int(chosen["steps"])
         while left:
             for rows in private.loader:
-                left -= private.step(loss(own, *rows))
+                left -= private.step(loss(own, *rows)) if step is None else step(private, own, *rows)
                 if not left:
                     break
 
