@@ -1,0 +1,117 @@
+"""How much of the truth an attack recovers, and that it never says more than the truth."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from clipwise import Batch, PerExample, audit
+from clipwise.errors import AuditError, ConfigurationError
+from tests.audit.bug import CONFIDENCE, losses, one_release, small
+
+FIXED: dict[str, Any] = {"sampling": "fixed-size", "sample_rate": None, "batch_size": 32, "steps": 1}
+
+SINGLE_RELEASES = {
+    "per example": one_release,
+    "by layer": partial(one_release, clipping=PerExample(max_norm=1.0, parts="layer")),
+    "replace-one": partial(small, **FIXED),
+    "batch": partial(one_release, clipping=Batch(max_norm=1.0)),
+    "mini-sets": partial(one_release, clipping=Batch(max_norm=1.0, mini_sets=4)),
+    "batch, replace-one": partial(small, clipping=Batch(max_norm=1.0), **FIXED),
+}
+
+
+@pytest.mark.parametrize("mu", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("name", SINGLE_RELEASES)
+def test_a_single_release_shows_three_quarters_of_mu(name: str, mu: float) -> None:
+    subject = SINGLE_RELEASES[name](noise_multiplier=1 / mu)
+    report = audit.canary(*subject, runs=1000, seed=1)
+    assert report.claim.mu == pytest.approx(mu, rel=1e-3)
+    assert 0.75 * mu <= report.measured.mu <= mu
+    assert 0 < report.measured.epsilon <= report.claim.epsilon
+    assert report.ok
+
+
+def test_a_bound_is_seldom_above_the_truth() -> None:
+    """Twenty audits at confidence 0.95: more than 6 failures have a probability of 3e-4, and the seeds are fixed."""
+    reports = [audit.canary(*one_release(), runs=200, seed=seed) for seed in range(20)]
+    assert sum(report.measured.mu > 1 for report in reports) <= 6
+    assert all(report.measured.mu < 1.5 for report in reports)
+
+
+def test_a_subsampled_run_stays_within_its_claim() -> None:
+    subject = small(
+        clipping=PerExample(max_norm=1.0, method="vmap"),
+        steps=3,
+        noise_multiplier=0.5,
+        probe_independence=False,
+    )
+    report = audit.canary(*subject, runs=100)
+    report.require()
+    assert 0.3 < report.measured.mu < report.claim.mu
+
+
+def test_a_mislabelled_canary_is_told_by_its_gradient() -> None:
+    for subject in (one_release(noise_multiplier=0.25), small(**FIXED, noise_multiplier=0.25)):
+        report = audit.canary(*subject, kind="mislabelled", loss=losses, runs=400)
+        report.require()
+        assert 0.3 < report.measured.mu < 4
+
+
+def test_a_record_of_ones_own_is_told_by_its_gradient() -> None:
+    planted = torch.full((5,), 50.0), torch.tensor(1)
+    report = audit.canary(
+        *one_release(noise_multiplier=0.5), kind="record", planted=planted, loss=losses, runs=400
+    )
+    report.require()
+    assert 0.7 < report.measured.mu < 2
+
+
+def test_a_claim_that_is_too_good_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clipwise import engine, noise
+
+    def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
+        return noise.gaussian(key, size, std / 2, **options)
+
+    monkeypatch.setattr(engine, "gaussian", smaller)
+    report = audit.canary(*one_release(), runs=1000, confidence=CONFIDENCE)
+    assert not report.ok and report.measured.mu > 1
+    with pytest.raises(AuditError, match="MORE THAN CLAIMED"):
+        report.require()
+
+
+def test_both_curves_are_in_one_picture(tmp_path: Any) -> None:
+    report = audit.canary(*one_release(), runs=100)
+    report.draw(tmp_path / "audit.svg")
+    assert "an attack reached" in _text(tmp_path / "audit.svg")
+
+
+def _text(path: Any) -> str:
+    return str(path.read_text()).replace("<!-- ", "").replace(" -->", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "loud"}, "kind='loud'"),
+        ({"kind": "mislabelled"}, "needs loss="),
+        ({"kind": "record", "loss": losses}, "planted"),
+        ({"planted": (1, 2)}, "planted"),
+        ({"runs": 3}, "runs=3"),
+        ({"runs": True}, "runs=True"),
+        ({"confidence": 1.0}, "confidence=1.0"),
+        ({"record": 99}, "record=99"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        audit.canary(*one_release(), **{"runs": 100, **options})
+
+
+def test_a_run_without_noise_or_for_users_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no noise"):
+        audit.canary(*one_release(noise_multiplier=0.0), runs=2)
+    users = small(clipping=Batch(max_norm=1.0), group=[i // 2 for i in range(32)])
+    with pytest.raises(ConfigurationError, match="single records"):
+        audit.canary(*users, runs=2)

@@ -1,0 +1,198 @@
+"""Neighbouring runs of every kind are as declared; what is not is named."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import clipwise
+from clipwise import Batch, Multipliers, PerExample, Public, Quantile, audit, layers
+from clipwise.audit.trial import run_of
+from clipwise.errors import AuditError, ConfigurationError
+from tests.audit.bug import Subject, losses, network, one_release, rows, small
+
+FIXED: dict[str, Any] = {"sampling": "fixed-size", "sample_rate": None, "batch_size": 16}
+
+
+def public_norm() -> Subject:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    model, _ = layers.replace_batchnorm(model, torch.randn(16, 5), "public")
+    return run_of(model, losses, rows())
+
+
+def lot_norm() -> Subject:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return run_of(layers.without_running_statistics(model), losses, rows(), Batch(max_norm=1.0), **FIXED)
+
+
+def scaled() -> Subject:
+    public = Public(rows(), lambda model, batch: losses(model, *batch))
+    return small(clipping=PerExample(max_norm=1.0, parts=Multipliers(public)))
+
+
+RUNS = {
+    "poisson": small,
+    "layers": partial(small, clipping=PerExample(max_norm=0.5, parts="layer")),
+    "normalize": partial(small, clipping=PerExample(max_norm=1.0, mode="normalize")),
+    "quantile": partial(small, clipping=PerExample(max_norm=Quantile(count_noise=0.3))),
+    "pieces": partial(small, max_physical_batch_size=4),
+    "fixed-size": partial(small, **FIXED),
+    "shuffled": partial(small, sampling="shuffled", sample_rate=None, batch_size=8),
+    "full": one_release,
+    "batch": partial(small, clipping=Batch(max_norm=1.0)),
+    "mini-sets": partial(small, clipping=Batch(max_norm=1.0, mini_sets=4), **FIXED),
+    "users": partial(small, clipping=Batch(max_norm=1.0), group=[i // 2 for i in range(32)]),
+    "public batch norm": public_norm,
+    "batch norm under batch clipping": lot_norm,
+    "averaged views": partial(small, averaged_views=1),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_as_declared(name: str) -> None:
+    report = audit.neighbours(*RUNS[name](), records=(0, 3))
+    report.require()
+    assert report.pairs == 6 and 0 < report.worst <= 1 + 1e-4
+    assert "As declared" in str(report)
+
+
+def test_the_worst_record_uses_up_what_is_allowed() -> None:
+    assert audit.neighbours(*one_release()).worst == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_loss_that_couples_examples_is_found() -> None:
+    """The probe of the engine is switched off: that of neighbours does not look at gradients at all."""
+    make_run, data = run_of(
+        network(),
+        lambda model, x, y: losses(model, x, y) * len(x),  # no gradient shows it
+        rows(),
+        PerExample(max_norm=1e4),
+        probe_independence=False,
+    )
+    report = audit.neighbours(make_run, data, changes={"as it is": lambda record: record})
+    assert not report.findings  # within so large a bound all is well
+
+    make_run, data = run_of(
+        network(), lambda model, x, y: losses(model, x, y) * (-1) ** len(x), rows(), probe_independence=False
+    )
+    report = audit.neighbours(make_run, data)
+    assert {finding.what for finding in report.findings} == {"sensitivity", "joint"}
+
+
+def test_steps_that_depend_on_the_data_are_found() -> None:
+    def make_run(dataset: Any) -> None:
+        model = network()
+        private = clipwise.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset,
+            sampling="full",
+            noise_multiplier=1.0,
+            steps=3,
+        )
+        for _ in range(3 if float(dataset.tensors[0][0].abs().max()) > 1e3 else 2):
+            for x, y in private.loader:
+                private.step(losses(model, x, y))
+
+    data = torch.utils.data.TensorDataset(*rows())
+    # Under zero-out both runs see the record in the data set object; what is drawn decides nothing here.
+    audit.neighbours(make_run, data).require()
+
+    def fewer(dataset: Any) -> None:
+        model = network()
+        private = clipwise.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset,
+            sampling="full",
+            noise_multiplier=1.0,
+            steps=3,
+        )
+        for _ in range(3):
+            for x, y in private.loader:
+                private.step(losses(model, x, y))
+                if len(x) < 32:
+                    return
+
+    report = audit.neighbours(fewer, data)
+    assert any(finding.what == "control flow" for finding in report.findings)
+
+
+def test_a_parameter_that_is_moved_past_the_noise_is_found() -> None:
+    def make_run(dataset: Any) -> None:
+        model = network()
+        private = clipwise.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset,
+            sampling="full",
+            noise_multiplier=1.0,
+            steps=2,
+        )
+        for _ in range(2):
+            for x, y in private.loader:
+                private.step(losses(model, x, y))
+                with torch.no_grad():
+                    model[0].bias.add_(x.mean())
+
+    report = audit.neighbours(make_run, torch.utils.data.TensorDataset(*rows()))
+    assert any(finding.what == "state" and "'0.bias'" in finding.text for finding in report.findings)
+    with pytest.raises(AuditError, match=r"'0\.bias' differs between neighbouring runs"):
+        report.require()
+
+
+def test_a_record_that_is_never_drawn_proves_nothing() -> None:
+    report = audit.neighbours(*small(sample_rate=0.001, steps=1))
+    assert not report.ok and not report.findings
+    with pytest.raises(AuditError, match="Nothing was compared"):
+        report.require()
+
+
+def test_a_function_that_makes_no_run_or_several_is_refused() -> None:
+    make_run, data = small()
+    with pytest.raises(AuditError, match="made no private run"):
+        audit.neighbours(lambda dataset: None, data)
+    with pytest.raises(AuditError, match="several private runs"):
+        audit.neighbours(lambda dataset: (make_run(dataset), make_run(dataset)), data)
+
+
+@pytest.mark.parametrize("index", [-1, 32, True, "a"])
+def test_an_index_that_is_none_is_refused(index: Any) -> None:
+    with pytest.raises(ConfigurationError, match="records"):
+        audit.neighbours(*small(), records=(index,))
+
+
+class Listed(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((5,), float(index)), index % 3
+
+
+def test_any_map_style_data_set_will_do() -> None:
+    make_run, _ = small()
+    audit.neighbours(make_run, Listed()).require()
+
+
+def test_a_run_under_audit_keeps_no_ledger_file(tmp_path: Any) -> None:
+    make_run, data = small(ledger=tmp_path / "ledger", resume_file=tmp_path / "resume")
+    audit.neighbours(make_run, data).require()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_in_use_are_not_touched(tmp_path: Any) -> None:
+    """A run that was made before is not watched."""
+    model = network()
+    data = torch.utils.data.TensorDataset(*rows())
+    private = clipwise.make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=8, noise_multiplier=1.0, steps=2
+    )
+    before = private._key.secret_bytes()
+    audit.neighbours(*small()).require()
+    assert private._watch is None and private._key.secret_bytes() == before
