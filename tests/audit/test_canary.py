@@ -34,9 +34,9 @@ def test_a_single_release_shows_three_quarters_of_mu(name: str, mu: float) -> No
 
 
 def test_a_bound_is_seldom_above_the_truth() -> None:
-    """Twenty audits at confidence 0.95: more than 6 failures have a probability of 3e-4, and the seeds are fixed."""
-    reports = [audit.canary(*one_release(), runs=200, seed=seed) for seed in range(20)]
-    assert sum(report.measured.mu > 1 for report in reports) <= 6
+    """Ten audits at confidence 0.95: more than 4 failures have a probability of 6e-5, and the seeds are fixed."""
+    reports = [audit.canary(*one_release(), runs=200, seed=seed) for seed in range(10)]
+    assert sum(report.measured.mu > 1 for report in reports) <= 4
     assert all(report.measured.mu < 1.5 for report in reports)
 
 

@@ -31,7 +31,7 @@ def lot_norm() -> Subject:
 
 
 def scaled() -> Subject:
-    public = Public(rows(), lambda model, batch: losses(model, *batch))
+    public = Public([rows()], losses)
     return small(clipping=PerExample(max_norm=1.0, parts=Multipliers(public)))
 
 
@@ -49,7 +49,8 @@ RUNS = {
     "users": partial(small, clipping=Batch(max_norm=1.0), group=[i // 2 for i in range(32)]),
     "public batch norm": public_norm,
     "batch norm under batch clipping": lot_norm,
-    "averaged views": partial(small, averaged_views=1),
+    "averaged views": partial(small, averaged_views=2),
+    "scaled parameters": scaled,
 }
 
 

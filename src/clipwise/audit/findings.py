@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from clipwise.errors import AuditError
+from clipwise.privacy import Entry
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class NeighboursReport:
         steps: how many releases were compared, over all pairs.
         moved: how many of them one unit moved at all.
         worst: the largest movement of a release, in units of what its event allows: 1 is just allowed.
+        history: what a run charges.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -43,6 +45,7 @@ class NeighboursReport:
     steps: int = 0
     moved: int = 0
     worst: float = 0.0
+    history: tuple[Entry, ...] = ()
 
     @property
     def ok(self) -> bool:

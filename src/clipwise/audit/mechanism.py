@@ -40,18 +40,18 @@ def of_noise(releases: Sequence[Release]) -> Iterator[Finding]:
     squares: dict[str, float] = {}
     counts: dict[str, int] = {}
     for release in releases:
-        stds = {name: part.noise_std for part in release.parts for name, _ in entries(part)}
-        for name, noise in release.noise().items():
-            if stds[name] > 0:
-                squares[name] = squares.get(name, 0.0) + float((noise / stds[name]).square().sum())
-                counts[name] = counts.get(name, 0) + noise.numel()
-    for name, square in squares.items():
-        if counts[name] and stats.chi2.cdf(square, counts[name]) < CHANCE:
-            share = math.sqrt(square / counts[name])
+        noise = release.noise()
+        for part in release.parts:
+            for name, _ in entries(part) if part.noise_std > 0 else ():
+                square = float((noise[name] / part.noise_std).square().sum())
+                for what in (f"{name!r}", f"part {part.name!r}"):
+                    squares[what] = squares.get(what, 0.0) + square
+                    counts[what] = counts.get(what, 0) + noise[name].numel()
+    for what, square in squares.items():
+        if counts[what] and stats.chi2.cdf(square, counts[what]) < CHANCE:
+            share = math.sqrt(square / counts[what])
             yield Finding(
-                0,
-                "noise",
-                f"the noise on {name!r} has {share:.3g} of the standard deviation that is declared.",
+                0, "noise", f"the noise on {what} has {share:.3g} of the standard deviation that is declared."
             )
 
 

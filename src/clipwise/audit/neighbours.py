@@ -11,7 +11,7 @@ from clipwise.audit import mechanism
 from clipwise.audit.comparing import allowed, compare, compare_ends, movement
 from clipwise.audit.findings import Finding, NeighboursReport
 from clipwise.audit.records import CHANGES, Change, with_record
-from clipwise.audit.tape import Recorder, state_of
+from clipwise.audit.tape import Recorder, Release, state_of
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.privacy import Adjacency, Unit
 from clipwise.watch import watching
@@ -57,18 +57,21 @@ def neighbours(
         A report: `report.require()` raises an `AuditError` that says what is not as declared.
     """
     report = NeighboursReport()
+    releases: list[Release] = []
     for index in records:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(dataset):
             raise ConfigurationError(f"records: {index!r} is no index of the data set.")
         for change in changes.values():
-            _pair(report, make_run, dataset, index, change, seed)
+            # Other keys for each pair: the more noise is seen, the more its size tells.
+            releases += _pair(report, make_run, dataset, index, change, seed + report.pairs)
+    report.findings += mechanism.of_noise(releases)
     return report
 
 
 def _pair(
     report: NeighboursReport, make_run: MakeRun, dataset: Any, index: int, change: Change, seed: int
-) -> None:
-    """One data set and its neighbour."""
+) -> list[Release]:
+    """One data set and its neighbour. Returns what was released for the first."""
     changed = with_record(dataset, index, change(dataset[index]))
     first = Recorder(seed)
     _run(make_run, changed, first)
@@ -86,6 +89,7 @@ def _pair(
         found += compare_ends(state_of(run._model), state_of(second.runs[0]._model))
     if report.pairs == 0:
         found += _of_run(first)
+        report.history = tuple(run._ledger.history())
     report.findings += [f for f in found if f not in report.findings]
     report.pairs += 1
     for one, other_release in zip(first.releases, second.releases, strict=False):
@@ -93,6 +97,7 @@ def _pair(
         report.steps += 1
         report.moved += moved > 0
         report.worst = max(report.worst, moved / allowed(one))
+    return first.releases
 
 
 def _of_run(first: Recorder) -> list[Finding]:
@@ -101,7 +106,6 @@ def _of_run(first: Recorder) -> list[Finding]:
     size = run._scheme.dataset_size
     is_of_records = run._event.unit is Unit.RECORD
     return [
-        *mechanism.of_noise(first.releases),
         *mechanism.of_streams(first.releases),
         *(mechanism.of_draws(first.releases, size) if is_of_records else ()),
         *mechanism.of_secrets(run.state_dict(), first.key(0), len(first.releases)),

@@ -71,6 +71,7 @@ def audit(
     reports: list[AuditReport] = []
     with running(target):
         compared = auditing.neighbours(make_run, dataset, seed=seed)
+        _require_same_run(claimed.history, compared.history, target)
         if runs:
             remark(f"Training {runs} times, half of them with a canary.")
             reports.append(
@@ -83,8 +84,6 @@ def audit(
                     make_run, dataset, canaries=canaries, delta=delta, confidence=confidence, seed=seed
                 )
             )
-    for report in reports:
-        _require_same_run(claimed.history, report.claim.history, target)
     if plot is not None and reports:
         max(reports, key=lambda report: report.measured.mu).draw(plot)
         remark(f"Drawn to {plot}")
@@ -97,8 +96,11 @@ def audit(
     else:
         say(f"Run {claimed.run}, {claimed.position} releases")
         say(f"Neighbours. {compared}", style="" if compared.ok else "red")
-        if reports:
-            stdout().print(_table(reports))
+        for report in reports:
+            m = report.measured
+            many = "1 run" if m.runs == 1 else f"{m.runs} runs"
+            say(f"{m.attack}: {many}, {m.right} of {m.guesses} guesses right, confidence {m.confidence:.10g}")
+            stdout().print(_table(report))
         say(
             "Within the claim: no attack did better than it allows, which is no proof."
             if ok
@@ -135,18 +137,9 @@ def _require_same_run(ours: Sequence[Entry], theirs: Sequence[Entry], target: st
         )
 
 
-def _table(reports: Sequence[AuditReport]) -> Table:
-    table = Table("attack", "runs", "right guesses", "epsilon", "claimed", "mu", "claimed", "confidence")
-    for report in reports:
-        m, c = report.measured, report.claim
-        table.add_row(
-            m.attack,
-            str(m.runs),
-            f"{m.right} of {m.guesses}",
-            f">= {m.epsilon:.3g}",
-            rounded_up(c.epsilon),
-            f">= {m.mu:.3g}",
-            rounded_up(c.mu),
-            f"{m.confidence:.10g}",
-        )
+def _table(report: AuditReport) -> Table:
+    m, c = report.measured, report.claim
+    table = Table("", "claimed, at most", "measured, at least")
+    table.add_row(f"epsilon at delta {c.delta:g}", rounded_up(c.epsilon), f"{m.epsilon:.4g}")
+    table.add_row("mu", rounded_up(c.mu), f"{m.mu:.4g}")
     return table
