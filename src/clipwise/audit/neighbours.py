@@ -23,7 +23,7 @@ def neighbours(
     make_run: MakeRun,
     dataset: Any,
     *,
-    records: Sequence[int] = (0,),
+    records: Sequence[int] | None = None,
     changes: Mapping[str, Change] = CHANGES,
     seed: int = 0,
 ) -> NeighboursReport:
@@ -46,10 +46,11 @@ def neighbours(
 
     Args:
         make_run: trains on the data set that it is given, from `make_private` to the last step. It must do the same
-            each time: torch's generator is seeded before each call. Random layers draw differently where a batch has
-            one example less; switch them off, or the report names them.
+            each time: torch's generator is seeded before each step. Several random layers, such as dropout, draw
+            otherwise where a batch has one example less, which looks like a leak: switch them off.
         dataset: records of any kind, best synthetic or public ones. 20 to 100 are enough.
-        records: the units that are changed, one after the other.
+        records: the units that are changed, one after the other. By default the last: it is the last row of its
+            batches, so that random numbers that are drawn row by row stay those of the other rows.
         changes: what an adversary does to the record in both data sets before it is left out or replaced in one.
         seed: of the keys and of torch's generator.
 
@@ -58,7 +59,7 @@ def neighbours(
     """
     report = NeighboursReport()
     releases: list[Release] = []
-    for index in records:
+    for index in (len(dataset) - 1,) if records is None else records:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(dataset):
             raise ConfigurationError(f"records: {index!r} is no index of the data set.")
         for change in changes.values():

@@ -90,7 +90,8 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types."""
-        claimed = {"epsilon": self.claim.epsilon, "delta": self.claim.delta, "mu": self.claim.mu}
+        c = self.claim
+        claimed = {"epsilon": c.epsilon, "delta": c.delta, "mu": c.mu, "accuracy": c.curve.accuracy()}
         return {"claimed": claimed, "measured": asdict(self.measured) | {"accuracy": self.measured.accuracy}}
 
     def __str__(self) -> str:

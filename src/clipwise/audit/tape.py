@@ -120,6 +120,8 @@ class Recorder(Watch):
         )
         self._drawn = []
         place = len(self.releases) - 1
+        # What was drawn for one example more must not move the random numbers of the next step.
+        torch.default_generator.manual_seed(self.seed + place + 1)
         if self.tape is None or place >= len(self.tape):
             return values
         replayed = self.tape[place].values

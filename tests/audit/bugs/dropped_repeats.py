@@ -45,4 +45,5 @@ BUG = Bug(
     ("neighbours",),
     subject=lambda: bags(2),
     attacked=lambda: bags(1),
+    neighbours={"records": (0,)},
 )
