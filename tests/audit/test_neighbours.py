@@ -56,7 +56,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_as_declared(name: str) -> None:
-    report = audit.neighbours(*RUNS[name](), records=(0, 3) if name != "users" else (0, 1))
+    report = audit.neighbours(*RUNS[name](), records=(0, 3))
     report.require()
     assert report.pairs == 6 and 0 < report.worst <= 1 + 1e-4
     assert "As declared" in str(report)

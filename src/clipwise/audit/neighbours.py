@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from clipwise.audit.tape import Recorder, Release, state_of
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.privacy import Adjacency, Unit
 from clipwise.watch import watching
+
+if TYPE_CHECKING:
+    from clipwise.engine import Private
 
 MakeRun = Callable[[Any], Any]
 
@@ -49,8 +52,8 @@ def neighbours(
             each time: torch's generator is seeded before each step. Several random layers, such as dropout, draw
             otherwise where a batch has one example less, which looks like a leak: switch them off.
         dataset: records of any kind, best synthetic or public ones. 20 to 100 are enough.
-        records: the units that are changed, one after the other. By default the last: it is the last row of its
-            batches, so that random numbers that are drawn row by row stay those of the other rows.
+        records: whose units are left out or replaced, one after the other. By default the last: it is the last row of
+            its batches, so that random numbers that are drawn row by row stay those of the other rows.
         changes: what an adversary does to the record in both data sets before it is left out or replaced in one.
         seed: of the keys and of torch's generator.
 
@@ -83,7 +86,7 @@ def _pair(
         second = Recorder(seed, tape=first.releases)
         other = with_record(changed, index, dataset[(index + 1) % len(dataset)])
     else:
-        second, other = Recorder(seed, missing=(index,), tape=first.releases), changed
+        second, other = Recorder(seed, missing=(_unit_of(run, index),), tape=first.releases), changed
     _run(make_run, other, second)
     found = [*compare(first.releases, second.releases)]
     if not found:
@@ -99,6 +102,13 @@ def _pair(
         report.moved += moved > 0
         report.worst = max(report.worst, moved / allowed(one))
     return first.releases
+
+
+def _unit_of(run: Private, index: int) -> int:
+    """Who has this record: what is left out is all of a unit."""
+    if run._users is None:
+        return index
+    return next(unit for unit, records in enumerate(run._users.table()) if index in records)
 
 
 def _of_run(first: Recorder) -> list[Finding]:

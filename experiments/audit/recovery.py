@@ -1,0 +1,65 @@
+"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py` writes a table in docs/audit.md.
+
+One release of per-example clipping, which everyone takes part in: mu = 1 / z is the truth.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise import PerExample, audit
+from clipwise.audit.report import AuditReport
+from clipwise.audit.trial import run_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PLACE = re.compile(r"(<!-- recovery -->\n).*?(<!-- end of recovery -->)", re.DOTALL)
+RECORDS, FEATURES, CLASSES = 500, 60, 10
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """One an example."""
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def release(mu: float) -> tuple[Callable[[Any], None], Any]:
+    """One step of a linear model on random records."""
+    torch.manual_seed(0)
+    rows = torch.randn(RECORDS, FEATURES), torch.randint(CLASSES, (RECORDS,))
+    clipping = PerExample(1.0, method="instantiate")
+    options = {"sampling": "full", "sample_rate": None, "steps": 1, "noise_multiplier": 1 / mu}
+    return run_of(nn.Linear(FEATURES, CLASSES), losses, rows, clipping, **options)
+
+
+ATTACKS: dict[str, Callable[[float], AuditReport]] = {
+    "Dirac canary": lambda mu: audit.canary(*release(mu), runs=1000),
+    "mislabelled canary": lambda mu: audit.canary(*release(mu), kind="mislabelled", loss=losses, runs=1000),
+    "one run, 500 canaries": lambda mu: audit.one_run(*release(mu), canaries=RECORDS),
+}
+
+
+def main() -> None:
+    """Measure and write."""
+    torch.set_num_threads(1)
+    lines = ["| attack | runs | mu | measured | epsilon | measured | seconds |\n", "|---" * 7 + "|\n"]
+    for name, attack in ATTACKS.items():
+        for mu in (1.0, 2.0, 3.0):
+            start = time.perf_counter()
+            report = attack(mu)
+            seconds, m = time.perf_counter() - start, report.measured
+            lines.append(
+                f"| {name} | {m.runs:,} | {mu:g} | >= {m.mu:.2f} ({100 * m.mu / mu:.0f}%) | "
+                f"{report.claim.epsilon:.2f} | >= {m.epsilon:.2f} | {seconds:.1f} |\n"
+            )
+    PAGE.write_text(PLACE.sub(lambda place: place[1] + "".join(lines) + place[2], PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
