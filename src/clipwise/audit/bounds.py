@@ -16,7 +16,7 @@ from clipwise.accounting import gaussian
 from clipwise.accounting.gaussian import Array
 
 # Epsilons at which a curve is compared with guesses made in one run.
-_EPSILONS = np.concatenate([np.linspace(0.0, 4.0, 81), np.linspace(4.1, 16.0, 60)])
+_EPSILONS = np.concatenate([np.linspace(0.0, 4.0, 41), np.linspace(4.4, 16.0, 30)])
 
 
 def at_least(successes: int, trials: int, failure: float) -> float:
@@ -85,9 +85,14 @@ def epsilon_in_one_run(guesses: int, right: int, canaries: int, delta: float, fa
 
 def mu_in_one_run(guesses: int, right: int, canaries: int, failure: float) -> float:
     """The largest mu that so many right guesses rule out, through all (epsilon, delta) of a Gaussian mechanism."""
-    return _largest(
-        lambda mu: p_value_of_curve(guesses, right, canaries, lambda e: gaussian.delta(e, mu)) <= failure
-    )
+
+    def is_ruled_out(mu: float) -> bool:
+        return any(
+            p_value_in_one_run(guesses, right, canaries, e, gaussian.delta(e, mu)) <= failure
+            for e in _EPSILONS.tolist()
+        )
+
+    return _largest(is_ruled_out)
 
 
 def log_ratio(x: Array, shift: float, rate: float) -> Array:
