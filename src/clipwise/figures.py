@@ -113,7 +113,7 @@ def tradeoff_curve(
             line = {**LINES["gdp"], "label": f"G_mu, mu = {rounded_up(curve.mu())}"}
             curves.append((Tradeoff.gaussian(curve.mu()), line))
         if measured is not None:
-            line = {**LINES["rdp"], "label": f"an attack reached mu = {measured:.3g}"}
+            line = {**LINES["zcdp"], "label": f"an attack reached mu = {measured:.3g}"}
             curves.append((Tradeoff.gaussian(measured), line))
         _rates(rates, curves)
         _few_alarms(few_alarms, curves)
