@@ -9,14 +9,18 @@ from torch import nn
 
 from clipwise.errors import ConfigurationError
 from clipwise.models.backprop_nets import backprop_cifar10, backprop_mnist
+from clipwise.models.bilstm import bilstm
 from clipwise.models.bn_lenet5 import bn_lenet5
 from clipwise.models.convnet import convnet
 from clipwise.models.convnet3 import convnet3
 from clipwise.models.convnet6 import convnet6
+from clipwise.models.lenet import lenet5, lenet_300_100
 from clipwise.models.mlp2 import mlp2
 from clipwise.models.resnet18 import resnet18
 from clipwise.models.shallow_vgg import shallow_vgg
 from clipwise.models.small_cnn import small_cnn
+from clipwise.models.tutorial_cnn import tutorial_cnn
+from clipwise.models.vgg import light_vgg, vgg16
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": small_cnn,
@@ -29,6 +33,12 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
     "shallow_vgg": shallow_vgg,
     "backprop_mnist": backprop_mnist,
     "backprop_cifar10": backprop_cifar10,
+    "lenet_300_100": lenet_300_100,
+    "lenet5": lenet5,
+    "vgg16": vgg16,
+    "light_vgg": light_vgg,
+    "tutorial_cnn": tutorial_cnn,
+    "bilstm": bilstm,
 }
 
 
@@ -43,7 +53,7 @@ def build(name: str, **options: Any) -> nn.Module:
     Args:
         name: one of `names()`.
         options: those of the function of that name, such as `classes`; for the networks with a normalization also
-            `norm`: "batch", "group" or "none".
+            `norm`: "batch", "layer", "group" or "none".
     """
     if name not in _MODELS:
         raise ConfigurationError(f"model={name!r} is not known: use one of {', '.join(map(repr, _MODELS))}.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from clipwise.models.norms import Norm, norm_of
+from clipwise.models.normalized import without_norm
+from clipwise.models.norms import Norm, no_norm, norm_of
 
 STAGES, BLOCKS = 4, 2
 
@@ -27,7 +28,12 @@ class Residual(nn.Module):
 
 
 def resnet18(
-    classes: int = 10, *, norm: str = "batch", image_channels: int = 3, width: int = 64
+    classes: int = 10,
+    *,
+    norm: str = "batch",
+    placement: str = "hidden",
+    image_channels: int = 3,
+    width: int = 64,
 ) -> nn.Sequential:
     """ResNet-18 (He et al. 2016) with a stem of 3 x 3 and without the first pool, as is usual for CIFAR.
 
@@ -36,7 +42,8 @@ def resnet18(
 
     Args:
         classes: the number of outputs.
-        norm: "batch", "group" or "none".
+        norm: "batch", "layer", "group" or "none".
+        placement: "hidden", as usual; "every": behind the linear layer too; "mod": without the last block's last norm.
         image_channels: 3 for colour.
         width: channels of the first stage; each further stage has twice as many.
     """
@@ -48,7 +55,11 @@ def resnet18(
             stride = 2 if stage > 0 and block == 0 else 1
             layers.append(Residual(channels, width << stage, stride, make_norm))
             channels = width << stage
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    bare = without_norm(placement)
+    if bare == 2:
+        layers[-1].norm2 = no_norm(channels)
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return nn.Sequential(*layers, *([norm_of(norm, positions=False)(classes)] if bare == 0 else []))
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Conv2d:

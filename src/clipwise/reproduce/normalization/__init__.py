@@ -1,0 +1,1 @@
+"""The experiments of Davody et al. on normalization layers, in sound forms."""

@@ -1,0 +1,62 @@
+"""Pictures of the results, where matplotlib is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clipwise.reproduce.normalization.measured import measured
+from clipwise.reproduce.normalization.results import Results, results, tables_of
+from clipwise.reproduce.normalization.speed import curve
+from clipwise.reproduce.normalization.tables import FIGURE_1, Table
+from clipwise.reproduce.store import Store
+
+
+def draw(store: Store, folder: Path, is_quick: bool) -> list[Path]:
+    """Figure 1, and accuracy by epsilon; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return []
+    written = []
+    for table in tables_of(is_quick):
+        found = results(table, store)
+        for family in table.families:
+            lines = list(_lines(table, found, family))
+            if not lines:
+                continue
+            figure = Figure(figsize=(6, 4), layout="constrained")
+            axes = figure.subplots()
+            for label, xs, ys, errors in lines:
+                axes.errorbar(xs, ys, yerr=errors, marker=".", label=label, capsize=2)
+            axes.set_xlabel("epoch" if table.over == "noise" else "epsilon")
+            axes.set_ylabel("validation accuracy (%)" if table.over == "noise" else "test accuracy (%)")
+            if table.over == "epsilon":
+                axes.set_xscale("log")
+            axes.set_title(f"{family}, table {table.name}")
+            axes.legend(fontsize="small")
+            file = folder / f"table_{table.name}_{_plain(family)}.png"
+            figure.savefig(file, dpi=120)
+            written.append(file)
+    return written
+
+
+def _lines(table: Table, found: Results, family: str) -> Iterator[tuple[str, list[float], list[float], Any]]:
+    """Label, x, y and errors of each line."""
+    if table.over == "noise":
+        for value in table.values if table.name in FIGURE_1 else ():
+            ys = [100 * y for y in curve(found.get((family, FIGURE_1[table.name], value), []))]
+            if ys:
+                yield f"noise {value:g}", [float(x) for x in range(1, len(ys) + 1)], ys, None
+        return
+    for method in table.methods:
+        known = {value: measured(found.get((family, method, value), [])) for value in table.values}
+        there = {value: m for value, m in known.items() if m is not None}
+        if there:
+            errors = [m.error or 0.0 for m in there.values()]
+            yield method, list(there), [m.mean for m in there.values()], errors
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name).lower()

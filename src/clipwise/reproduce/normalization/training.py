@@ -1,0 +1,117 @@
+"""Train one setting, and say what came out and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import clipwise
+from clipwise.bench.limits import Deadline
+from clipwise.layers import PublicStatistics
+from clipwise.reproduce.normalization.networks import losses, network
+from clipwise.reproduce.normalization.sets import Sets
+from clipwise.reproduce.normalization.setting import Setting
+
+DELTA, MAX_NORM, MOMENTUM = 1e-5, 0.1, 0.9
+_ROWS = 500  # that are evaluated at a time; without statistics of its own, batch norm takes theirs
+
+
+class OutOfTimeError(Exception):
+    """The time for the whole command is up in the middle of a run, which leaves no result."""
+
+
+def train(setting: Setting, sets: Sets, rows: Tensor | None, seed: int, deadline: Deadline) -> dict[str, Any]:
+    """One run. The part that it is judged by is read once, at the end.
+
+    The seed is of the first weights, and of noise on weights. It is published, so the noise that makes a run private,
+    and its batches, do not come from it.
+
+    Args:
+        setting: what to train.
+        sets: the data.
+        rows: public rows, where the setting needs them.
+        seed: of the first weights.
+        deadline: of the whole command.
+    """
+    start = time.perf_counter()
+    x, y = sets.train.tensors
+    classes = 1 + int(sets.held_out.tensors[1].max())
+    model = network(setting, seed, x.shape[1] if setting.side else 0, classes, sets.public, rows)
+    how = _privately if setting.is_private else _openly
+    found = how(setting, model, sets, deadline)
+    return {
+        "accuracy": _accuracy(model, sets.held_out),
+        **found,
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _openly(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) -> dict[str, Any]:
+    """Adam on shuffled batches, without privacy; the accuracy on the validation part after each epoch."""
+    x, y = sets.train.tensors
+    optimizer = torch.optim.Adam(model.parameters(), setting.learning_rate, fused=x.is_cuda)
+    curve = []
+    for _ in range(setting.epochs):
+        model.train()
+        for chosen in torch.randperm(len(x)).to(x.device).split(setting.batch_size):  # type: ignore[no-untyped-call]
+            if len(chosen) > 1:  # batch norm cannot take one
+                _require_time(deadline)
+                optimizer.zero_grad()
+                losses(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        curve.append(round(_accuracy(model, sets.validation), 4))
+    return {"validation_accuracy_by_epoch": curve, "epsilon": None}
+
+
+def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) -> dict[str, Any]:
+    """Flat per-example clipping on Poisson batches; the engine keeps public statistics fresh."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    private = clipwise.make_private(
+        model,
+        torch.optim.SGD(trained, setting.learning_rate, momentum=MOMENTUM),
+        sets.train,
+        clipping=clipwise.PerExample(max_norm=MAX_NORM),
+        batch_size=setting.batch_size,
+        epochs=setting.epochs,
+        epsilon=setting.epsilon,
+        delta=DELTA,
+    )
+    with private:
+        for _ in range(setting.epochs):
+            model.train()
+            for x, y in private.loader:
+                _require_time(deadline)
+                private.step(losses(model, x, y))
+        spent = private.spent()
+        return {
+            "epsilon": spent.epsilon,
+            "delta": spent.delta,
+            "adjacency": str(spent.adjacency),
+            "steps": private.steps,
+            "noise_multiplier": private.noise_multiplier,
+            "in_words": str(spent),
+        }
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, dataset: TensorDataset) -> float:
+    """The share of examples whose class is found."""
+    model.eval()
+    statistics = PublicStatistics.find(model)
+    if statistics is not None:
+        statistics.refresh()
+    x, y = dataset.tensors
+    pieces: Callable[[int], tuple[Tensor, ...]] = x.split
+    found = torch.cat([model(some).argmax(1) for some in pieces(_ROWS)])
+    return float((found == y).double().mean())
+
+
+def _require_time(deadline: Deadline) -> None:
+    if deadline.left() <= 0:
+        raise OutOfTimeError
