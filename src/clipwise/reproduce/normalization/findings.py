@@ -56,7 +56,7 @@ def claimed_gain(table: Table, family: str, method: str, value: float) -> float 
 
 
 def verdict(gain: Measured, claim: float | None) -> str:
-    """In words. A gain is one if it is above twice its standard error; the claim is met if it is not clearly above it."""
+    """In words: whether there is a clear gain, and whether the claim lies clearly above it."""
     if gain.error is None:
         return "one seed, so no verdict"
     if Measured(-gain.mean, gain.error).exceeds(0):
@@ -115,4 +115,5 @@ def _borne(accuracies: dict[float, float | None]) -> str:
         most = noise
     last = accuracies[max(accuracies)]
     left = "fails" if last is None else f"{last:.2f}"
-    return f"keeps {first:.2f} within {BORNE:g} point up to noise {most:g}, and {left} is left at noise {max(accuracies):g}"
+    kept = f"keeps {first:.2f} within {BORNE:g} point up to noise {most:g}"
+    return f"{kept}, and {left} is left at noise {max(accuracies):g}"

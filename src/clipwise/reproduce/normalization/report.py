@@ -29,8 +29,9 @@ def markdown(store: Store, is_quick: bool) -> str:
     lines += [*(f"    {command}" for command in store.commands), "", *_where(store), ""]
     lines += [
         "Accuracy in percent on the test part, read once at the end of a run: mean and standard error over seeds. "
-        "Where several settings were tried, every method had the same trials, the best on a validation tenth was taken, "
-        f"and that choice is not accounted for. A difference is called clear if it is above {CLEAR:g} standard errors.",
+        "Where several settings were tried, every method had the same trials and the best on a validation tenth was "
+        "taken; that choice is not accounted for. A difference is called clear if it is above "
+        f"{CLEAR:g} standard errors.",
         "",
     ]
     known = {table.name: (table, results(table, store)) for table in tables_of(is_quick)}

@@ -15,7 +15,7 @@ from clipwise.files import replace_file
 from clipwise.reproduce.normalization import plots, report
 from clipwise.reproduce.normalization.results import best_of, key_of
 from clipwise.reproduce.normalization.setting import Setting
-from clipwise.reproduce.normalization.tables import FIGURE_1, TABLES, Table, quick
+from clipwise.reproduce.normalization.tables import FIGURE_1, QUICK, TABLES, Table, quick
 from clipwise.reproduce.normalization.workers import Task, Workers
 from clipwise.reproduce.store import Cell, Store
 
@@ -171,9 +171,11 @@ def _entries(options: Options) -> Iterator[Entry]:
     for name in options.figures:
         if name != "1":
             raise ConfigurationError(f"figure={name!r} is not known: the paper has figure 1 alone.")
-    is_all = not options.tables and not options.figures
+    asked = options.tables
+    if not asked and not options.figures:
+        asked = QUICK if options.quick else tuple(known)
     for table in TABLES:
-        is_asked = is_all or table.name in options.tables
+        is_asked = table.name in asked
         methods = table.methods if is_asked else [FIGURE_1[table.name]] if _is_drawn(table, options) else []
         made = quick(table) if options.quick else table
         for value in made.values:

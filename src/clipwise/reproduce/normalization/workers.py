@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
+import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipwise.bench.environment import device_of
+from clipwise.bench.environment import at_its_best, device_of
 from clipwise.bench.limits import Deadline, reason_of
 from clipwise.errors import ConfigurationError
 from clipwise.reproduce.normalization import sets
@@ -33,7 +34,7 @@ class Task(NamedTuple):
 class Workers:
     """Runs tasks: in this process if there is one worker, else in as many others.
 
-    Processes are started afresh and not forked: CUDA cannot be taken along. They share the cores evenly.
+    Processes are started afresh and not forked: CUDA cannot be taken along. Each has one thread.
     """
 
     def __init__(self, count: int, data: Path | None, device: str, deadline: Deadline) -> None:
@@ -42,10 +43,7 @@ class Workers:
         self._where = data, device, deadline
         self._pool: ProcessPoolExecutor | None = None
         if count > 1:
-            threads = max(1, (os.cpu_count() or 1) // count)
-            self._pool = ProcessPoolExecutor(
-                count, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
-            )
+            self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare)
 
     def start(self, task: Task) -> Future[Cell | None]:
         """The run's result, later; None if the time was up before its end."""
@@ -65,6 +63,12 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
 
+def _prepare() -> None:
+    """A new process: one thread, since there are about as many processes as cores; no warnings from each."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
 def run(task: Task, data: Path | None, device: str, deadline: Deadline) -> Cell | None:
     """One run, wherever this is called."""
     setting = task.setting
@@ -72,8 +76,11 @@ def run(task: Task, data: Path | None, device: str, deadline: Deadline) -> Cell 
     # If data are missing the command ends: that is no result.
     parts = _sets(setting.data, setting.side, data, where, task.judged_by, setting.is_private)
     rows = _rows(setting.data, setting.side, data, where) if setting.needs_public_rows else None
+    # Batches of one size can be tuned for. Private ones vary, and each size would be tuned anew.
+    tuned = nullcontext() if setting.is_private else at_its_best(where)
     try:
-        return train(setting, parts, rows, task.seed, deadline)
+        with tuned:
+            return train(setting, parts, rows, task.seed, deadline)
     except OutOfTimeError:
         return None
     except Exception as error:  # a run that is refused is a result too, and must not end the others
