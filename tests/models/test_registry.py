@@ -10,6 +10,7 @@ from clipwise import models
 from clipwise.clipping.parts import group_parameters
 
 IMAGES = {"resnet18": (3, 32), "convnet": (3, 32), "bn_lenet5": (1, 32)}
+OTHERS = {"small_cnn", "lenet_300_100", "lenet5", "vgg16", "light_vgg", "tutorial_cnn", "bilstm"}
 
 
 def parameters(model):
@@ -88,9 +89,9 @@ def test_no_group_is_a_constant(channels):
 def test_unknown_names_are_refused():
     with pytest.raises(clipwise.ConfigurationError, match=r"'resnet19' is not known.*'resnet18'"):
         models.build("resnet19")
-    with pytest.raises(clipwise.ConfigurationError, match=r"norm='layer' is not known.*'group'"):
-        models.build("convnet", norm="layer")
+    with pytest.raises(clipwise.ConfigurationError, match=r"norm='instance' is not known.*'group'"):
+        models.build("convnet", norm="instance")
 
 
 def test_every_model_has_a_name():
-    assert set(models.names()) >= {"small_cnn", *IMAGES}
+    assert set(models.names()) >= {*OTHERS, *IMAGES}

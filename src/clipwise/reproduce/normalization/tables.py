@@ -61,7 +61,7 @@ _SOUND = _NORMS | {
     "self+public": {"norm": "self+public"},
     "public-exact": {"norm": "public-exact"},
 }
-_RATES = ({"learning_rate": 1e-3}, {"learning_rate": 4e-3})
+_RATES = tuple({"learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1))
 _PRIVATE = Setting(batch_size=1024)
 
 TABLES: tuple[Table, ...] = (
@@ -73,7 +73,7 @@ TABLES: tuple[Table, ...] = (
         families={"LeNet-5": _PRIVATE},
         methods=_SOUND,
         trials=tuple(
-            {"epochs": epochs, "learning_rate": rate} for epochs in (3, 10) for rate in (0.5, 1.0, 2.0)
+            {"epochs": epochs, "learning_rate": rate} for epochs in (3, 10) for rate in (0.5, 1.0, 2.0, 4.0)
         ),
         seeds=5,
         claims=CLAIMS["5"],
@@ -83,7 +83,10 @@ TABLES: tuple[Table, ...] = (
         "Noise on the weights: MNIST, without privacy",
         over="noise",
         values=NOISES,
-        families={"LeNet-300-100": Setting(model="lenet_300_100"), "LeNet-5": Setting(model="lenet5")},
+        families={
+            "LeNet-300-100": Setting(model="lenet_300_100", batch_size=256),
+            "LeNet-5": Setting(model="lenet5", batch_size=256),
+        },
         methods=_NOISY,
         trials=_RATES,
         seeds=5,
