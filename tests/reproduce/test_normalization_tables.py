@@ -313,16 +313,20 @@ def test_noise_findings_say_how_much_is_borne():
     assert "the paper says keeps 99.20 within 1 point up to noise 2" in told
 
 
-def test_speed_is_epochs_until_near_the_noiseless_accuracy():
-    curve = "validation_accuracy_by_epoch"
-    found = {
-        ("LeNet-5", "batch norm", 0.0): [{curve: [0.9, 0.99]}],
-        ("LeNet-5", "batch norm", 1.0): [{curve: [0.5, 0.98]}, {curve: [0.5, 0.98]}],
-        ("LeNet-5", "batch norm", 10.0): [{curve: [0.1, 0.2]}],
-    }
-    told = "\n".join(speed.lines(BY_NAME["2"], found))
-    assert "| 2 | not run | not run | not run | 2 | not run | not within 2 |" in told
-    assert "noise 10 takes more than the run as many epochs" in told
+def test_speed_is_epochs_until_near_the_noiseless_accuracy_at_one_rate(store):
+    table, curve = BY_NAME["2"], "validation_accuracy_by_epoch"
+    for noise, trial, accuracies in (
+        (0.0, 0, [0.9, 0.99]),
+        (0.0, 1, [0.98, 0.985]),
+        (1.0, 1, [0.5, 0.98]),
+        (10.0, 1, [0.1, 0.2]),
+    ):
+        setting = table.tried("LeNet-5", "batch norm", noise)[trial]
+        keep(store, Task(setting, "validation", 0), **{curve: accuracies})
+    told = "\n".join(speed.lines(table, store))
+    assert "rate 0.001 | 2 | not run |" in told
+    assert "rate 0.01 | 1 | not run | not run | not run | 2 | not run | not in 2 |" in told
+    assert "rate 0.01: noise 10 does not get there" in told
 
 
 # ---------------------------------------------------------------------------- the command
@@ -347,9 +351,10 @@ def test_it_runs_goes_on_and_ends(one_table, tmp_path, capsys):
     assert "net, public against no norm" in text and "± " in text and "not run" not in text
 
 
-def test_several_processes_give_the_same_grid(one_table, tmp_path):
+def test_several_processes_give_the_same_grid(one_table, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "TABLES", (dataclasses.replace(SMALL, trials=SMALL.trials[:1], seeds=1),))
     found = reproduce(Options(tmp_path, workers=2), lambda _: None)
-    assert len(found.cells) == 8 and not any("failed" in cell for cell in found.cells.values())
+    assert len(found.cells) == 2 and not any("failed" in cell for cell in found.cells.values())
     assert json.loads((tmp_path / "results.json").read_text())["cells"].keys() == found.cells.keys()
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from clipwise.reproduce.normalization.measured import measured
 from clipwise.reproduce.normalization.results import Results, results, tables_of
-from clipwise.reproduce.normalization.speed import curve
+from clipwise.reproduce.normalization.speed import curves
 from clipwise.reproduce.normalization.tables import FIGURE_1, Table
 from clipwise.reproduce.store import Store
+
+Line = tuple[str, list[float], list[float], Any]  # label, x, y, errors
 
 
 def draw(store: Store, folder: Path, is_quick: bool) -> list[Path]:
@@ -23,7 +25,9 @@ def draw(store: Store, folder: Path, is_quick: bool) -> list[Path]:
     for table in tables_of(is_quick):
         found = results(table, store)
         for family in table.families:
-            lines = list(_lines(table, found, family))
+            lines = list(
+                _by_epoch(table, store, family) if table.over == "noise" else _lines(table, found, family)
+            )
             if not lines:
                 continue
             figure = Figure(figsize=(6, 4), layout="constrained")
@@ -42,14 +46,16 @@ def draw(store: Store, folder: Path, is_quick: bool) -> list[Path]:
     return written
 
 
-def _lines(table: Table, found: Results, family: str) -> Iterator[tuple[str, list[float], list[float], Any]]:
-    """Label, x, y and errors of each line."""
-    if table.over == "noise":
-        for value in table.values if table.name in FIGURE_1 else ():
-            ys = [100 * y for y in curve(found.get((family, FIGURE_1[table.name], value), []))]
-            if ys:
-                yield f"noise {value:g}", [float(x) for x in range(1, len(ys) + 1)], ys, None
-        return
+def _by_epoch(table: Table, store: Store, family: str) -> Iterator[Line]:
+    """A line for each noise, over epochs, at the middle one of the rates."""
+    if table.name in FIGURE_1:
+        for value, accuracies in curves(table, store, family, len(table.trials) // 2).items():
+            xs = [float(epoch) for epoch in range(1, len(accuracies) + 1)]
+            yield f"noise {value:g}", xs, [100 * y for y in accuracies], None
+
+
+def _lines(table: Table, found: Results, family: str) -> Iterator[Line]:
+    """A line for each method, over epsilon."""
     for method in table.methods:
         known = {value: measured(found.get((family, method, value), [])) for value in table.values}
         there = {value: m for value, m in known.items() if m is not None}

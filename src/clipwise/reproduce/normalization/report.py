@@ -46,7 +46,7 @@ def markdown(store: Store, is_quick: bool) -> str:
             "",
         ]
         for name in drawn:
-            lines += [*speed.lines(*known[name]), ""]
+            lines += [*speed.lines(known[name][0], store), ""]
     for table, found in known.values():
         if found and table.over == "epsilon":
             lines += [*_chosen(table, found), ""]
