@@ -217,34 +217,34 @@ ENTRY = Entry(SMALL, "net", "no norm", 8.0)
 
 
 def test_trials_come_first_then_the_best_of_them_is_tested(store):
-    trials = needed(ENTRY, store, 2, False)
+    trials = needed(ENTRY, store, 2)
     assert [(task.setting.learning_rate, task.judged_by) for task in trials] == [
         (1.0, "validation"),
         (2.0, "validation"),
     ]
     keep(store, trials[0], accuracy=0.5)
-    assert needed(ENTRY, store, 2, False) == trials[1:]
+    assert needed(ENTRY, store, 2) == trials[1:]
     keep(store, trials[1], accuracy=0.6)
-    tested = needed(ENTRY, store, 2, False)
+    tested = needed(ENTRY, store, 2)
     assert [(task.setting.learning_rate, task.judged_by, task.seed) for task in tested] == [
         (2.0, "test", 0),
         (2.0, "test", 1),
     ]
     for task in tested:
         keep(store, task, accuracy=0.55)
-    assert needed(ENTRY, store, 2, False) == []
+    assert needed(ENTRY, store, 2) == []
     assert len(results(SMALL, store)["net", "no norm", 8.0]) == 2
 
 
 def test_what_failed_is_a_result_until_it_is_asked_for_again(store):
-    for task in needed(ENTRY, store, 2, False):
+    for task in needed(ENTRY, store, 2):
         keep(store, task, failed="refused: so")
-    assert needed(ENTRY, store, 2, False) == [] and len(needed(ENTRY, store, 2, True)) == 2
+    assert needed(ENTRY, store, 2) == [] and len(needed(ENTRY, store, 2, set(store.cells))) == 2
     assert results(SMALL, store)["net", "no norm", 8.0][0]["failed"] == "refused: so"
 
 
 def test_an_entry_shows_nothing_before_its_trials_are_complete(store):
-    first, second = needed(ENTRY, store, 2, False)
+    first, second = needed(ENTRY, store, 2)
     keep(store, first, accuracy=0.5)
     keep(store, first._replace(judged_by="test"), accuracy=0.5)
     assert results(SMALL, store) == {}

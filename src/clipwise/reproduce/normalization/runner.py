@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -95,15 +96,16 @@ def reproduce(options: Options, say: Say) -> Store:
     return store
 
 
-def needed(entry: Entry, store: Store, seeds: int, retry: bool) -> list[Task]:
+def needed(entry: Entry, store: Store, seeds: int, again: Set[str] = frozenset()) -> list[Task]:
     """What an entry still lacks: its trials; once these are there, its tested runs.
 
-    It depends on the store alone, so that any command goes on where another stopped.
+    It depends on the store alone, so that any command goes on where another stopped. What is in `again` counts as
+    missing.
     """
 
     def missing(setting: Setting, judged_by: str, seed: int) -> bool:
-        cell = store.cells.get(key_of(setting, judged_by, seed))
-        return cell is None or (retry and "failed" in cell)
+        key = key_of(setting, judged_by, seed)
+        return key not in store.cells or key in again
 
     tried = entry.settings
     if len(tried) > 1:
@@ -120,40 +122,45 @@ def needed(entry: Entry, store: Store, seeds: int, retry: bool) -> list[Task]:
 def _run(
     entries: list[Entry], store: Store, workers: Workers, options: Options, deadline: Deadline, say: Say
 ) -> None:
+    """Until nothing is missing or the time is up. Results are written by this process alone."""
     running: dict[Future[Cell | None], tuple[Entry, Task]] = {}
-    redone: set[str] = set()
+    again = {key for key, cell in store.cells.items() if options.retry and "failed" in cell}
     is_over = False
     while True:
         if not is_over and deadline.left() > 0:
             asked = {key_of(*task) for _, task in running.values()}
-            for entry, task in _next(entries, store, options):
+            for entry, task in _next(entries, store, options.seeds, again):
                 if len(running) >= options.workers:
                     break
-                key = key_of(*task)
-                if key not in asked and key not in redone:
-                    asked.add(key)
-                    redone.add(key)
+                if key_of(*task) not in asked:
+                    asked.add(key_of(*task))
                     running[workers.start(task)] = entry, task
         if not running:
             break
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
             entry, task = running.pop(future)
-            found = future.result()
+            try:
+                found = future.result()
+            except BrokenProcessPool:
+                say("a worker was ended from outside, perhaps for memory: go on with fewer --workers")
+                return
             if found is None:
                 is_over = True
                 continue
             store.add(key_of(*task), _cell(task, found))
+            again.discard(key_of(*task))
             say(f"{entry}, {task.judged_by}, seed {task.seed}: {report.in_short(found)}")
     if is_over or deadline.left() <= 0:
         say("the time is up: the same command goes on where it stopped")
 
 
-def _next(entries: list[Entry], store: Store, options: Options) -> Iterator[tuple[Entry, Task]]:
+def _next(
+    entries: list[Entry], store: Store, seeds: int | None, again: Set[str]
+) -> Iterator[tuple[Entry, Task]]:
     """Everything that could start now, the most important first."""
     for entry in entries:
-        seeds = entry.table.seeds if options.seeds is None else options.seeds
-        for task in needed(entry, store, seeds, options.retry):
+        for task in needed(entry, store, entry.table.seeds if seeds is None else seeds, again):
             yield entry, task
 
 
