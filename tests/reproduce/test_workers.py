@@ -25,7 +25,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
     assert len(cells) == 2 and not any("failed" in cell for cell in cells)
     assert all(0 < cell["accuracy"] <= 1 and cell["shown"][0]["figure"] == "2" for cell in cells)
     assert json.loads((tmp_path / "results.json").read_text())["commands"] == [
-        "clipwise reproduce batch-clipping --figure 2 --device cpu --seeds 1 --workers 2 --quick"
+        "clipwise reproduce batch-clipping --figure 2 --device cpu --workers 2 --quick"
     ]
 
 

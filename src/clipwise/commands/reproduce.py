@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from clipwise.commands.output import say
+from clipwise.reproduce.paper import asked_for
 from clipwise.reproduce.papers import PAPERS
 from clipwise.reproduce.runner import Options
 from clipwise.reproduce.runner import reproduce as run
@@ -21,11 +22,16 @@ def reproduce(
             help="By name, such as 4, B (appendix B) or equal-epsilon; may be repeated. All if left out."
         ),
     ] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(help="By name, such as 5; may be repeated. All if left out.")
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seeds: Annotated[int, typer.Option(min=1, help="How many runs of each row of a figure.")] = 1,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each row, in place of what a figure or table has.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Shorten every run to so many epochs.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few rows on small digits: shows that it works, not how well.")
@@ -51,6 +57,10 @@ def reproduce(
 
         clipwise reproduce batch-clipping --figure 4 --data DIR --device cuda --workers 8
 
+    Table 5 of the normalization paper:
+
+        clipwise reproduce normalization --table 5 --data DIR --device cuda --workers 12
+
     Or, without any data set, to see that it works:
 
         clipwise reproduce batch-clipping --quick
@@ -61,7 +71,7 @@ def reproduce(
         Options(
             paper=paper,
             out=out or Path("runs") / paper,
-            figures=tuple(figure or ()),
+            figures=asked_for(figure or (), table or ()),
             data=data,
             device=device,
             seeds=seeds,

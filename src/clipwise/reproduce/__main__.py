@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from clipwise.errors import ClipwiseError
+from clipwise.reproduce.paper import asked_for
 from clipwise.reproduce.papers import PAPERS
 from clipwise.reproduce.runner import Options, reproduce
 
@@ -24,9 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
         default=[],
         help="by name; may be repeated; all if left out",
     )
+    parser.add_argument("--table", dest="tables", action="append", default=[], help="as --figure")
     parser.add_argument("--data", type=Path, help="folder of data sets; if left out, CLIPWISE_DATA names it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--seeds", type=int, default=1, help="how many runs of each row of a figure")
+    parser.add_argument("--seeds", type=int, help="runs of each row, in place of what a figure or table has")
     parser.add_argument("--epochs", type=int, help="shorten every run to so many epochs")
     parser.add_argument("--quick", action="store_true", help="few rows on small digits: shows that it works")
     parser.add_argument("--budget-seconds", type=float, help="stop after this time; it can go on later")
@@ -37,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = vars(parser.parse_args(arguments))
     given["out"] = given["out"] or Path("runs") / given["paper"]
-    given["figures"], given["take"] = tuple(given["figures"]), tuple(given["take"])
+    given["figures"] = asked_for(given["figures"], given.pop("tables"))
+    given["take"] = tuple(given["take"])
     try:
         reproduce(Options(**given), partial(print, flush=True))
     except ClipwiseError as error:

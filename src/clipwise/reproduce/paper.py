@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from clipwise.bench.limits import Deadline
-from clipwise.reproduce.setting import Setting
 from clipwise.reproduce.store import Cell, Store
+
+_TABLE = "table-"
+
+
+def of_table(name: str) -> str:
+    """The name among figures of a table."""
+    return f"{_TABLE}{name}"
+
+
+def asked_for(figures: Iterable[str], tables: Iterable[str]) -> tuple[str, ...]:
+    """Figures and tables, under their names among figures."""
+    return (*figures, *map(of_table, tables))
+
+
+def argument(figure: str) -> tuple[str, str]:
+    """How the command is told of it: ("table", "5") for `table-5`, ("figure", "1") for `1`."""
+    return ("table", figure.removeprefix(_TABLE)) if figure.startswith(_TABLE) else ("figure", figure)
 
 
 @dataclass(frozen=True)
@@ -19,9 +35,9 @@ class Options:
     Attributes:
         paper: by its name.
         out: the folder of the results.
-        figures: by name; all if empty.
+        figures: figures, and tables as `table-NAME`; all if empty.
         data: the folder of data sets.
-        seeds: how many runs of each row of a figure.
+        seeds: how many runs of each row, in place of what a figure or table has.
         epochs: at most so many, in place of what a row has.
         quick: few rows, on the digits that ship with clipwise: shows that it works, not how well.
         budget_seconds: stop after this time; what is not finished goes on later.
@@ -35,7 +51,7 @@ class Options:
     figures: tuple[str, ...] = ()
     data: Path | None = None
     device: str = "cpu"
-    seeds: int = 1
+    seeds: int | None = None
     epochs: int | None = None
     quick: bool = False
     budget_seconds: float | None = None
@@ -46,9 +62,10 @@ class Options:
     @property
     def command(self) -> str:
         """Without the names of folders, which mean nothing elsewhere."""
-        words = [f"clipwise reproduce {self.paper}", *(f"--figure {name}" for name in self.figures)]
+        words = [f"clipwise reproduce {self.paper}", *map(_as_option, self.figures)]
         words += ["--data DIR"] if self.data else []
-        words += [f"--device {self.device}", f"--seeds {self.seeds}"]
+        words += [f"--device {self.device}"]
+        words += [f"--seeds {self.seeds}"] if self.seeds is not None else []
         words += [f"--epochs {self.epochs}"] if self.epochs else []
         words += [f"--workers {self.workers}"] if self.workers > 1 else []
         return " ".join([*words, *(["--quick"] if self.quick else [])])
@@ -73,6 +90,28 @@ class Place:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+def _as_option(figure: str) -> str:
+    kind, name = argument(figure)
+    return f"--{kind} {name}"
+
+
+class Setting(Protocol):
+    """What a paper's settings have, whatever else they say."""
+
+    @property
+    def key(self) -> str:
+        """A name that no other setting has."""
+
+    @property
+    def epochs(self) -> int:
+        """How long a run is."""
+
+
+def key_of(setting: Setting, judged_by: str, seed: int) -> str:
+    """Under which a run lies in the store."""
+    return f"{judged_by} {setting.key} seed={seed}"
+
+
 @dataclass(frozen=True)
 class Task:
     """One run: a setting and a seed, what it is judged by ("test" or "validation"), and where it is shown."""
@@ -85,7 +124,7 @@ class Task:
     @property
     def key(self) -> str:
         """Rows of several figures that are the same run share it."""
-        return f"{self.judged_by} {self.setting.key} seed={self.seed}"
+        return key_of(self.setting, self.judged_by, self.seed)
 
 
 # From a task, the options, the time that is left and a place for what is unfinished to a result.
@@ -98,12 +137,13 @@ class Paper:
 
     Attributes:
         name: as the command calls it.
-        figures: the names of what can be asked for, in the order in which it is run.
+        figures: the names of what can be asked for, in the order in which it is run; tables as `table-NAME`.
         tasks: the runs that can begin now, in the order of their importance, from the options and the finished runs by
             key. It is asked again whenever a run ends: what is chosen by results appears when these are there.
         train: one run. It lies at the top of a module, so that other processes can find it.
         page: the results as Markdown. The flag is whether it is the page of quick runs.
         plots: writes pictures into a folder, and returns the files.
+        takes_epochs: whether runs may be cut to fewer epochs.
     """
 
     name: str
@@ -112,3 +152,4 @@ class Paper:
     train: Train
     page: Callable[[Store, bool], str]
     plots: Callable[[Store, bool, Path], list[Path]]
+    takes_epochs: bool = True

@@ -11,6 +11,7 @@ from clipwise.reproduce.paper import Paper
 PAPERS = {
     "batch-clipping": "clipwise.reproduce.batch_clipping.paper",
     "lip-dp-sgd": "clipwise.reproduce.lip_dp_sgd.paper",
+    "normalization": "clipwise.reproduce.normalization.paper",
 }
 
 

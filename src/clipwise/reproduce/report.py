@@ -20,7 +20,10 @@ def in_short(cell: Cell) -> str:
     if "accuracy" not in cell:
         return _why_none(cell)
     speed = f" ({1000 * cell['seconds'] / cell['steps']:.1f} ms a step)" if cell.get("steps") else ""
-    return f"{cell['accuracy']:.1%}, epsilon {epsilon([cell])}, {cell['seconds']:.0f} s{speed}"
+    cost = (
+        f"epsilon {epsilon([cell])}" if cell.get("epsilon") is not None else epsilon([cell]) or "not private"
+    )
+    return f"{cell['accuracy']:.1%}, {cost}, {cell['seconds']:.0f} s{speed}"
 
 
 def by_place(cells: Iterable[Cell], quick: bool) -> Shown:

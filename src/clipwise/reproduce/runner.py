@@ -10,7 +10,7 @@ from clipwise.bench.limits import Deadline
 from clipwise.errors import ConfigurationError
 from clipwise.files import replace_file
 from clipwise.reproduce import report
-from clipwise.reproduce.paper import Options, Paper, Task
+from clipwise.reproduce.paper import Options, Paper, Task, argument
 from clipwise.reproduce.papers import paper_of
 from clipwise.reproduce.store import Cell, Store
 from clipwise.reproduce.workers import Workers, WorkersLostError
@@ -23,9 +23,7 @@ Say = Callable[[str], None]
 def reproduce(options: Options, say: Say) -> Store:
     """Run what is missing and write results.json, results.md and, where matplotlib is, plots."""
     paper = paper_of(options.paper)
-    for name in options.figures:
-        if name not in paper.figures:
-            raise ConfigurationError(f"figure={name!r} is not known: use one of {', '.join(paper.figures)}.")
+    _require_known(paper, options)
     store = Store(options.out)
     device = device_of(options.device)
     with at_its_best(device):
@@ -41,6 +39,22 @@ def reproduce(options: Options, say: Say) -> Store:
     for file in paper.plots(store, options.quick, options.out):
         say(f"wrote {file}")
     return store
+
+
+def _require_known(paper: Paper, options: Options) -> None:
+    for name in options.figures:
+        if name not in paper.figures:
+            kind, asked = argument(name)
+            of_kind = [known for other, known in map(argument, paper.figures) if other == kind]
+            use = f"use one of {', '.join(of_kind)}" if of_kind else f"{paper.name} has no {kind}s"
+            raise ConfigurationError(f"{kind}={asked!r} is not known: {use}.")
+    if options.seeds is not None and options.seeds < 1:
+        raise ConfigurationError(f"seeds={options.seeds} is not possible: give 1 or more, or leave it out.")
+    if options.epochs is not None and not paper.takes_epochs:
+        raise ConfigurationError(
+            f"--epochs is not possible with {paper.name}, where the number of epochs is part of what is compared: "
+            "leave it out. --budget-seconds ends the command in time, and --quick is short."
+        )
 
 
 def _run(paper: Paper, options: Options, store: Store, say: Say) -> None:

@@ -37,12 +37,14 @@ _KEEP_AFTER = 10.0  # seconds since what is unfinished was kept last
 
 def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> dict[str, Any]:
     """A run on the data set that its setting names. What was kept of an earlier try is gone on with."""
+    setting = task.setting
+    assert isinstance(setting, Setting)
     try:
-        images = _loaded(task.setting.data, options.data, device_of(options.device), task.judged_by)
+        images = _loaded(setting.data, options.data, device_of(options.device), task.judged_by)
     except ConfigurationError as error:
         raise MissingDataError(error) from error
     kept = unfinished / f"{hashlib.sha256(task.key.encode()).hexdigest()[:20]}.pt"
-    return train(task.setting, images, task.seed, deadline, kept)
+    return train(setting, images, task.seed, deadline, kept)
 
 
 def train(

@@ -22,7 +22,7 @@ def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
             options.figures or not options.quick or figure.name in QUICK_FIGURES
         ):
             for row in figure.rows[: QUICK_ROWS if options.quick else None]:
-                for seed in range(options.seeds):
+                for seed in range(options.seeds or 1):
                     yield _task(options, row.setting, seed, "test", figure.name, row.label)
     if options.asks_for(tuned.NAME):
         for epsilon in tuned.EPSILONS[-1:] if options.quick else tuned.EPSILONS:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clipwise.reproduce import report
 from clipwise.reproduce.store import Cell
 
 CLEAR = 2.0  # standard errors that a difference must have
@@ -39,8 +40,7 @@ class Measured:
 
 def measured(cells: Sequence[Cell]) -> Measured | None:
     """Of the runs that came through; None if there are none."""
-    found = [100 * cell["accuracy"] for cell in cells if "accuracy" in cell]
+    found = report.accuracies(list(cells))
     if not found:
         return None
-    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
-    return Measured(statistics.fmean(found), error)
+    return Measured(statistics.fmean(found), report.standard_error(found) if len(found) > 1 else None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clipwise.bench.drawing import can_draw, drawing
 from clipwise.reproduce.normalization.measured import measured
 from clipwise.reproduce.normalization.results import Results, results, tables_of
 from clipwise.reproduce.normalization.speed import curves
@@ -15,11 +16,9 @@ from clipwise.reproduce.store import Store
 Line = tuple[str, list[float], list[float], Any]  # label, x, y, errors
 
 
-def draw(store: Store, folder: Path, is_quick: bool) -> list[Path]:
+def plot_all(store: Store, is_quick: bool, folder: Path) -> list[Path]:
     """Figure 1, and accuracy by epsilon; nothing without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    if not can_draw():
         return []
     written = []
     for table in tables_of(is_quick):
@@ -28,22 +27,24 @@ def draw(store: Store, folder: Path, is_quick: bool) -> list[Path]:
             lines = list(
                 _by_epoch(table, store, family) if table.over == "noise" else _lines(table, found, family)
             )
-            if not lines:
-                continue
-            figure = Figure(figsize=(6, 4), layout="constrained")
-            axes = figure.subplots()
-            for label, xs, ys, errors in lines:
-                axes.errorbar(xs, ys, yerr=errors, marker=".", label=label, capsize=2)
-            axes.set_xlabel("epoch" if table.over == "noise" else "epsilon")
-            axes.set_ylabel("validation accuracy (%)" if table.over == "noise" else "test accuracy (%)")
-            if table.over == "epsilon":
-                axes.set_xscale("log")
-            axes.set_title(f"{family}, table {table.name}")
-            axes.legend(fontsize="small")
-            file = folder / f"table_{table.name}_{_plain(family)}.png"
-            figure.savefig(file, dpi=120)
-            written.append(file)
+            if lines:
+                file = folder / f"table-{table.name}-{_plain(family)}.svg"
+                _picture(table, family, lines, file)
+                written.append(file)
     return written
+
+
+def _picture(table: Table, family: str, lines: list[Line], file: Path) -> None:
+    with drawing(file, width=6, height=4) as canvas:
+        axes = canvas.add_subplot()
+        for label, xs, ys, errors in lines:
+            axes.errorbar(xs, ys, yerr=errors, marker=".", label=label, capsize=2)
+        axes.set_xlabel("epoch" if table.over == "noise" else "epsilon")
+        axes.set_ylabel("validation accuracy, %" if table.over == "noise" else "test accuracy, %")
+        if table.over == "epsilon":
+            axes.set_xscale("log")
+        axes.set_title(f"{family}, table {table.name}")
+        axes.legend()
 
 
 def _by_epoch(table: Table, store: Store, family: str) -> Iterator[Line]:
@@ -65,4 +66,4 @@ def _lines(table: Table, found: Results, family: str) -> Iterator[Line]:
 
 
 def _plain(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name).lower()
+    return "".join(letter if letter.isalnum() else "-" for letter in name).lower()

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 
 from clipwise.reproduce.normalization.setting import Setting
 from clipwise.reproduce.normalization.tables import TABLES, Table, quick
+from clipwise.reproduce.paper import key_of
 from clipwise.reproduce.store import Cell, Store
 
 Place = tuple[str, str, float]  # family, method, value
 Results = dict[Place, list[Cell]]
-
-
-def key_of(setting: Setting, judged_by: str, seed: int) -> str:
-    """Under which a run lies in the store."""
-    return f"{judged_by} {setting.key} seed={seed}"
 
 
 def best_of(trials: Sequence[Cell]) -> int | None:

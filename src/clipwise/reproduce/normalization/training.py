@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +13,46 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
+from clipwise.bench.environment import device_of
 from clipwise.bench.limits import Deadline
+from clipwise.errors import ConfigurationError
 from clipwise.layers import PublicStatistics
 from clipwise.reproduce.normalization.networks import losses, network
-from clipwise.reproduce.normalization.sets import Sets
+from clipwise.reproduce.normalization.sets import Sets, load, public_rows
 from clipwise.reproduce.normalization.setting import Setting
+from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
+from clipwise.reproduce.paper import Options, Task
+from clipwise.reproduce.store import Cell
 
 DELTA, MAX_NORM, MOMENTUM = 1e-5, 0.1, 0.9
 _ROWS = 500  # that are evaluated at a time; without statistics of its own, batch norm takes theirs
 
 
-class OutOfTimeError(Exception):
-    """The time for the whole command is up in the middle of a run, which leaves no result."""
+def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
+    """A run on the data that its setting names. It is short: one that is stopped begins again."""
+    setting, device = task.setting, device_of(options.device)
+    assert isinstance(setting, Setting)
+    of_data = setting.data, setting.side, options.data, device
+    try:
+        parts = _sets(*of_data, task.judged_by, setting.is_private)
+        rows = _rows(*of_data) if setting.needs_public_rows else None
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
+    # The search for the fastest convolution pays where shapes repeat: those of private batches do not.
+    torch.backends.cudnn.benchmark = not setting.is_private
+    return train(setting, parts, rows, task.seed, deadline)
+
+
+@lru_cache(maxsize=2)
+def _sets(
+    name: str, side: int, data: Path | None, device: torch.device, judged_by: str, is_private: bool
+) -> Sets:
+    return load(name, side, data, device, judged_by=judged_by, trains_on_all=is_private)
+
+
+@lru_cache(maxsize=2)
+def _rows(name: str, side: int, data: Path | None, device: torch.device) -> Tensor:
+    return public_rows(name, side, data, device)
 
 
 def train(setting: Setting, sets: Sets, rows: Tensor | None, seed: int, deadline: Deadline) -> dict[str, Any]:

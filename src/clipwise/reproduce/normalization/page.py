@@ -1,10 +1,11 @@
-"""Results of `clipwise reproduce normalization` as Markdown."""
+"""Results of the normalization paper as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from clipwise.privacy import rounded_up
+from clipwise.reproduce import report
 from clipwise.reproduce.normalization import speed
 from clipwise.reproduce.normalization.findings import findings
 from clipwise.reproduce.normalization.measured import CLEAR, measured
@@ -26,7 +27,7 @@ def markdown(store: Store, is_quick: bool) -> str:
     lines = ["# Normalization layers: results", ""]
     if is_quick:
         lines += ["**A quick run on small data: it shows that everything works, and nothing else.**", ""]
-    lines += [*(f"    {command}" for command in store.commands), "", *_where(store), ""]
+    lines += report.how(store)
     lines += [
         "Accuracy in percent on the test part, read once at the end of a run: mean and standard error over seeds. "
         "Where several settings were tried, every method had the same trials and the best on a validation tenth was "
@@ -51,22 +52,6 @@ def markdown(store: Store, is_quick: bool) -> str:
         if found and table.over == "epsilon":
             lines += [*_chosen(table, found), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def in_short(cell: Cell) -> str:
-    """A run in a line."""
-    if "failed" in cell:
-        return str(cell["failed"])
-    cost = "" if cell["epsilon"] is None else f", epsilon {rounded_up(cell['epsilon'])}"
-    return f"{cell['accuracy']:.1%}{cost}, {cell['seconds']:.1f} s"
-
-
-def _where(store: Store) -> Iterator[str]:
-    for place, e in enumerate(store.environments):
-        runs = sum(cell["environment"] == place for cell in store.cells.values())
-        versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
-        hardware = f"{e['gpu']}, " if "gpu" in e else ""
-        yield f"{runs} runs on {hardware}{e['cpu']}, {e['cores']} cores; Python {e['python']}, {versions}."
 
 
 def _table(table: Table, found: Results) -> Iterator[str]:

@@ -1,0 +1,70 @@
+"""The declared tables."""
+
+import dataclasses
+
+import pytest
+
+from clipwise.reproduce.normalization import sets
+from clipwise.reproduce.normalization.claims import number
+from clipwise.reproduce.normalization.setting import Setting
+from clipwise.reproduce.normalization.tables import TABLES, quick
+
+BY_NAME = {table.name: table for table in TABLES}
+
+
+def test_tables_2_to_7_are_there_and_the_two_that_matter_come_first():
+    assert [table.name for table in TABLES[:2]] == ["5", "2"]
+    assert {table.name for table in TABLES} == {"2", "3", "4", "5", "6", "7", "6-scratch"}
+    for table in TABLES:
+        assert bool(table.shortened) == (table.name not in ("2", "5")), table.name
+
+
+def test_tables_2_and_5_are_in_full():
+    assert BY_NAME["2"].values == (0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 10.0) and BY_NAME["2"].seeds >= 5
+    assert BY_NAME["5"].values == (7.0, 3.0, 1.0, 0.5, 0.1, 0.05) and BY_NAME["5"].seeds >= 5
+    assert {"no norm", "layer norm", "group norm", "public", "self+public", "public-exact"} <= set(
+        BY_NAME["5"].methods
+    )
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_every_method_has_the_same_trials(table):
+    def tried(family, method):
+        settings = table.tried(family, method, table.values[0])
+        return [(s.learning_rate, s.epochs, s.batch_size) for s in settings]
+
+    for family in table.families:
+        assert len({tuple(tried(family, method)) for method in table.methods}) == 1
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_no_private_row_has_statistics_of_a_batch_and_group_norm_is_a_row(table):
+    norms = [changes["norm"] for changes in table.methods.values()]
+    assert not (table.over == "epsilon" and "batch" in norms)
+    assert table.over == "noise" or "group" in norms
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_claims_are_numbers_of_families_that_are_run(table):
+    for (family, _), claims in table.claims.items():
+        assert family in table.families or family.startswith("light VGG")
+        assert all(claim == "fails" or 0 < number(claim) < 100 for claim in claims.values())
+
+
+def test_the_papers_gain_of_batch_norm():
+    claims = BY_NAME["5"].claims
+    assert number(claims["LeNet-5", "batch norm"][1.0]) - number(claims["LeNet-5", "no norm"][1.0]) == 3.5
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Setting)])
+def test_settings_that_differ_have_other_keys(field):
+    usual = Setting()
+    value = getattr(usual, field)
+    other = "other" if isinstance(value, str) else not value if isinstance(value, bool) else 7
+    assert usual.but(**{field: other}).key != usual.key
+
+
+def test_quick_needs_no_data_and_every_table_has_a_quick_form():
+    for table in map(quick, TABLES):
+        assert len(table.values) == 1 and table.seeds == 1
+        assert {s.data for s in table.families.values()} <= {"digits", sets.MADE_UP}
