@@ -95,7 +95,7 @@ def _as_option(figure: str) -> str:
     return f"--{kind} {name}"
 
 
-class Setting(Protocol):
+class AnySetting(Protocol):
     """What a paper's settings have, whatever else they say."""
 
     @property
@@ -107,7 +107,7 @@ class Setting(Protocol):
         """How long a run is."""
 
 
-def key_of(setting: Setting, judged_by: str, seed: int) -> str:
+def key_of(setting: AnySetting, judged_by: str, seed: int) -> str:
     """Under which a run lies in the store."""
     return f"{judged_by} {setting.key} seed={seed}"
 
@@ -116,7 +116,7 @@ def key_of(setting: Setting, judged_by: str, seed: int) -> str:
 class Task:
     """One run: a setting and a seed, what it is judged by ("test" or "validation"), and where it is shown."""
 
-    setting: Setting
+    setting: AnySetting
     seed: int
     judged_by: str
     place: Place

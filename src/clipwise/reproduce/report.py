@@ -20,9 +20,8 @@ def in_short(cell: Cell) -> str:
     if "accuracy" not in cell:
         return _why_none(cell)
     speed = f" ({1000 * cell['seconds'] / cell['steps']:.1f} ms a step)" if cell.get("steps") else ""
-    cost = (
-        f"epsilon {epsilon([cell])}" if cell.get("epsilon") is not None else epsilon([cell]) or "not private"
-    )
+    cost = epsilon([cell])
+    cost = f"epsilon {cost}" if cell.get("epsilon") is not None else cost
     return f"{cell['accuracy']:.1%}, {cost}, {cell['seconds']:.0f} s{speed}"
 
 

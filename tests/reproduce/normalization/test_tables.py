@@ -38,10 +38,11 @@ def test_every_method_has_the_same_trials(table):
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_no_private_row_has_statistics_of_a_batch_and_group_norm_is_a_row(table):
-    norms = [changes["norm"] for changes in table.methods.values()]
-    assert not (table.over == "epsilon" and "batch" in norms)
-    assert table.over == "noise" or "group" in norms
+def test_private_rows_have_statistics_of_a_batch_only_where_it_is_clipped_and_group_norm_is_a_row(table):
+    private = table.over == "epsilon"
+    for changes in table.methods.values():
+        assert (private and changes["norm"] == "batch") == (changes.get("clip") == "batch")
+    assert not private or "group" in [changes["norm"] for changes in table.methods.values()]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+import clipwise
 from clipwise.bench.limits import Deadline
 from clipwise.errors import ClipwiseError
-from clipwise.layers import PublicBatchNorm
+from clipwise.layers import BatchStatisticsNorm, PublicBatchNorm
 from clipwise.reproduce.normalization import sets
 from clipwise.reproduce.normalization.networks import network
 from clipwise.reproduce.normalization.setting import Setting
@@ -32,6 +33,31 @@ def test_a_private_run_spends_its_budget(norm, tmp_path):
 def test_batch_norm_cannot_be_trained_privately(tmp_path):
     with pytest.raises(ClipwiseError, match="batch"):
         run(TINY.but(norm="batch", epsilon=8.0), tmp_path)
+
+
+def test_batch_norm_where_mini_sets_are_clipped(tmp_path, monkeypatch):
+    """The noise of an update is that of per-example clipping; statistics for evaluation are those of public rows."""
+    models, made, make_private = [], [], clipwise.make_private
+
+    def noted(model, *given, **options):
+        models.append(model)
+        made.append(make_private(model, *given, **options))
+        return made[-1]
+
+    def noise(private, divisor):
+        (part,) = private.parts()
+        return private.optimizer.param_groups[0]["lr"] * part.noise_std / divisor
+
+    monkeypatch.setattr(clipwise, "make_private", noted)
+    setting = TINY.but(epsilon=8.0, learning_rate=1.0)
+    run(setting, tmp_path)
+    cell = run(setting.but(norm="batch", clip="batch"), tmp_path)
+    assert 7.9 < cell["epsilon"] <= 8 and 0 <= cell["accuracy"] <= 1
+    assert noise(made[0], 256) == pytest.approx(noise(made[1], 16), rel=1e-6)
+    norms = [m for m in models[1].modules() if isinstance(m, BatchStatisticsNorm)]
+    assert norms and all(int(norm.num_batches_tracked) == 8 for norm in norms), (
+        "128 public rows, 16 at a time"
+    )
 
 
 def test_training_without_privacy_learns_and_notes_every_epoch(tmp_path):

@@ -30,10 +30,11 @@ def network(
     if setting.pretrained:
         model.load_state_dict(_pretrained(setting, seed, channels, classes, public))
         _only_linear(model)
-    if rows is not None:
+    if setting.has_public_norm:
         model, _ = layers.replace_batchnorm(model, rows, kind=setting.norm)
     elif setting.norm == "batch":
-        # Weights that are drawn anew have no running statistics: each pass takes those of its own rows.
+        # Each pass takes the statistics of its own rows: weights that are drawn anew have no others, and running
+        # statistics of private rows would be a release.
         layers.without_running_statistics(model)
     return layers.with_noisy_weights(model, setting.noise) if setting.noise else model
 

@@ -22,6 +22,8 @@ class Setting:
         width: of the first stage of a deep network; None for its usual one.
         noise: standard deviation of the noise on every weight, drawn at each pass. No privacy comes of it.
         epsilon: the privacy budget; None is training without privacy.
+        clip: what is clipped in private training: the gradient of each "example", or the mean gradient of each
+            mini-set, "batch". The latter allows statistics of the mini-set.
         pretrained: convolutions come from public labelled images and stay; linear layers and norms are trained.
         trains_words: whether word vectors are trained.
         batch_size: the expected one, where it is private.
@@ -35,6 +37,7 @@ class Setting:
     width: int | None = None
     noise: float = 0.0
     epsilon: float | None = None
+    clip: str = "example"
     pretrained: bool = False
     trains_words: bool = True
     batch_size: int = 512
@@ -48,13 +51,23 @@ class Setting:
 
     @property
     def needs_public_rows(self) -> bool:
-        """Whether statistics come from public rows."""
+        """Whether statistics come from public rows, in training or for evaluation."""
+        return self.has_public_norm or self.clips_mini_sets
+
+    @property
+    def has_public_norm(self) -> bool:
+        """Whether the norm is by statistics of public rows, in training too."""
         return self.norm in PUBLIC_KINDS
+
+    @property
+    def clips_mini_sets(self) -> bool:
+        """Whether mini-sets are clipped, and not examples."""
+        return self.clip == "batch"
 
     @property
     def built_norm(self) -> str:
         """The norm that the model is built with; those with public statistics take the place of batch norm."""
-        return "batch" if self.needs_public_rows else self.norm
+        return "batch" if self.has_public_norm else self.norm
 
     @property
     def side(self) -> int:
