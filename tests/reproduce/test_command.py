@@ -16,6 +16,10 @@ from clipwise.reproduce.store import Store
 def test_wrong_arguments_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"figure='19' is not known.*equal-epsilon"):
         command("batch-clipping", figure=["19"], out=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"table='5' is not known: batch-clipping has no tables"):
+        command("batch-clipping", table=["5"], out=tmp_path)
+    with pytest.raises(ConfigurationError, match="seeds=0 is not possible"):
+        command("batch-clipping", seeds=0, out=tmp_path)
     with pytest.raises(ConfigurationError, match=r"paper='other' is not known.*batch-clipping"):
         command("other", out=tmp_path)
     (tmp_path / "results.json").write_text("[]")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from clipwise.bench.drawing import can_draw
 from clipwise.commands.reproduce import reproduce as command
 from clipwise.errors import ConfigurationError
 from clipwise.reproduce.__main__ import main
@@ -132,6 +133,7 @@ def test_it_runs_goes_on_and_ends(declared, tmp_path, capsys):
     text = (tmp_path / "results.md").read_text()
     assert "net, public against no norm" in text and "± " in text and "not run" not in text
     assert "    clipwise reproduce normalization --table 5 --device cpu --seeds 3\n" in text
+    assert (tmp_path / "table-5-net.svg").exists() == can_draw()
 
 
 def test_runs_of_another_folder_are_taken_over(one_entry, tmp_path):

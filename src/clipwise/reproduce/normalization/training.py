@@ -132,6 +132,7 @@ def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadlin
             "adjacency": str(spent.adjacency),
             "steps": private.steps,
             "noise_multiplier": private.noise_multiplier,
+            "parts": len(private.parts()),
             "in_words": str(spent),
         }
 
