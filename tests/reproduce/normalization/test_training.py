@@ -60,6 +60,16 @@ def test_batch_norm_where_mini_sets_are_clipped(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "changes", [{"norm": "released"}, {"norm": "batch", "clip": "batch", "statistics": "noised"}]
+)
+def test_noised_statistics_are_part_of_the_release_and_need_no_public_rows(changes, tmp_path):
+    setting = TINY.but(epsilon=8.0, learning_rate=1.0, **changes)
+    assert not setting.needs_public_rows
+    cell = run(setting, tmp_path)
+    assert 7.9 < cell["epsilon"] <= 8 and cell["parts"] == 1 + 3, "the gradient, and each of three layers"
+
+
 def test_training_without_privacy_learns_and_notes_every_epoch(tmp_path):
     cell = run(TINY.but(norm="batch", epochs=4, learning_rate=1e-2, noise=0.01), tmp_path)
     assert cell["accuracy"] > 0.8 and cell["epsilon"] is None

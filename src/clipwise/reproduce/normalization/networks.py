@@ -32,6 +32,8 @@ def network(
         _only_linear(model)
     if setting.has_public_norm:
         model, _ = layers.replace_batchnorm(model, rows, kind=setting.norm)
+    elif setting.norm == "released":
+        layers.with_released_statistics(model)
     elif setting.norm == "batch":
         # Each pass takes the statistics of its own rows: weights that are drawn anew have no others, and running
         # statistics of private rows would be a release.

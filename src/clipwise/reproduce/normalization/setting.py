@@ -17,13 +17,15 @@ class Setting:
 
     Attributes:
         data, model: by name.
-        norm: "none", "layer", "group", "batch", or a kind of public statistics in place of "batch".
+        norm: "none", "layer", "group", "batch", or in place of "batch" a kind of public statistics, or "released":
+            by the noised running statistics that were released before.
         placement: behind which layers there is a norm, see `clipwise.models.PLACEMENTS`.
         width: of the first stage of a deep network; None for its usual one.
         noise: standard deviation of the noise on every weight, drawn at each pass. No privacy comes of it.
         epsilon: the privacy budget; None is training without privacy.
         clip: what is clipped in private training: the gradient of each "example", or the mean gradient of each
             mini-set, "batch". The latter allows statistics of the mini-set.
+        statistics: those for evaluation, where mini-sets are clipped: of "public" rows, or "noised" ones of the run.
         pretrained: convolutions come from public labelled images and stay; linear layers and norms are trained.
         trains_words: whether word vectors are trained.
         batch_size: the expected one, where it is private.
@@ -38,6 +40,7 @@ class Setting:
     noise: float = 0.0
     epsilon: float | None = None
     clip: str = "example"
+    statistics: str = "public"
     pretrained: bool = False
     trains_words: bool = True
     batch_size: int = 512
@@ -52,7 +55,12 @@ class Setting:
     @property
     def needs_public_rows(self) -> bool:
         """Whether statistics come from public rows, in training or for evaluation."""
-        return self.has_public_norm or self.clips_mini_sets
+        return self.has_public_norm or (self.clips_mini_sets and self.statistics == "public")
+
+    @property
+    def releases_statistics(self) -> bool:
+        """Whether noised running statistics are part of each release."""
+        return self.norm == "released" or self.statistics == "noised"
 
     @property
     def has_public_norm(self) -> bool:
@@ -67,7 +75,7 @@ class Setting:
     @property
     def built_norm(self) -> str:
         """The norm that the model is built with; those with public statistics take the place of batch norm."""
-        return "batch" if self.has_public_norm else self.norm
+        return "batch" if self.has_public_norm or self.norm == "released" else self.norm
 
     @property
     def side(self) -> int:

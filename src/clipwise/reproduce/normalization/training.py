@@ -142,11 +142,12 @@ def _clipping(setting: Setting) -> tuple[Strategy, float]:
 
     A coordinate of the gradient has noise z C / B with examples, z 2 C / k with k mini-sets.
     """
+    rule = clipwise.NoisedStatistics() if setting.releases_statistics else None
     if not setting.clips_mini_sets:
-        return clipwise.PerExample(max_norm=MAX_NORM), setting.learning_rate
+        return clipwise.PerExample(max_norm=MAX_NORM, running_statistics=rule), setting.learning_rate
     mini_sets = setting.batch_size // MINI_SET
     rate = setting.learning_rate * mini_sets / (2 * setting.batch_size)
-    return clipwise.Batch(max_norm=MAX_NORM, mini_sets=mini_sets), rate
+    return clipwise.Batch(max_norm=MAX_NORM, mini_sets=mini_sets, running_statistics=rule), rate
 
 
 @torch.no_grad()
