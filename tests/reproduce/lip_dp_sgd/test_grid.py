@@ -4,11 +4,11 @@ from clipwise.reproduce.lip_dp_sgd.grid import asked, best, effort_of, table_row
 from clipwise.reproduce.lip_dp_sgd.search import near, spread
 
 
-def played(figures, quick, score):
+def played(figures, quick, score, seeds=None):
     """Do all runs that are asked for, with invented results; returns them in order."""
     found, order = {}, []
     while True:
-        new = [a for a in asked(figures, quick, found) if a.key not in found]
+        new = [a for a in asked(figures, quick, found, seeds) if a.key not in found]
         if not new:
             return found, order
         found[new[0].key] = score(new[0])
@@ -41,6 +41,12 @@ def test_second_trials_surround_the_best_of_the_first():
     winner = max(range(len(first)), key=lambda i: first[i].max_norm)
     tried = [a.job for a in order if a.row == row.label and a.judged_by == "validation"]
     assert tried[effort.spread :] == list(near(row, winner, effort.near))
+
+
+def test_seeds_that_are_asked_for_count_in_tables_and_figures():
+    for figure in ("table-1", "1", "4"):
+        _, order = played((figure,), True, by_norm, seeds=2)
+        assert {a.seed for a in order if a.judged_by == "test"} == {0, 1}
 
 
 def test_equal_accuracies_are_told_apart_by_loss():

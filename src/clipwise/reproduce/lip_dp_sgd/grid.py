@@ -48,21 +48,25 @@ class Asked:
         return f"{self.judged_by} {self.job.key} seed={self.seed}"
 
 
-def asked(figures: tuple[str, ...], quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
-    """The runs that can begin now, from the finished ones by key. No figures means all."""
+def asked(
+    figures: tuple[str, ...], quick: bool, found: Mapping[str, Cell], seeds: int | None = None
+) -> Iterator[Asked]:
+    """The runs that can begin now, from the finished ones by key. No figures means all, no seeds a figure's own."""
+    seeds_of_tables = seeds or (QUICK_SEEDS if quick else TABLE_SEEDS)
+    seeds_of_images = seeds or (QUICK_SEEDS if quick else IMAGE_SEEDS)
     for figure in figures or FIGURES:
         if figure.startswith("table-"):
             for row in table_rows(figure, quick):
-                yield from _chosen_and_tested(row, figure, quick, found)
+                yield from _chosen_and_tested(row, figure, quick, found, seeds_of_tables)
         elif figure == "1":
             for row in image_rows(quick):
-                yield from _figure_1(row, quick, found)
+                yield from _figure_1(row, quick, found, seeds_of_images)
         elif figure == "2":
             yield from _figure_2(quick)
         elif figure == "3":
             yield from _figure_3(quick, found)
         else:
-            yield from _figure_4(quick, found)
+            yield from _figure_4(quick, found, seeds_of_images)
 
 
 def table_rows(figure: str, quick: bool) -> list[Row]:
@@ -102,12 +106,14 @@ def _all_trials(row: Row, quick: bool, found: Mapping[str, Cell]) -> list[Trial]
     return [*first, *second] if _all_there(second, found) else None
 
 
-def _chosen_and_tested(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+def _chosen_and_tested(
+    row: Row, figure: str, quick: bool, found: Mapping[str, Cell], seeds: int
+) -> Iterator[Asked]:
     """Trials of both rounds, then the best of them on the test part."""
     yield from _trials(row, figure, quick, found)
     chosen = best(row, quick, found)
     if chosen is not None:
-        for seed in range(QUICK_SEEDS if quick else TABLE_SEEDS):
+        for seed in range(seeds):
             yield Asked(chosen, seed, "test", figure, row.label, row.epsilon)
 
 
@@ -121,12 +127,12 @@ def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> It
             yield _validation(trial, figure, row)
 
 
-def _figure_1(row: Row, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+def _figure_1(row: Row, quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[Asked]:
     yield from _trials(row, "1", quick, found)
     chosen = best(row, quick, found)
     if chosen is not None:
         for epsilon in EPSILONS[:1] if quick else EPSILONS:
-            for seed in range(QUICK_SEEDS if quick else IMAGE_SEEDS):
+            for seed in range(seeds):
                 yield Asked(chosen.but(epsilon=epsilon), seed, "test", "1", row.label, epsilon)
 
 
@@ -147,7 +153,7 @@ def _figure_3(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
             yield Asked(Bias(chosen), 0, "validation", "3", name)
 
 
-def _figure_4(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+def _figure_4(quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[Asked]:
     """The best runs of figure 1 with averaged parameters beside the last ones."""
     for row in image_rows(quick):
         if row.norm == "none" and row.data in (AVERAGED_DATA, DIGITS):
@@ -156,7 +162,7 @@ def _figure_4(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
             for epsilon in (EPSILONS[:1] if quick else EPSILONS) if chosen is not None else ():
                 assert chosen is not None
                 trial = chosen.but(epsilon=epsilon, averaged=AVERAGED)
-                for seed in range(QUICK_SEEDS if quick else IMAGE_SEEDS):
+                for seed in range(seeds):
                     yield Asked(trial, seed, "test", "4", row.label, epsilon)
 
 

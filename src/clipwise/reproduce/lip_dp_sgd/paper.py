@@ -21,7 +21,7 @@ from clipwise.tune.training import LateError
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
     """Trials on validation parts; where all of a row are there, the best of them on the test part."""
-    for one in asked(options.figures, options.quick, found):
+    for one in asked(options.figures, options.quick, found, options.seeds):
         setting: Any = one.job
         place = Place(one.figure, one.row, one.job.epochs, options.quick, one.epsilon)
         yield Task(setting, one.seed, one.judged_by, place)
@@ -48,4 +48,5 @@ PAPER = Paper(
     train=train,
     page=page.markdown,
     plots=plots.plot_all,
+    takes_epochs=False,  # they are among what is tried
 )
