@@ -29,6 +29,7 @@ class About:
         parts: what a release holds; of the first one, if the strategy adapts.
         divisor: the public constant that the noised sum is divided by.
         arithmetic: in which the sums were formed.
+        noise: its kind, "standard" or "secure".
         delta: of the guarantee that the run was made for.
         budget: the epsilon that it may not pass.
         seeded: whether noise and sampling come from a given seed.
@@ -41,6 +42,7 @@ class About:
     parts: tuple[Part, ...] | None = None
     divisor: float | None = None
     arithmetic: str | None = None
+    noise: str | None = None
     delta: float | None = None
     budget: float | None = None
     seeded: bool | None = None
@@ -65,6 +67,7 @@ class About:
                     p["noise_std"],
                     tuple(p.get("scales", ())),
                     p.get("alone", False),
+                    p.get("grid", 0.0),
                 )
                 for p in known["parts"]
             )

@@ -9,6 +9,7 @@ from clipwise import accounting
 from clipwise.errors import ConfigurationError, PrivacyWarning
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling
 from clipwise.sampling import Scheme
+from clipwise.secure import require_cipher
 
 
 def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
@@ -29,6 +30,15 @@ def require_public_size(adjacency: Adjacency) -> None:
             "adjacency='add-remove' hides the size of the data set, which the sample rate, the number of steps and "
             "delta of a run are taken from here: use 'zero-out' with Poisson sampling, whose figures are the same."
         )
+
+
+def noise_kind_of(noise: object) -> str:
+    """The kind of noise, refused where what it needs is not there."""
+    if noise not in ("standard", "secure"):
+        raise ConfigurationError(f"noise={noise!r} is not known: use 'standard' or 'secure'.")
+    if noise == "secure":
+        require_cipher()
+    return str(noise)
 
 
 def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:

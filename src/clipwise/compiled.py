@@ -79,6 +79,8 @@ class CompiledStep:
         # Bounds that are learned would stay what they were, and so would random numbers.
         clipper = private._clipper
         is_constant = clipper.is_capturable and not (clipper.adapts or clipper.draws)
+        # Secure noise is drawn by the host.
+        is_constant = is_constant and not any(part.grid for part in private._parts)
         # Statistics follow the weights, and examples of several rows are not filled up.
         is_constant = is_constant and private._public_statistics is None and private.views == 1
         is_constant = is_constant and private._penalty is None and private._watch is None

@@ -20,12 +20,20 @@ from torch import Tensor, nn
 
 from clipwise import accounting, checkpoint, checks, faults, fingerprint, statement, watch
 from clipwise.about import About, versions
-from clipwise.arguments import adjacency_of, delta_of, multiplier_of, planned_steps, require_public_size
+from clipwise.arguments import (
+    adjacency_of,
+    delta_of,
+    multiplier_of,
+    noise_kind_of,
+    planned_steps,
+    require_public_size,
+)
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, BatchClipper, Clipper, PerExample, Site, Strategy, noised_parts
 from clipwise.clipping.sparse import without
+from clipwise.clipping.strategy import Split
 from clipwise.compiled import CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -60,6 +68,7 @@ from clipwise.sampling import (
     make_scheme,
     mini_sets_of,
 )
+from clipwise.secure import noised_on_grid, on_grid, rounded_gaussian
 from clipwise.statement import Statement
 from clipwise.watch import watched
 
@@ -84,6 +93,7 @@ class Private:
         clipper: Clipper,
         parts: tuple[Part, ...],
         event: Event,
+        noise: str,
         budget: Budget | None,
         delta: float,
         ledger: Ledger,
@@ -102,7 +112,7 @@ class Private:
         self._model, self._parameters, self._dataset = model, parameters, dataset
         self._scheme, self._strategy, self._clipper = scheme, strategy, clipper
         self._users = cut if isinstance(cut, ByUser) else None
-        self._parts, self._event = parts, event
+        self._parts, self._event, self._noise = parts, event, noise
         self._public_statistics, self._views = public_statistics, views
         self._averages, self._penalty = averages, penalty
         self._budget, self._delta = budget, delta
@@ -299,19 +309,16 @@ class Private:
 
     def _next_parts(self) -> tuple[Part, ...]:
         """The noise follows the bounds; the event, and so the multiplier, stays."""
-        return noised_parts(
-            self._clipper.bounds,
-            self._parameters,
-            self._event.noise_multiplier,
-            self._strategy.split,
-            self._clipper.divisor,
+        return _parts(
+            self._clipper, self._parameters, self._event.noise_multiplier, self._strategy.split, self._noise
         )
 
     def _noised(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
         """(sum + noise) / L, with L the expected size: for what is drawn is secret.
 
         A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part
-        without any is a number. A scaled parameter is (m sum + noise) / (m L).
+        without any is a number. A scaled parameter is (m sum + noise) / (m L). Secure noise lies on a grid, and so
+        does the sum that it is put onto.
         """
         L = self._clipper.divisor
         for number, part in enumerate(self._parts):
@@ -325,8 +332,13 @@ class Private:
             for place, (device, names) in enumerate(by_device.items()):
                 scales = scales_of(part, names)
                 sums = [total.pop(n) for n in names]
-                draw = partial(self._draw, part.noise_std, f"noise/{number}/{place}", device)
-                total.update(zip(names, noised(sums, draw, L, scales), strict=True))
+                if part.grid:
+                    steps = partial(self._draw_steps, part.noise_std / part.grid, f"secure/{number}/{place}")
+                    released = noised_on_grid(sums, steps, L, part.grid, scales)
+                else:
+                    draw = partial(self._draw, part.noise_std, f"noise/{number}/{place}", device)
+                    released = noised(sums, draw, L, scales)
+                total.update(zip(names, released, strict=True))
         return total
 
     def _draw(
@@ -342,6 +354,10 @@ class Private:
     ) -> Tensor:
         key = self._key.derive(f"{label}/{bucket}")
         return gaussian(key, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
+
+    def _draw_steps(self, ratio: float, label: str, bucket: int, size: int) -> Tensor:
+        """Secure noise, in steps of the grid."""
+        return rounded_gaussian(self._key.derive(f"{label}/{bucket}"), size, ratio)
 
     # ------------------------------------------------------------- what it cost
 
@@ -511,7 +527,9 @@ class Private:
             return
         self._closed = True
         try:
-            if self._resume_file is not None and not self._must_load and self._ledger.position > 0:
+            begun = not self._must_load and self._ledger.position > 0
+            # (A forked copy has nothing to leave behind: the run and its secrets are the other process's.)
+            if self._resume_file is not None and begun and not self._key.is_forked:
                 checkpoint.write_secrets(self._resume_file, self._secrets())
         finally:
             self._ledger.close()
@@ -672,6 +690,7 @@ class Private:
             "expected_batch_size": self._scheme.expected_size,
             "strategy": self._described_strategy(),
             "arithmetic": self._clipper.arithmetic.name,
+            "noise": self._noise,
             "parameters": _signature(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
@@ -691,6 +710,7 @@ class Private:
             parts=self._parts,
             divisor=self._clipper.divisor,
             arithmetic=self._clipper.arithmetic.name,
+            noise=self._noise,
             delta=self._delta,
             budget=None if self._budget is None else self._budget.epsilon,
             seeded=self._seeded,
@@ -766,7 +786,9 @@ def make_private(
             debugging, and reports epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or "full".
         adjacency: by default the one that the sampling scheme goes with.
-        noise: "standard": tail-exact Gaussian noise.
+        noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
+            exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
+            It is drawn on the CPU and needs clipwise[secure]. `clipwise.secure` says what is claimed.
         max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Not for
             `Batch`, whose pieces are its mini-sets.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
@@ -795,8 +817,7 @@ def make_private(
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
     if not (isinstance(strategy, Batch) and strategy.local_update is not None):
         checks.require_no_batch_statistics(model, strategy.is_coupled)
-    if noise != "standard":
-        raise ConfigurationError(f"noise={noise!r} is not known: use 'standard'.")
+    noise = noise_kind_of(noise)
     require_penalty(penalty)
     users = None if group is None else _users(group, strategy)
     unit = strategy.unit if users is None else Unit.USER
@@ -822,7 +843,7 @@ def make_private(
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
     empty_batch = Fetcher(dataset, collate_fn).empty
     clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
-    parts = noised_parts(clipper.bounds, parameters, z, strategy.split, clipper.divisor)
+    parts = _parts(clipper, parameters, z, strategy.split, noise)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
     header = {"dataset_size": size, "parameters": _signature(parameters)}
@@ -842,6 +863,7 @@ def make_private(
             clipper=clipper,
             parts=parts,
             event=event,
+            noise=noise,
             budget=Budget(epsilon, delta, planned) if epsilon is not None and planned is not None else None,
             delta=delta,
             ledger=book,
@@ -865,6 +887,14 @@ def make_private(
         if not isinstance(ledger, Ledger):
             book.close()
         raise
+
+
+def _parts(
+    clipper: Clipper, parameters: Mapping[str, nn.Parameter], multiplier: float, split: Split, noise: str
+) -> tuple[Part, ...]:
+    """What a release holds, with its noise; secure noise adds what the rounding of sums can move."""
+    parts = noised_parts(clipper.bounds, parameters, multiplier, split, clipper.divisor)
+    return on_grid(parts, {name: p.numel() for name, p in parameters.items()}) if noise == "secure" else parts
 
 
 def _views(averaged_views: object) -> Views | None:

@@ -21,7 +21,8 @@ On CUDA the words are those of Philox4x32-10, and two of 64 bits make a pair of 
 The two draw alike in law and not in values: one key gives other noise on CUDA than on the CPU.
 
 What is *not* claimed: values are floating-point numbers, so the low bits of a noised sum are those of
-rounded real arithmetic, and Philox is a statistical generator, not a proven cipher.
+rounded real arithmetic, and Philox is a statistical generator, not a proven cipher. `secure/` has a noise of
+which both are claimed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import math
 import os
 import secrets
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import NoReturn
 
@@ -64,10 +66,11 @@ class NoiseKey:
     (Sub-keys are ordinary bytes: Python frees them, but does not erase them from memory.)
 
     A key cannot be pickled, deep-copied or saved by torch: one that lands in a checkpoint undoes the
-    privacy of every step after it.
+    privacy of every step after it. It serves the process that made it: in a fork it refuses, since parent and child
+    would put the same noise on two sums.
     """
 
-    __slots__ = ("_secret",)
+    __slots__ = ("_process", "_secret")
 
     def __init__(self, secret: bytes) -> None:
         # All zeros is what `wipe` leaves behind: never a secret.
@@ -75,7 +78,7 @@ class NoiseKey:
             raise ConfigurationError(
                 f"secret must be {KEY_BYTES} bytes that are not all zero: use NoiseKey.fresh() or from_seed(...)."
             )
-        self._secret = bytearray(secret)
+        self._secret, self._process = bytearray(secret), os.getpid()
 
     @classmethod
     def fresh(cls) -> NoiseKey:
@@ -120,7 +123,17 @@ class NoiseKey:
         """Overwrite the secret. The key refuses to work afterwards, rather than give predictable noise."""
         self._secret[:] = bytes(KEY_BYTES)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy that a fork made of another process's key."""
+        return os.getpid() != self._process
+
     def _current(self) -> bytearray:
+        if self.is_forked:
+            raise StepError(
+                "this NoiseKey belongs to the process that this one was forked from, which may use it: make the "
+                "private run in the process that trains."
+            )
         if not any(self._secret):
             raise StepError("this NoiseKey was wiped and holds no secret: make a new one.")
         return self._secret
@@ -188,16 +201,20 @@ def gaussian(
 def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
     """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
     noise = torch.empty(size, dtype=dtype)
-    starts = deque(range(0, size, _CPU_CHUNK))
+    by_all_threads(deque(range(0, size, _CPU_CHUNK)), partial(_draw_chunks, key, noise, std))
+    return noise
+
+
+def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]) -> None:
+    """Let threads take chunks from where they start until none is left; one chunk is for the caller alone."""
     threads = torch.get_num_threads()
     if threads == 1 or len(starts) <= 1:
-        _draw_chunks(key, noise, std, starts)
-        return noise
+        draw_chunks(starts)
+        return
     pool = _pool(os.getpid(), threads)
     drawers = range(min(threads, len(starts)))
-    for drawer in [pool.submit(_draw_chunks, key, noise, std, starts) for _ in drawers]:
+    for drawer in [pool.submit(draw_chunks, starts) for _ in drawers]:
         drawer.result()
-    return noise
 
 
 @lru_cache(maxsize=1)

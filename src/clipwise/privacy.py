@@ -174,6 +174,8 @@ class Part:
         scales: one for each parameter, if any: its sum is multiplied by this before the noise, and what comes
             out is divided by it. Sensitivity and noise are those of the scaled sum.
         alone: a unit that moves this part moves none of the others that are marked so.
+        grid: the step of the grid that the sum is rounded to before the noise, which lies on it too; 0: on none.
+            The sensitivity is then that of the rounded sum.
     """
 
     name: str
@@ -182,6 +184,7 @@ class Part:
     noise_std: float
     scales: tuple[float, ...] = ()
     alone: bool = False
+    grid: float = 0.0
 
 
 def effective_multiplier(parts: Sequence[Part]) -> float:

@@ -7,6 +7,7 @@ docs/accounting.md explains every field.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -63,6 +64,12 @@ class Statement:
         told = [sitting.probed for sitting in self.sittings]
         return False if False in told else None if None in told or not told else True
 
+    @property
+    def noise(self) -> str | None:
+        """The weakest kind of noise of any sitting; None if that is not recorded."""
+        told = [sitting.noise for sitting in self.sittings]
+        return "standard" if "standard" in told else None if None in told or not told else told[-1]
+
     def assumptions(self) -> tuple[str, ...]:
         """What the guarantee rests on and no computation has shown."""
         probed = {
@@ -85,6 +92,8 @@ class Statement:
         ]
         if (self.about.strategy or {}).get("strategy") == "lipschitz":
             found.append(wording.AS_TRACED)
+        if (kind := self.noise) is not None:
+            found.append(wording.PSEUDO_RANDOM.get(kind, kind))
         if len(self._releases()) > 1:
             found.append(
                 "how many steps of each kind to take was not decided by looking at what was released"
@@ -110,13 +119,14 @@ class Statement:
             "expected_batch_size": about.divisor,
             "strategy": about.strategy,
             "arithmetic": about.arithmetic,
+            "noise": self.noise,
             "budget": about.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
             "tuning": wording.TUNING,
             "public_data": wording.public_data(self.about.strategy or {}, self.about.public_statistics),
             "assumptions": self.assumptions(),
-            "not_covered": wording.not_covered(s.unit),
+            "not_covered": wording.not_covered(s.unit, self.noise),
             "versions": {"run": self._software(), "statement": versions()},
         }
         result: dict[str, Any] = plain(content)
@@ -136,6 +146,7 @@ class Statement:
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
             *(("releases", text) for text in self._steps()),
             ("sensitivity", self._sensitivity()),
+            ("noise", self._noise()),
             ("divisor", self._divisor()),
             (
                 "accountant",
@@ -146,7 +157,7 @@ class Statement:
             ("tuning", wording.TUNING),
             ("public data", wording.public_data(self.about.strategy or {}, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
-            *(("not covered", text) for text in wording.not_covered(s.unit)),
+            *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
             *(("software", _listed(found)) for found in self._software()),
             ("read with", _listed(versions())),
         ]
@@ -191,6 +202,16 @@ class Statement:
                 " (of the step that was next then: bounds change by a public rule, and the noise with them)"
             )
         return text
+
+    def _noise(self) -> str:
+        kinds = dict.fromkeys(sitting.noise for sitting in self.sittings)
+        text = "; then ".join(NOT_RECORDED if k is None else wording.NOISE.get(k, k) for k in kinds)
+        grids = [p.grid for p in self.about.parts or () if p.grid]
+        if grids:
+            finest, coarsest = (round(math.log2(g)) for g in (min(grids), max(grids)))
+            step = f"2^{finest}" + (f" to 2^{coarsest}" if coarsest > finest else "")
+            text += f" (step {step}, which the sensitivities include)"
+        return text or NOT_RECORDED
 
     def _divisor(self) -> str:
         divisor = self.about.divisor

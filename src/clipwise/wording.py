@@ -34,9 +34,22 @@ NOT_COVERED = (
     "hyper-parameters chosen by looking at the same data",
     "anything printed or logged from private batches, such as the training loss",
     "other runs on the same data",
-    "side channels such as the time a step takes, and the low bits of floating-point numbers",
+    "side channels such as the time a step takes",
     "what is true of the population, whether or not a given {unit} takes part",
 )
+
+LOW_BITS = "the low bits of floating-point numbers: noise='secure' is against attacks on these"
+
+NOISE: Mapping[str, str] = {
+    "standard": "Gaussian in floating point with a tail that is not cut, from a counter generator (Philox) with a "
+    "secret key",
+    "secure": "Gaussian, rounded exactly to a grid that the sum was rounded to before; from a cipher (ChaCha20) with a "
+    "secret key",
+}
+PSEUDO_RANDOM: Mapping[str, str] = {
+    "standard": "the counter generator's numbers pass for random ones: it is a statistical generator, and no cipher",
+    "secure": "ChaCha20 cannot be told from random words (who is in a batch is drawn by statistical generators)",
+}
 
 INDEPENDENT = "each loss depends on its own example only"
 
@@ -124,9 +137,10 @@ def _is_statistics(part: Part) -> bool:
     return not part.parameters and part.name.startswith(STATISTICS_OF)
 
 
-def not_covered(unit: Unit) -> tuple[str, ...]:
+def not_covered(unit: Unit, noise: str | None = None) -> tuple[str, ...]:
     """What nobody may read into the guarantee."""
-    return tuple(line.format(unit=unit) for line in NOT_COVERED)
+    low_bits = () if noise == "secure" else (LOW_BITS,)
+    return (*(line.format(unit=unit) for line in NOT_COVERED), *low_bits)
 
 
 def public_data(strategy: Mapping[str, Any], statistics: Mapping[str, Any] | None) -> str:
