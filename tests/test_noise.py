@@ -348,6 +348,25 @@ def test_no_step_or_label_ever_repeats() -> None:
     assert {len(s) for s in seen} == {32}
 
 
+@pytest.mark.parametrize("use", ["derive", "advance", "secret_bytes", "copy"])
+def test_a_forked_key_refuses(use: str) -> None:
+    """Parent and child would have the same noise."""
+    key = NoiseKey(SECRET)
+
+    def child() -> None:
+        try:
+            getattr(key, use)(*(["noise/0"] if use == "derive" else []))
+        except StepError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert key.secret_bytes() == SECRET  # and here it works
+
+
 def test_a_copy_is_independent() -> None:
     key = NoiseKey(SECRET)
     other = key.copy()

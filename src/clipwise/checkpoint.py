@@ -65,15 +65,21 @@ class Secrets:
     position: int
     fingerprint: str
     data: str
+    model: str
     key: str
     epoch: str
 
     def __repr__(self) -> str:
         return "Secrets(<secret>)"
 
-    def matches(self, run: str, position: int, fingerprint: str, data: str) -> bool:
-        """Whether they belong to exactly this run, position, configuration and data set."""
-        return (self.run, self.position, self.fingerprint, self.data) == (run, position, fingerprint, data)
+    def matches(self, run: str, position: int, fingerprint: str, data: str, model: str) -> bool:
+        """Whether they belong to exactly this run, position, configuration, data set and model.
+
+        A resume file can be copied before it is read. Two runs that go on from it may have the same noise only if
+        they have the same sums.
+        """
+        mine = self.run, self.position, self.fingerprint, self.data, self.model
+        return mine == (run, position, fingerprint, data, model)
 
 
 def write_secrets(path: Path, secrets: Secrets) -> None:

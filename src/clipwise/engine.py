@@ -461,9 +461,9 @@ class Private:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint.
 
-        After a clean end (`close`) at the checkpoint's position, with the same configuration, data and
+        After a clean end (`close`) at the checkpoint's position, with the same configuration, data, model and
         resume file, the run goes on bit for bit as if it had never stopped. Otherwise a fresh secret is
-        taken, and steps that are made again are charged again.
+        taken, and steps that are made again are charged again. Load the model's own state before.
         """
         self._require_open()
         history = checkpoint.history_of(state)
@@ -495,7 +495,9 @@ class Private:
             secrets is not None
             and self._ledger.position == state["position"]
             and now == state["fingerprint"]
-            and secrets.matches(state["run"], state["position"], now, self._data_digest())
+            and secrets.matches(
+                state["run"], state["position"], now, self._data_digest(), self._model_digest()
+            )
         )
         if secrets is not None and goes_on:
             self._key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key))
@@ -508,7 +510,7 @@ class Private:
             again = self._ledger.position - int(state["position"])
             warnings.warn(
                 "The run goes on with a fresh secret: it was not stopped cleanly at this checkpoint, or its "
-                "configuration, data or resume file are not the same."
+                "configuration, model, data or resume file are not the same (load the model's state before this one)."
                 + (f" {again} releases after the checkpoint stay counted." if again else ""),
                 PrivacyWarning,
                 stacklevel=2,
@@ -549,7 +551,7 @@ class Private:
 
     def _key_from(self, seed: int) -> NoiseKey:
         """The same seed under another configuration, model or data set must give other noise."""
-        model, data = fingerprint.of_model(self._model), bytes.fromhex(self._data_digest())
+        model, data = bytes.fromhex(self._model_digest()), bytes.fromhex(self._data_digest())
         return NoiseKey.from_seed(seed, self._fingerprint().encode() + model + data)
 
     def _secrets(self) -> checkpoint.Secrets:
@@ -559,6 +561,7 @@ class Private:
             position=self._ledger.position,
             fingerprint=self._fingerprint(),
             data=self._data_digest(),
+            model=self._model_digest(),
             key=self._key.secret_bytes().hex(),
             epoch=self._epoch_secret.hex(),
         )
@@ -604,6 +607,11 @@ class Private:
     def _require_open(self) -> PrivateLoader:
         if self._closed:
             raise StepError("This private run is closed: make a new one to go on.")
+        if self._key.is_forked:
+            raise StepError(
+                "This private run belongs to the process that this one was forked from. A step here would put the "
+                "noise of a step there on another sum: make the private run in the process that trains."
+            )
         return self.loader
 
     def _require_loaded(self) -> None:
@@ -729,6 +737,9 @@ class Private:
         """Of the records, and of whose they are."""
         users = b"" if self._users is None else fingerprint.of_users(self._users.table())
         return (fingerprint.of_data(self._dataset) + users).hex()
+
+    def _model_digest(self) -> str:
+        return fingerprint.of_model(self._model).hex()
 
     def _ledger_name(self) -> str:
         return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"

@@ -36,9 +36,10 @@ generator. The margin takes log, sqrt, sin and cos of numpy and torch to be with
 state and tests look at.
 
 What is not claimed: that S bounds the sum in floating point (and, where a strategy scales its sum, what the scaling
-rounds). That is the strategy's statement, with its own bounds on rounding; it holds for both kinds of noise. Nor is time covered: the rare long way round takes longer, and when it is
-taken depends on the noise. Who is in a batch, and the noise of dropout, come from the generators that they always
-come from. On a GPU the noise is still drawn on the CPU, and moved.
+rounds). That is the strategy's statement, with its own bounds on rounding; it holds for both kinds of noise. Nor is
+time covered: the rare long way round takes longer, and when it is taken depends on the noise. Who is in a batch, and
+the noise of dropout, come from the generators that they always come from. On a GPU the noise is still drawn on the
+CPU, and moved.
 """
 
 from clipwise.secure.cipher import require_cipher
