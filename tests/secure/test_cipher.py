@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import numpy as np
@@ -15,7 +16,7 @@ from clipwise.secure.cipher import words
 from tests.runs import data, network, sgd
 
 needs_cipher = pytest.mark.skipif(
-    "not __import__('importlib').util.find_spec('cryptography')", reason="cryptography is not installed"
+    importlib.util.find_spec("cryptography") is None, reason="cryptography is not installed"
 )
 KEY = bytes(range(32))
 

@@ -80,6 +80,14 @@ def test_a_half_in_the_middle_is_not_decided_and_one_beside_it_is() -> None:
     assert nearest_pair(u, v + 2**20, 64, 1.0)[0] == 1
 
 
+@pytest.mark.parametrize("inside", [0.02, 0.98])
+def test_a_half_near_the_end_of_the_angle_s_cell_is_not_decided(inside: float) -> None:
+    u, v = 2**63, 1000
+    ratio = float(0.5 / pair(Fraction(1, 2), (v + Fraction(inside)) / 2**64, 1.0)[1])
+    assert nearest_pair(u, v, 64, ratio)[1] is None
+    assert nearest_pair(u, v - 3, 64, ratio)[1] == 0 and nearest_pair(u, v + 3, 64, ratio)[1] == 1
+
+
 @pytest.mark.parametrize("bits", [64, 128, 256, 1024])
 def test_the_tail_has_no_end(bits: int) -> None:
     assert nearest_pair(0, 2 ** (bits - 3), bits, 1.0) == (None, None)  # U may be as small as it likes

@@ -146,6 +146,15 @@ def test_the_margin_holds_for_float64(drawn: list[tuple[int, int]]) -> None:
                 assert abs(mpmath.mpf(side[j]) - value) <= mpmath.mpf(margin_P[j])
 
 
+@given(st.lists(WORDS, min_size=8, max_size=8), st.floats(1.0, 2.0**40))
+def test_the_margin_is_not_below_what_was_derived(drawn: list[int], ratio: float) -> None:
+    with np.errstate(divide="ignore"):
+        r_P, margin_P = _radii(np.array(drawn, dtype=np.uint64), ratio)
+    for k, r, margin in zip(drawn, (r_P / ratio).tolist(), margin_P.tolist(), strict=True):
+        e = 2.0**-53
+        assert margin == math.inf if r == 0 else margin >= ratio * (36 * e * r + (2 * e + 2 / k) / r)
+
+
 @pytest.mark.parametrize("name", ["log", "cos", "sin"])
 def test_functions_err_by_less_than_four_units_of_the_last_place(name: str) -> None:
     random = np.random.default_rng(0)
@@ -157,6 +166,13 @@ def test_functions_err_by_less_than_four_units_of_the_last_place(name: str) -> N
             for v, y in zip(x.tolist(), found.tolist(), strict=True)
         ]
     assert max(errors) < 4
+
+
+def test_pairs_of_different_chunks_have_further_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded, "_CHUNK", 8)
+    small_radius_words(1, monkeypatch)  # so that the further words alone make the radii
+    z = rounded_gaussian(derived(), 128, 2.0**30).numpy() / 2.0**30
+    assert len(np.unique(np.hypot(z[0::2], z[1::2]).round(6))) == 64
 
 
 def test_the_long_way_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
