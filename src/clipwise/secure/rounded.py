@@ -13,7 +13,7 @@ by at most 8 e of their value (4 units of the last place). Then
     |y - ratio X| / ratio  <=  36 e r + (2 e + 2/k) / r      first order, and the last two products
 
 and `margin` is ratio (64 e r + (8 e + 4/k) / r), nearly twice that. If y is further than this from the middle between
-two whole numbers, its nearest one is K. If not (about once in a million values), or if k = 0, the pair goes to
+two whole numbers, its nearest one is K. If not (a few in a million values), or if k = 0, the pair goes to
 `exact.nearest_pair` with further words of its own until there is no doubt.
 """
 
