@@ -905,7 +905,10 @@ def _parts(
 ) -> tuple[Part, ...]:
     """What a release holds, with its noise; secure noise adds what the rounding of sums can move."""
     parts = noised_parts(clipper.bounds, parameters, multiplier, split, clipper.divisor)
-    return on_grid(parts, {name: p.numel() for name, p in parameters.items()}) if noise == "secure" else parts
+    if noise != "secure":
+        return parts
+    beside = {b.name: b.size or 1 for b in clipper.bounds if not b.parameters}  # a count is one number
+    return on_grid(parts, beside | {name: p.numel() for name, p in parameters.items()})
 
 
 def _views(averaged_views: object) -> Views | None:

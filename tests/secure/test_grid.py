@@ -66,7 +66,7 @@ def test_the_multiplier_stays_and_the_sensitivity_has_the_rounding(
 
 
 def test_a_part_without_noise_has_no_grid_and_a_number_has_one_coordinate() -> None:
-    bare, number = on_grid([Part("a", ("w",), 1.0, 0.0), Part("count", (), 0.5, 2.0)], {"w": 4})
+    bare, number = on_grid([Part("a", ("w",), 1.0, 0.0), Part("count", (), 0.5, 2.0)], {"w": 4, "count": 1})
     assert bare == Part("a", ("w",), 1.0, 0.0)
     assert number.grid == 2.0**-17 and number.sensitivity == pytest.approx(0.5 + 2.0**-17)
 

@@ -10,10 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 pytest.importorskip("cryptography")
 
-from clipwise import PerExample, Private, Quantile, checkpoint, ledger, statement
+from clipwise import (
+    Batch,
+    NoisedStatistics,
+    PerExample,
+    Private,
+    Quantile,
+    checkpoint,
+    layers,
+    ledger,
+    make_private,
+    statement,
+)
 from clipwise.compiled import CompiledStep
 from clipwise.errors import ConfigurationError, PrivacyWarning
 from clipwise.privacy import effective_multiplier
@@ -91,6 +103,23 @@ def test_the_noise_follows_a_bound_that_adapts() -> None:
     assert before[0].sensitivity != after[0].sensitivity
     assert all(p.grid > 0 for p in (*before, *after))
     assert effective_multiplier(after) >= private.noise_multiplier
+
+
+def test_statistics_of_a_layer_are_rounded_in_all_their_coordinates() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 1)).double()
+    layers.without_running_statistics(model)
+    private = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.randn(64, 4, dtype=DOUBLE), torch.randn(64, dtype=DOUBLE)),
+        batch_size=16,
+        noise_multiplier=1.0,
+        clipping=Batch(1.0, running_statistics=NoisedStatistics(max_norm=0.5)),
+        noise="secure",
+    )
+    (part,) = (p for p in private.parts() if not p.parameters)
+    assert part.grid * math.sqrt(2 * 64) <= 2.0**-16  # 2 R = 1
+    assert part.sensitivity >= 1 + part.grid * math.sqrt(2 * 64)
 
 
 def test_without_noise_nothing_is_rounded() -> None:

@@ -31,15 +31,14 @@ def on_grid(parts: Sequence[Part], sizes: Mapping[str, int]) -> tuple[Part, ...]
 
     Args:
         parts: with their noise; one without noise has no grid.
-        sizes: how many coordinates each parameter has.
+        sizes: how many coordinates each parameter has, and each part without parameters.
     """
-    return tuple(_on_grid(part, sum(sizes[name] for name in part.parameters)) for part in parts)
+    return tuple(_on_grid(p, sum(sizes[name] for name in p.parameters or (p.name,))) for p in parts)
 
 
 def _on_grid(part: Part, size: int) -> Part:
     if part.noise_std == 0:
         return part
-    size = max(size, 1)  # a part without parameters is a number
     step = grid_step(part.sensitivity, part.noise_std, size)
     up = 1 + 2.0**-40  # so that no rounding in these lines makes the noise smaller than what is stated
     sensitivity = (part.sensitivity + step * math.sqrt(size)) * (1 + 2.0**-50)
