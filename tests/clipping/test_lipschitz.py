@@ -180,7 +180,7 @@ def test_norms_of_a_checkpoint_are_not_believed() -> None:
     model, private = run()
     train(model, private, 2)
     state = private.state_dict()
-    told = state["configuration"]["strategy"]["norms"]
+    told = state["configuration"]["strategy"]["weight_norms"]
     told["_1"]["weight"] *= 0.9995
     told["_3"]["operator" if "operator" in told["_3"] else "frobenius"] *= 0.5
     other, second = run()

@@ -146,8 +146,8 @@ def first_life(plan: dict[str, Any], files: Files) -> None:
         charge_late(private)
     backward = private.backward
 
-    def seen(losses: Any) -> bool:
-        done = backward(losses)
+    def seen(losses: Any, outputs: Any = None) -> bool:
+        done = backward(losses, outputs)
         if done:
             files.say("seen")
         return done

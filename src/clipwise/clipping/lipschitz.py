@@ -257,11 +257,11 @@ class LipschitzClipper(Clipper):
 
     def state_dict(self) -> dict[str, Any]:
         """The norms of the weights, as they were bounded: those of clipped weights are not measured again."""
-        return {"norms": {op: dict(found) for op, found in self._norms.items()}}
+        return {"weight_norms": {op: dict(found) for op, found in self._norms.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Take over norms; when the next batch is drawn they are compared with those of the weights that are there."""
-        norms = state.get("norms")
+        norms = state.get("weight_norms")
         if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
             raise CheckpointError(
                 "This state_dict of a private run is damaged: the norms of the weights are missing. Use the one saved "
