@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu fuzz check format install clean
+.PHONY: demo test test-gpu fuzz faults api-fuzz check format install clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,12 @@ test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy
 
 fuzz: $(STAMP)  ## 2,000 random models against a forward pass per example
 	$(BIN)/python -m tests.fuzz --models 2000 --seed 0
+
+faults: $(STAMP)  ## 1,000 faults in private runs: crashes, full disks, interrupts
+	$(BIN)/python -m tests.faults --count 1000 --seed 0
+
+api-fuzz: $(STAMP)  ## 10,000 random uses of the public API
+	$(BIN)/python -m tests.api_fuzz --cases 10000 --seed 0
 
 check: $(STAMP)  ## style and types
 	$(BIN)/ruff check src tests examples experiments

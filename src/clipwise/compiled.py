@@ -32,6 +32,7 @@ from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
 from clipwise.release import buckets, noised, scales_of
 from clipwise.sampling.schemes import whole
+from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -96,9 +97,35 @@ class CompiledStep:
             self._is_replaying = self._may_replay(batch)
         if self._captured is None or not self._is_replaying:
             self._ordinary += piece.size >= _SMALLEST
-            return private.step(self._loss(*batch))
+            return self._ordinary_step(batch, piece)
         self._replayed += 1
         return self._captured.step(batch, piece)
+
+    def _ordinary_step(self, batch: Sequence[Any], piece: Piece) -> bool:
+        """An ordinary step; in smaller pieces if memory is short."""
+        private = self._private
+        try:
+            return private.step(self._loss(*batch))
+        except (RuntimeError, MemoryError) as error:
+            # A piece that is used up may have been charged. Mini-sets and random choices are of whole pieces.
+            whole_piece = private._strategy.is_coupled or private._clipper.draws
+            if not is_out_of_memory(error) or piece.consumed or piece.size < 2 or whole_piece:
+                raise
+        # Here the error is gone, and with it the tensors that its frames held.
+        private._begin(piece)
+        clipped = with_smaller_pieces(partial(self._gathered, batch, piece.size), piece.size)
+        return private._updated(private._gather(piece, clipped))
+
+    def _gathered(self, batch: Sequence[Any], count: int, size: int) -> dict[str, Tensor]:
+        """The bounded sum of a batch, `size` examples at a time."""
+        private, total = self._private, dict[str, Tensor]()
+        for rows, here in _pieces(batch, count * private.views, size * private.views):
+            losses = private._over_views(self._loss(*rows), here // private.views)
+            checks.require_losses(losses, here // private.views)
+            for name, found in private._clipper.clipped_sum(losses).items():
+                total[name] = total[name] + found if name in total else found
+        private._require_untouched()  # by the passes that were just made
+        return total
 
     def _may_replay(self, batch: Sequence[Any]) -> bool:
         """At the beginning of a batch: whether it goes through the graphs, which are captured if it is time."""

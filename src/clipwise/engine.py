@@ -296,9 +296,9 @@ class Private:
         if not self._described:
             self._ledger.describe(self._about().to_dict())
             self._described = True
-        self._ledger.charge(self._event)
         if self._budget is not None:
-            self._budget.left -= 1
+            self._budget.left -= 1  # first: an interrupt in between may only make the budget smaller
+        self._ledger.charge(self._event)
 
     def _advance(self) -> None:
         """Forget the secret of this step."""

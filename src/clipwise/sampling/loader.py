@@ -181,7 +181,20 @@ class PrivateLoader:
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
         )
-        for batch in batches:
+        arriving = iter(batches)
+        while True:
+            try:
+                batch = next(arriving)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):  # torch has no type of its own for it
+                    raise
+                raise StepError(
+                    "A worker process of private.loader has died (killed, or out of memory). Nothing was released "
+                    "for the batch that it fetched: loop over private.loader again to go on, perhaps with a smaller "
+                    "num_workers."
+                ) from error
             yield asked.popleft(), batch
 
 

@@ -1,0 +1,36 @@
+"""What a step does when memory is short: it gathers its batch in smaller pieces.
+
+The bounded sum of a batch is the sum over its pieces, so nothing changes but the order of additions (and, in a model
+with random layers, which random numbers a row gets). Nothing is charged before the sum is complete: the step stays one
+release. It works where clipwise calls the loss itself, in `private.compiled`; in a loop of one's own the error comes
+through, and `max_physical_batch_size` is the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Found = TypeVar("Found")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the host. (Torch has no type for the latter.)"""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def with_smaller_pieces(gather: Callable[[int], Found], size: int) -> Found:
+    """`gather(k)` for k = size / 2, size / 4, ..., 1, until pieces of k examples fit into memory."""
+    while True:
+        size = (size + 1) // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            return gather(size)
+        except (RuntimeError, MemoryError) as error:
+            if size == 1 or not is_out_of_memory(error):
+                raise

@@ -1,0 +1,1 @@
+"""Faults put into private runs at named places, and what must hold whatever happens."""

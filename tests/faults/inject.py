@@ -1,0 +1,341 @@
+"""How each kind of fault is put into a run. All of this happens in a process that lives for one fault.
+
+A function here takes a plan and gives the run with the fault in place. It writes "fault" just before it happens.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import linecache
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+import clipwise
+from clipwise import engine, faults, ledger
+from clipwise.errors import LedgerBusyError
+from tests.faults.life import EXAMPLES, Run, make_visible, records
+from tests.faults.plan import Plan
+from tests.soundness.crash_child import Files, charge_late
+
+_SOURCE = Path(clipwise.__file__).parent
+_BOOKKEEPING = {
+    str(_SOURCE / name)
+    for name in (
+        "engine.py",
+        "budget.py",
+        "ledger.py",
+        "book.py",
+        "files.py",
+        "checkpoint.py",
+        "noise.py",
+        "release.py",
+        "sampling/loader.py",
+    )
+}
+
+
+class At:
+    """Does something at the n-th time that the run comes to a place: a point, or a line of the code."""
+
+    def __init__(self, plan: Plan, files: Files, act: Callable[[], None], lines: int) -> None:
+        self._plan, self._act = plan, act
+        self._visible = make_visible(files)
+        self._hits: Counter[str] = Counter()
+        self._lines = itertools.count(1)
+        self._line = max(1, plan.turn * lines // 1000)
+        faults.reached = self._reached
+        if plan.at == "line":
+            sys.settrace(self._entered)
+
+    def _reached(self, point: str) -> None:
+        self._visible(point)
+        self._hits[point] += 1
+        if point == self._plan.at and self._hits[point] == self._plan.turn:
+            self._act()
+
+    def _entered(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._traced if frame.f_code.co_filename in _BOOKKEEPING else None
+
+    def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event != "line" or next(self._lines) < self._line:
+            return self._traced
+        # No signal comes between a lock and the block that it guards, or at its end; a tracer would.
+        if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            sys.settrace(None)
+            frame.f_trace = None
+            self._act()
+        return self._traced
+
+
+def count_lines(plan: Plan, files: Files) -> int:
+    """How many lines a first life without a fault goes through."""
+    seen = 0
+
+    def traced(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal seen
+        seen += event == "line"
+        return traced
+
+    sys.settrace(lambda frame, *_: traced if frame.f_code.co_filename in _BOOKKEEPING else None)
+    run = Run(plan, files)
+    run.train_stubbornly(12)
+    run.close()
+    sys.settrace(None)
+    return seen
+
+
+def killed(plan: Plan, files: Files, lines: int) -> Run:
+    """SIGKILL: memory is lost, what was written stays."""
+
+    def act() -> None:
+        files.say("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    At(plan, files, act, lines)
+    run = Run(plan, files)
+    if plan.planted == "late charge":
+        charge_late(run.private)
+    return run
+
+
+def without_power(plan: Plan, files: Files, lines: int) -> Run:
+    """SIGKILL, and what was not yet made durable is lost but for a torn piece."""
+    durable, honest = {}, os.fsync
+
+    def sync(handle: int) -> None:
+        honest(handle)
+        if plan.planted != "no fsync" or not durable:
+            durable[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    def act() -> None:
+        files.say("fault")
+        at = files.ledger.stat()
+        kept = durable.get(at.st_ino, 0)
+        os.truncate(files.ledger, kept + int((at.st_size - kept) * plan.share))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync = sync  # type: ignore[assignment]
+    At(plan, files, act, lines)
+    return Run(plan, files)
+
+
+def interrupted(plan: Plan, files: Files, lines: int) -> Run:
+    """Ctrl-C. The user looks at what there is and runs the loop again."""
+
+    def act() -> None:
+        files.say("fault")
+        raise KeyboardInterrupt
+
+    run = Run(plan, files)
+    At(plan, files, act, lines)
+    return run
+
+
+def without_space(plan: Plan, files: Files, lines: int) -> Run:
+    """The disk is full: a write fails after a part of it, or a sync does."""
+    if plan.at == "limit":
+        return _on_a_small_disk(plan, files)
+
+    def act() -> None:
+        files.say("fault")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = Run(plan, files)
+    At(plan, files, act, lines)
+    return run
+
+
+def _on_a_small_disk(plan: Plan, files: Files) -> Run:
+    """A line of the ledger gets written in part, and then there is no more room."""
+    faults.reached = make_visible(files)
+
+    class Small(io.FileIO):
+        room = 1200 + int(
+            100 * plan.turn * plan.share
+        )  # header, description and the first events take about 1,200
+
+        def write(self, data: Any) -> int:
+            if len(data) <= self.room:
+                Small.room -= len(data)
+                return super().write(data)
+            files.say("fault")
+            if self.room:
+                rest, Small.room = self.room, 0
+                return super().write(data[:rest])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ledger.FileIO = Small  # type: ignore[misc]
+    return Run(plan, files)
+
+
+def read_only(plan: Plan, files: Files, lines: int) -> Run:
+    """The ledger's file system goes read-only: when it is opened, or in the middle of a run."""
+    faults.reached = make_visible(files)
+
+    class ReadOnly(io.FileIO):
+        writes = itertools.count(1)
+
+        def __init__(self, *arguments: Any) -> None:
+            if plan.at == "open":
+                files.say("fault")
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            super().__init__(*arguments)
+
+        def write(self, data: Any) -> int:
+            if next(self.writes) == 2 + plan.turn:  # after the header and the line about the run
+                files.say("fault")
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return super().write(data)
+
+    honest, ledger.FileIO = ledger.FileIO, ReadOnly  # type: ignore[misc]
+    try:
+        return Run(plan, files)
+    except clipwise.LedgerError as error:
+        files.say(f"caught {type(error).__name__}")
+        ledger.FileIO = honest  # type: ignore[misc]
+        return Run(plan, files)  # somebody has mounted the disk again
+
+
+def with_a_second_writer(plan: Plan, files: Files, lines: int) -> Run:
+    """Somebody else opens the same ledger, and a forked copy of the run tries to charge."""
+    run = Run(plan, files)
+
+    def act() -> None:
+        files.say("fault")
+        try:
+            ledger.FileLedger(files.ledger, join=True)
+            files.say("error: a second writer was let in")
+        except LedgerBusyError:
+            pass
+        copy = os.fork()
+        if copy == 0:
+            try:
+                run.private._ledger.charge(run.private._event)
+                files.say("error: a forked copy could charge")
+            except clipwise.LedgerError:
+                pass
+            os._exit(0)
+        os.waitpid(copy, 0)
+
+    At(plan, files, act, lines)
+    return run
+
+
+def with_a_mad_clock(plan: Plan, files: Files, lines: int) -> Run:
+    """From some step on every look at a clock gives another century."""
+    jumps = itertools.cycle([0.0, 4e9, -1e9, 1e18])
+
+    def act() -> None:
+        files.say("fault")
+        for name in ("time", "monotonic", "perf_counter"):
+            setattr(time, name, lambda: next(jumps))
+        for name in ("time_ns", "monotonic_ns", "perf_counter_ns"):
+            setattr(time, name, lambda: int(next(jumps)))
+
+    run = Run(plan, files)
+    At(plan, files, act, lines)
+    return run
+
+
+def on_records_that_are_not_finite(plan: Plan, files: Files, lines: int) -> Run:
+    """Some records, or all of them, are NaN, infinite, or so large that squares overflow."""
+    value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e38}[plan.at]
+    dataset = records()
+    dataset.tensors[0][: plan.turn * EXAMPLES // 12] = value
+    faults.reached = make_visible(files)
+    files.say("fault")
+    return Run(plan, files, dataset=dataset)
+
+
+def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
+    """No memory for more than two examples at once, or none for the noise of one step."""
+    run = Run(plan, files)
+    faults.reached = make_visible(files)
+    is_armed = True
+
+    def fail() -> None:
+        nonlocal is_armed
+        is_armed = (
+            plan.is_compiled and plan.at != "noise"
+        )  # the shortage lasts where the run can live with it
+        files.say("fault")
+        raise torch.OutOfMemoryError("out of memory (a fault of the test)")
+
+    if plan.at == "noise":
+        honest = engine.gaussian
+        turns = itertools.count(1)
+
+        def gaussian(*arguments: Any, **options: Any) -> Tensor:
+            if next(turns) == plan.turn and is_armed:
+                fail()
+            return honest(*arguments, **options)
+
+        engine.gaussian = gaussian  # type: ignore[assignment]
+        return run
+    if plan.at == "forward":
+        forward = run.model.forward
+
+        def checked(x: Tensor) -> Tensor:
+            if is_armed and len(x) > 2:
+                fail()
+            return forward(x)
+
+        run.model.forward = checked  # type: ignore[method-assign]
+        return run
+    clipper: Any = run.private._clipper
+    clip = clipper.clipped_sum
+
+    def clipped_sum(losses: Tensor, *arguments: Any) -> Any:
+        if is_armed and len(losses) > 2:
+            fail()
+        return clip(losses, *arguments)
+
+    clipper.clipped_sum = clipped_sum
+    return run
+
+
+def with_a_worker_that_dies(plan: Plan, files: Files, lines: int) -> Run:
+    """The process that fetches records is killed, once."""
+
+    class Deadly(Dataset[Any]):
+        inner, fetched = records(), itertools.count(1)
+
+        def __len__(self) -> int:
+            return EXAMPLES
+
+        def __getitem__(self, index: int) -> Any:
+            if get_worker_info() and next(self.fetched) == plan.turn and "fault" not in files.said():
+                files.say("fault")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return self.inner[index]
+
+    faults.reached = make_visible(files)
+    return Run(plan, files, dataset=Deadly())
+
+
+INJECT: dict[str, Callable[[Plan, Files, int], Run]] = {
+    "kill": killed,
+    "power cut": without_power,
+    "ctrl-c": interrupted,
+    "full disk": without_space,
+    "read-only ledger": read_only,
+    "two writers": with_a_second_writer,
+    "clock jump": with_a_mad_clock,
+    "not finite": on_records_that_are_not_finite,
+    "out of memory": out_of_memory,
+    "worker crash": with_a_worker_that_dies,
+}

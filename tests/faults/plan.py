@@ -1,0 +1,97 @@
+"""Which fault happens, where, and in which kind of run. Everything follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from clipwise import faults
+
+STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4  # of the first life, between checkpoints, of the second life
+
+# How often a point is reached in the first life, with blocks of one release. The fifth checkpoint is the resume file.
+REACHED = {"checkpoint.during-write": STEPS // SAVE_EVERY + 1}
+RESERVATIONS = 4  # with growing blocks: of 1, 2, 4 and 8 releases
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run and its fault.
+
+    Args:
+        kind: what goes wrong; one of `KINDS`.
+        at: a point of `clipwise.faults`, "line" for any line of the code that keeps the books, or a place that only
+            this kind has.
+        turn: it happens at the so-many-th time there; for "line", at this share (in thousandths) of all lines.
+        share: how much of what was not yet durable is left after a power cut, or how much of a line gets written.
+        block: the most releases that the ledger reserves at once.
+        sampling: the scheme of the run.
+        physical: the largest piece of a batch that is handed out.
+        is_compiled: whether the run makes its steps by `private.compiled`.
+    """
+
+    kind: str
+    at: str
+    turn: int
+    share: float = 1.0
+    block: int = 1
+    sampling: str = "poisson"
+    physical: int | None = None
+    is_compiled: bool = False
+    planted: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.at}, turn {self.turn} ({self.sampling}, blocks of {self.block})"
+
+
+# How often each kind is drawn. A crash of a worker costs a second, and two of them tell all.
+KINDS = {
+    "kill": 22,
+    "power cut": 18,
+    "ctrl-c": 22,
+    "full disk": 14,
+    "read-only ledger": 5,
+    "two writers": 5,
+    "clock jump": 3,
+    "not finite": 4,
+    "out of memory": 6,
+    "worker crash": 1,
+}
+_PLACES: dict[str, tuple[str, ...]] = {
+    "kill": (*faults.POINTS, "line", "line"),
+    "power cut": faults.POINTS,
+    "ctrl-c": (*faults.POINTS, "line", "line", "line", "line"),
+    "full disk": ("ledger.before-fsync", "ledger.after-fsync", "checkpoint.during-write", "limit", "limit"),
+    "read-only ledger": ("open", "write"),
+    "two writers": faults.POINTS,
+    "clock jump": ("step.before-grad",),
+    "not finite": ("nan", "inf", "-inf", "huge"),
+    "out of memory": ("forward", "clip", "noise"),
+    "worker crash": ("fetch",),
+}
+
+
+def plans(count: int, seed: int) -> list[Plan]:
+    """So many plans. Every kind comes up, in shares as in `KINDS`."""
+    dice = random.Random(seed)
+    kinds = list(KINDS) + dice.choices(list(KINDS), list(KINDS.values()), k=max(0, count - len(KINDS)))
+    return [_plan(kind, dice) for kind in kinds[:count]]
+
+
+def _plan(kind: str, dice: random.Random) -> Plan:
+    at, block = dice.choice(_PLACES[kind]), dice.choice((1, 1, 64))
+    most = REACHED.get(at, STEPS)
+    if at.startswith("ledger.") and block > 1:
+        most = RESERVATIONS
+    if at == "line":
+        most = 1000
+    return Plan(
+        kind=kind,
+        at=at,
+        turn=dice.randint(1, most),
+        share=dice.choice((0.0, 0.5, 0.98, dice.random())),
+        block=block,
+        sampling=dice.choice(("poisson", "shuffled", "fixed-size")),
+        physical=dice.choice((None, None, 2)),
+        is_compiled=dice.random() < (0.7 if kind == "out of memory" else 0.2),
+    )
