@@ -34,6 +34,7 @@ class About:
         budget: the epsilon that it may not pass.
         seeded: whether noise and sampling come from a given seed.
         probed: whether the first batches were examined for losses that depend on other examples.
+        followed_metric: whether a scheduler that is fed a metric has set the learning rate.
         versions: of the software that it ran on.
     """
 
@@ -47,6 +48,7 @@ class About:
     budget: float | None = None
     seeded: bool | None = None
     probed: bool | None = None
+    followed_metric: bool | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
+from clipwise import guards
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Probe, private_generator, probe_weights
 from clipwise.gradients.precision import ieee_arithmetic
@@ -59,6 +60,7 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             raise ConfigurationError(
                 f"Parameter {name!r} is {p.dtype}: only real floating point is supported."
             )
+    guards.require_no_hooks(trainable)
     return trainable
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from clipwise import accounting, checkpoint, checks, faults, fingerprint, statement, watch
+from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
 from clipwise.about import About, versions
 from clipwise.arguments import (
     adjacency_of,
@@ -133,6 +133,8 @@ class Private:
         self._partial: dict[str, Tensor] | None = None
         self._written: dict[str, tuple[Tensor, int]] = {}
         self._buffers = checks.BufferGuard(model)
+        self._hands = guards.Watch(model, optimizer)
+        guards.require_alone(self, parameters)
         self._independence = checks.IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
@@ -207,6 +209,8 @@ class Private:
         """Before anything is computed from a piece of a batch."""
         self._require_untouched()
         self._require_budget()
+        if self._hands.before_step():
+            self._described = False  # the next release says so in the ledger
         for p in self._parameters.values():
             p.grad = None  # what is there was released and used before: its memory is needed
         self._written.clear()
@@ -238,6 +242,7 @@ class Private:
             self.optimizer.step()
             self._remember_written()
             self._follow_update()  # so that the model can be evaluated as it is
+            self._hands.after_update()
         return is_released
 
     def _follow_update(self) -> None:
@@ -521,6 +526,7 @@ class Private:
             self._budget.recompute(self._ledger.history(), self._event, goes_on=in_epoch)
         self._must_load, self._partial = False, None
         self._followed = self._ledger.position
+        self._hands.forget()
         self.loader.reset()
 
     def close(self) -> None:
@@ -546,6 +552,14 @@ class Private:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Neither copy nor pickle: two runs with one key would put the same noise on two sums."""
+        raise StepError(
+            "A private run cannot be copied or pickled: it holds the secret of its noise, and a copy would put that "
+            "noise on other sums. To go on elsewhere, save private.state_dict(), call private.close() and load it into "
+            "a new run; to send a model, send model.state_dict()."
+        )
 
     # ------------------------------------------------------------------ inside
 
@@ -580,6 +594,7 @@ class Private:
     def _hand_out(self, batch: Any) -> Any:
         self._require_open()
         self._require_loaded()
+        self._hands.at_draw()
         self._follow_update()  # for whoever steps the optimizer on their own
         self._buffers.remember()
         if self._independence is not None:
@@ -629,6 +644,7 @@ class Private:
             for name, module in inventory.statistics:
                 checks.require_no_statistics_in(name, module, self._strategy.is_coupled)
         self._buffers.compare_listed()
+        guards.require_no_hooks(self._parameters)
         for name, p in inventory.parameters:
             if p.requires_grad != (name in self._parameters):
                 raise StepError(
@@ -723,6 +739,7 @@ class Private:
             budget=None if self._budget is None else self._budget.epsilon,
             seeded=self._seeded,
             probed=self._independence is not None,
+            followed_metric=self._hands.follows_metric,
             versions=versions(),
         )
 

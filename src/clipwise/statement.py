@@ -94,6 +94,8 @@ class Statement:
             found.append(wording.AS_TRACED)
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
+        if any(sitting.followed_metric for sitting in self.sittings):
+            found.append(wording.FOLLOWED_METRIC)
         if len(self._releases()) > 1:
             found.append(
                 "how many steps of each kind to take was not decided by looking at what was released"

@@ -68,6 +68,10 @@ SEPARATE = (
 # With a known seed, which numbers a record's rows get depends on who else was drawn.
 RANDOM_LAYERS = "random layers and augmentations, such as dropout, draw from a generator whose seed is secret"
 
+FOLLOWED_METRIC = (
+    "the learning rate followed a metric: that metric is of public data or of released values, and not of private data"
+)
+
 OWNED = (
     "all records of a user carry the same id, and no other user's records do; the ids are public, and stay when "
     "records are replaced"

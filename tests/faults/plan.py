@@ -57,6 +57,8 @@ KINDS = {
     "out of memory": 6,
     "worker crash": 1,
 }
+# Faults that may change nothing: the run is compared with one that had none, and takes its randomness from a seed.
+COMPARED = ("clock jump", "two writers", "out of memory")
 _PLACES: dict[str, tuple[str, ...]] = {
     "kill": (*faults.POINTS, "line", "line"),
     "power cut": faults.POINTS,

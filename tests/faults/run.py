@@ -18,12 +18,11 @@ import torch
 from clipwise import faults, ledger
 from tests.faults.inject import INJECT, count_lines
 from tests.faults.life import Run, first_life, make_visible, second_life
-from tests.faults.plan import Plan, plans
+from tests.faults.plan import COMPARED, Plan, plans
 from tests.faults.verdict import Facts, broken
 from tests.soundness.crash_child import Files, in_a_child, position, saved_position, warm_up
 
 TOO_LONG = 60  # seconds for a life that takes a tenth of one
-COMPARED = ("clock jump", "two writers", "out of memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for promise in found:
                 print(f"BROKEN --only {number}: {plan}: {promise}", flush=True)
             if given.only is not None:
-                print("\n".join(facts.said + ["--"] + facts.said_after))
+                print("\n".join([*facts.said, "--", *facts.said_after]))
     report(outcomes, time.monotonic() - began)
     return int(any(found for _, found in outcomes))
 
