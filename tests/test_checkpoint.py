@@ -227,9 +227,9 @@ def test_a_checkpoint_is_plain_data(place: Place) -> None:
 
 def test_a_run_and_its_key_cannot_be_pickled(place: Place) -> None:
     _, private = place.begin()
-    with pytest.raises(TypeError):
+    with pytest.raises(StepError, match="cannot be copied or pickled"):
         pickle.dumps(private)
-    with pytest.raises(TypeError):
+    with pytest.raises(StepError, match="cannot be copied or pickled"):
         copy.deepcopy(private)
     assert repr(checkpoint.Secrets("run", 1, "f", "d", "m", "key", "epoch")) == "Secrets(<secret>)"
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from clipwise.clipping.backprop import clipped_layers, most_of_each
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
+from clipwise.meeting import first_meeting
 from clipwise.structure import evaluating
 
 Loss = Callable[..., Tensor]
@@ -72,6 +74,9 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     for test in (_coupled_structure,) if is_coupled else (structure, _replacement, _removal):
         try:
             test(model, loss, batch, size, report)
+        except CoupledExamplesError as refusal:
+            report.problems.append(f"{refusal}{_where(model, loss, batch, size)}")
+            break
         except ClipwiseError as refusal:
             report.problems.append(str(refusal))
             break
@@ -160,6 +165,20 @@ def _removal(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, repo
                     "loss divided by the number of examples. How many are drawn is secret, and private.step divides "
                     "by a constant of its own: leave the division out."
                 )
+
+
+@torch.no_grad()
+def _where(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int) -> str:
+    """A sentence about where examples meet, or nothing if no replacement shows it."""
+    before = _run(model, loss, batch)
+    for place in _places(size):
+        replaced = _with_row(batch, place, size, None)
+        if not _moved(before, _run(model, loss, replaced), _others(place, size)):
+            continue
+        as_it_is, changed = partial(_run, model, loss, batch), partial(_run, model, loss, replaced)
+        found = first_meeting(model, as_it_is, changed, place, size)
+        return f" Examples meet first in {found or 'the loss function, outside of all layers'}."
+    return ""
 
 
 def _places(size: int) -> list[int]:
