@@ -11,6 +11,8 @@ from clipwise.privacy import SUPPORTED, Adjacency, Sampling
 from clipwise.sampling import Scheme
 from clipwise.secure import require_cipher
 
+_MOST_NOISE = 1e12  # far above any use, and far below where noise in float32 is infinite
+
 
 def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
     """The neighbouring relation: as given, or the one that the sampling scheme goes with."""
@@ -84,8 +86,10 @@ def multiplier_of(
     if (noise_multiplier is None) == (epsilon is None):
         raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
     if noise_multiplier is not None:
-        if not (isinstance(noise_multiplier, (int, float)) and 0 <= noise_multiplier < math.inf):
-            raise ConfigurationError(f"noise_multiplier must be a number >= 0, not {noise_multiplier!r}.")
+        if not (isinstance(noise_multiplier, (int, float)) and 0 <= noise_multiplier <= _MOST_NOISE):
+            raise ConfigurationError(
+                f"noise_multiplier must be a number >= 0 (and at most {_MOST_NOISE:g}), not {noise_multiplier!r}."
+            )
         return float(noise_multiplier)
     if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon > 0):
         raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")

@@ -22,6 +22,15 @@ from clipwise.files import replace_file, sync_folder
 from clipwise.privacy import Entry, Event
 
 FORMAT = 1
+_KINDS = {
+    "run": str,
+    "position": int,
+    "slot": int,
+    "fingerprint": str,
+    "seeded": bool,
+    "configuration": Mapping,
+    "optimizer": Mapping,
+}
 _FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", "history", "optimizer"}
 
 
@@ -50,7 +59,9 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
     try:
         history = [Entry(Event.from_dict(e["event"]), int(e["count"])) for e in state["history"]]
         complete = state.keys() >= _FIELDS and sum(e.count for e in history) == state["position"]
-    except (KeyError, TypeError, ValueError):
+        complete = complete and all(isinstance(state[name], kind) for name, kind in _KINDS.items())
+        complete = complete and state["optimizer"].keys() >= {"state", "param_groups"}
+    except (KeyError, TypeError, ValueError, AttributeError):
         complete = False
     if not complete:
         raise CheckpointError("This state_dict of a private run is damaged: use the one saved before it.")

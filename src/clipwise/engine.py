@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
 from clipwise.about import About, versions
+from clipwise.accounting.arguments import number
 from clipwise.arguments import (
     adjacency_of,
     delta_of,
@@ -373,7 +374,7 @@ class Private:
             delta: by default that of the run.
             accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step.
         """
-        delta = self._delta if delta is None else delta
+        delta = self._delta if delta is None else number("delta", delta, above=0, below=1)
         key = (self._ledger.position, delta, accountant)
         if key not in self._spent_cache:
             self._spent_cache = {key: accounting.epsilon_of(self._ledger.history(), delta, accountant)}
@@ -847,6 +848,8 @@ def make_private(
         checks.require_no_batch_statistics(model, strategy.is_coupled)
     noise = noise_kind_of(noise)
     require_penalty(penalty)
+    if not isinstance(probe_independence, bool):
+        raise ConfigurationError(f"probe_independence must be True or False, not {probe_independence!r}.")
     users = None if group is None else _users(group, strategy)
     unit = strategy.unit if users is None else Unit.USER
     records = Fetcher(dataset, collate_fn).dataset_size
@@ -858,7 +861,7 @@ def make_private(
         batch_size,
         sample_rate,
         max_batch_size=max_batch_size,
-        mini_sets=mini_sets if sampling in DRAWN_BY_MINI_SETS else 1,
+        mini_sets=mini_sets if isinstance(sampling, str) and sampling in DRAWN_BY_MINI_SETS else 1,
     )
     cut: Cut | None = users
     if isinstance(strategy, Batch):

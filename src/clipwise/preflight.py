@@ -67,6 +67,10 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     Returns:
         A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if not callable(loss):
+        raise ConfigurationError(f"loss must be a function loss(model, *batch), not {type(loss).__name__}.")
     size = _size(batch)
     report = Report()
     is_coupled = clipping is not None and clipping.is_coupled
@@ -229,6 +233,10 @@ def _rows(batch: Sequence[Any], size: int, change: Callable[[Tensor], Tensor]) -
 
 
 def _size(batch: Sequence[Any]) -> int:
+    if not isinstance(batch, (list, tuple)):
+        raise ConfigurationError(
+            f"batch must be a tuple of the loss's further arguments, such as (x, y), not {type(batch).__name__}."
+        )
     tensors = [x for x in pytree.tree_leaves(tuple(batch)) if isinstance(x, Tensor) and x.dim() > 0]
     if not tensors or len(tensors[0]) < 2:
         raise ConfigurationError("batch must hold tensors with at least two examples along their first axis.")

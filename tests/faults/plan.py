@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clipwise import faults
@@ -73,11 +74,12 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 
 
-def plans(count: int, seed: int) -> list[Plan]:
-    """So many plans. Every kind comes up, in shares as in `KINDS`."""
+def plans(seed: int) -> Iterator[Plan]:
+    """Plans without end. Every kind comes up at once, and then in shares as in `KINDS`."""
     dice = random.Random(seed)
-    kinds = list(KINDS) + dice.choices(list(KINDS), list(KINDS.values()), k=max(0, count - len(KINDS)))
-    return [_plan(kind, dice) for kind in kinds[:count]]
+    yield from (_plan(kind, dice) for kind in KINDS)
+    while True:
+        yield _plan(dice.choices(list(KINDS), list(KINDS.values()))[0], dice)
 
 
 def _plan(kind: str, dice: random.Random) -> Plan:

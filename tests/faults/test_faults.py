@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_fifty_faults_break_no_promise() -> None:
     done = command("--count", str(COUNT), "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    happened = int(done.stdout.split()[0])
-    assert happened >= COUNT - 5, done.stdout
+    assert f"{COUNT} faults happened" in done.stdout
 
 
 def test_every_kind_of_fault_comes_up_and_follows_from_the_seed() -> None:
-    assert {plan.kind for plan in plans(COUNT, 1)} == set(KINDS)
-    assert plans(COUNT, 1) == plans(COUNT, 1) != plans(COUNT, 2)
+    first, again, other = (list(islice(plans(seed), COUNT)) for seed in (1, 1, 2))
+    assert {plan.kind for plan in first} == set(KINDS)
+    assert first == again != other
 
 
 PLAN = Plan("ctrl-c", "step.before-grad", 1)
@@ -78,8 +79,8 @@ def test_a_ledger_that_is_charged_too_late_is_found() -> None:
     """The plan is a kill in the middle of a step; the planted bug charges after the step."""
     numbers = [
         number
-        for number, plan in enumerate(plans(MANY, 1))
+        for number, plan in enumerate(islice(plans(1), MANY))
         if (plan.kind, plan.at) == ("kill", "step.before-grad") and not plan.is_compiled and plan.block == 1
     ]
-    done = command("--count", str(MANY), "--seed", "1", "--planted", "late charge", "--only", str(numbers[0]))
+    done = command("--seed", "1", "--planted", "late charge", "--only", str(numbers[0]))
     assert done.returncode == 1 and "releases were seen" in done.stdout, done.stdout + done.stderr

@@ -19,7 +19,12 @@ def number(name: str, value: Any, *, above: float, below: float, open_end: bool 
     """`value` as a float in (above, below), or in [above, below) if the lower end is not open."""
     try:
         result = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # the last is what a tensor of many numbers raises
         result = math.nan
     if isinstance(value, bool | str) or not above <= result < below or (open_end and result == above):
         limits = f"greater than {above:g}" if open_end else f"at least {above:g}"
@@ -47,8 +52,8 @@ def whole(name: str, value: Any, *, at_least: int = 0) -> int:
     """`value` as an int; a float is taken if it is whole."""
     try:
         result = int(value)
-    except (TypeError, ValueError, OverflowError):
-        result = at_least - 1
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        _refuse(name, value, f"a whole number from {at_least} to {MOST_STEPS:g}")
     if isinstance(value, bool | str) or result != value or not at_least <= result <= MOST_STEPS:
         _refuse(name, value, f"a whole number from {at_least} to {MOST_STEPS:g}")
     return result
@@ -58,7 +63,7 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     """The member of `allowed` that `value` is or names."""
     members = list(allowed)
     for member in members:
-        if value == member or value == str(member):
+        if isinstance(value, str) and value in (member, str(member)):
             return member
     _refuse(name, value, "one of " + ", ".join(repr(str(member)) for member in members))
 
@@ -173,10 +178,8 @@ def _excess(scheme: Sampling, rate: float, dataset_size: Any, max_batch_size: An
 
 
 def _rate(value: Any) -> float:
-    if value == 1 and not isinstance(value, bool):
-        return 1.0
     try:
-        return number("sample_rate", value, above=0, below=1)
+        return number("sample_rate", value, above=0, below=math.nextafter(1, 2))
     except ConfigurationError:
         _refuse("sample_rate", value, "a number in (0, 1]")
 

@@ -18,6 +18,7 @@ from clipwise.clipping.choices import (
     described_norm,
     described_parts,
     require_max_norm,
+    require_split,
 )
 from clipwise.clipping.constants import ClipperByConstants, Constants
 from clipwise.clipping.parts import Groups, Policy
@@ -90,8 +91,7 @@ class Batch(Strategy):
         require_sparse(self.sparse)
         require_statistics(self.running_statistics)
         whole("mini_sets", self.mini_sets, least=1)
-        if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
-            raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        require_split(self.split)
         if self.local_update is not None and not callable(self.local_update):
             raise ConfigurationError(
                 "local_update must be a function from a model and a mini-set to the change of each parameter, not "

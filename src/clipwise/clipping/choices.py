@@ -33,6 +33,14 @@ def require_max_norm(max_norm: MaxNorm) -> None:
             raise ConfigurationError(f"max_norm must be a positive, finite number, not {norm!r}.")
 
 
+def require_split(split: object) -> None:
+    """Refuse what is neither a known way to divide the noise nor a weight for each part."""
+    if not (isinstance(split, Mapping) or (isinstance(split, str) and split in ("optimal", "equal"))):
+        raise ConfigurationError(
+            f"split={split!r} is not known: use one of 'optimal', 'equal', or give a positive weight for each part."
+        )
+
+
 def constants_for(max_norm: MaxNorm, parts: Groups | Policy, site: Site) -> Constants:
     """The constants of each part of one model."""
     if isinstance(max_norm, Decay):

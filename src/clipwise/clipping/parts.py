@@ -47,7 +47,7 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
         raise ConfigurationError(
             f"parts={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
         )
-    named = parts if isinstance(parts, Mapping) else {f"group {i}": names for i, names in enumerate(parts)}
+    named = _named(parts)
     for part, names in named.items():
         if not names:
             raise ConfigurationError(f"parts: {part!r} holds no parameter; leave it out.")
@@ -60,6 +60,22 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
                 f"parts: trainable parameter {name!r} is {times}; it must be in exactly one."
             )
     return grouped
+
+
+def _named(parts: object) -> Mapping[str, Sequence[str]]:
+    """Lists of names by the name of their part; refuses what is nothing of the kind."""
+    if isinstance(parts, (list, tuple)):
+        parts = {f"group {i}": names for i, names in enumerate(parts)}
+    lists = list(parts.values()) if isinstance(parts, Mapping) else [None]
+    if all(isinstance(names, (list, tuple, set, frozenset)) for names in lists) and all(
+        isinstance(name, str) for names in lists for name in names or ()
+    ):
+        assert isinstance(parts, Mapping)
+        return parts
+    raise ConfigurationError(
+        f"parts={parts!r} is not known: use 'all', 'layer', 'tensor', or lists of parameter names such as "
+        "[['0.weight'], ['2.weight', '2.bias']]."
+    )
 
 
 def described_groups(groups: Groups) -> Any:

@@ -17,6 +17,7 @@ from clipwise.clipping.choices import (
     described_norm,
     described_parts,
     require_max_norm,
+    require_split,
 )
 from clipwise.clipping.constants import ClipperByConstants, Constants
 from clipwise.clipping.parts import Groups, Policy
@@ -84,15 +85,15 @@ class PerExample(Strategy):
 
     def __post_init__(self) -> None:
         require_max_norm(self.max_norm)
+        require_split(self.split)
         require_sparse(self.sparse)
         require_statistics(self.running_statistics)
         for argument, value, allowed in (
             ("mode", self.mode, MODES),
             ("method", self.method, METHODS),
-            ("split", self.split if isinstance(self.split, str) else "equal", ("optimal", "equal")),
             ("products", self.products, PRODUCTS),
         ):
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise ConfigurationError(f"{argument}={value!r} is not known: use one of {choices}.")
         if self.sparse is not None and self.method not in ("auto", *_WRITTEN):

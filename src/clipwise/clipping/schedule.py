@@ -11,7 +11,7 @@ Every = str | int | None
 def require_every(every: object, who: str, never: bool = True) -> None:
     """Refuse what is neither "epoch" nor a number of steps, nor (where that makes sense) None for never."""
     number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-    if not (number or every == "epoch" or (every is None and never)):
+    if not (number or (isinstance(every, str) and every == "epoch") or (every is None and never)):
         choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
         raise ConfigurationError(f"{who}: every={every!r} is not known: use {choices}.")
 

@@ -376,7 +376,9 @@ def make_scheme(
     if kind in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
         if batch_size is not None:
             sample_rate = FixedSize(dataset_size, whole("batch_size", batch_size, least=1)).sample_rate
-        poisson = Poisson(dataset_size, float(sample_rate or 0.0))
+        if not isinstance(sample_rate, (int, float)) or isinstance(sample_rate, bool):
+            raise ConfigurationError(f"sample_rate must be a number in (0, 1], not {sample_rate!r}.")
+        poisson = Poisson(dataset_size, float(sample_rate))
         if kind is Sampling.POISSON:
             return poisson
         limit = default_limit(dataset_size, poisson.sample_rate) if max_batch_size is None else max_batch_size

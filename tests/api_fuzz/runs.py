@@ -1,0 +1,297 @@
+"""Private runs: random models, data, schemes, strategies, and loops that call things in any order."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from clipwise import (
+    Batch,
+    BudgetExhausted,
+    ClipwiseError,
+    Decay,
+    PerExample,
+    Private,
+    Quantile,
+    RandomLayer,
+    Sparse,
+    make_private,
+)
+from clipwise.privacy import effective_multiplier
+from tests.api_fuzz.outcome import require
+from tests.api_fuzz.values import Choice
+
+SCHEMES = ("poisson", "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled", "full")
+METHODS = ("auto", "bookkeeping", "reweight", "instantiate", "vmap", "loop")
+MOST_CALLS = 8
+
+
+@dataclass
+class Subject:
+    """A model and data for it; `loss` gives one loss an example."""
+
+    model: nn.Module
+    dataset: Any
+    loss: Callable[..., Tensor]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).mean(1) @ self.table.weight.T
+
+
+def _models(kind: str, dtype: torch.dtype) -> nn.Module:
+    made: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(4, 3),
+        "perceptron": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)),
+        "convolution": lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(6, 3)
+        ),
+        "tied": Tied,
+        "twice": lambda: nn.Sequential(shared := nn.Linear(4, 4), nn.Tanh(), shared, nn.Linear(4, 3)),
+    }
+    return made[kind]().to(dtype)
+
+
+def subject(choice: Choice) -> Subject:
+    kind = choice.dice.choice(("linear", "perceptron", "convolution", "tied", "twice"))
+    dtype = choice.dice.choice((torch.float64, torch.float64, torch.float32))
+    size = choice.dice.choice((1, 2, 7, 20))
+    model = _models(kind, dtype)
+    y = torch.randint(0, 3, (size,))
+    x = torch.randint(0, 7, (size, 3)) if kind == "tied" else 2 * torch.randn(size, 4, dtype=dtype)
+    if choice.is_likely(0.1):
+        next(model.parameters()).requires_grad_(False)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    dataset: Any = TensorDataset(x, y)
+    if choice.is_likely(0.2):
+        dataset = [(a, int(b)) for a, b in zip(x, y, strict=True)]
+    if choice.is_likely(0.1) and kind != "tied":
+        x[choice.dice.randrange(size)] = choice.dice.choice((math.nan, math.inf, 1e30))
+    return Subject(model, choice.of("dataset", dataset) if choice.is_likely(0.3) else dataset, loss)
+
+
+def strategy(choice: Choice) -> Any:
+    """A strategy, whose constructor may refuse."""
+    norm = choice.of("max_norm", 0.1, 1.0, 100.0)
+    if choice.is_likely(0.15):
+        norm = Quantile(
+            **choice.among(
+                {
+                    "target": (0.3, 0.9),
+                    "initial": (0.5, 2.0),
+                    "learning_rate": (0.1, 0.5),
+                    "count_noise": (0.5, 2.0),
+                }
+            )
+        )
+    elif choice.is_likely(0.1):
+        norm = Decay(norm, choice.of("factor", 0.5, 0.9), choice.of("every", "epoch", 2))
+    options = choice.among(
+        {
+            "parts": ("all", "layer", "tensor", RandomLayer(choice.of("groups", "layer", "tensor"))),
+            "split": ("optimal", "equal"),
+        }
+    )
+    if choice.is_likely(0.05):
+        options["sparse"] = Sparse(
+            **choice.among({"every": ("epoch", 8), "within": (0.5, 2.0), "after": (0, 1)})
+        )
+    if choice.is_likely(0.25):
+        return Batch(norm, **options, **choice.among({"mini_sets": (1, 2, 4)}))
+    return PerExample(norm, **options, **choice.among({"mode": ("clip", "normalize"), "method": METHODS}))
+
+
+def begin(choice: Choice, on: Subject) -> Private:
+    sampling = choice.of("sampling", *SCHEMES)
+    options = choice.among(
+        {
+            "delta": (1e-5, 1e-3),
+            "adjacency": (None, "zero-out", "replace-one"),
+            "max_physical_batch_size": (None, 1, 3),
+            "averaged_views": (1, 2),
+            "seed": (0, 7),  # so that a case can be repeated
+            "probe_independence": (True, False),
+            "epochs": (1, 3),
+        },
+        least=("seed",),
+    )
+    if not (isinstance(sampling, str) and sampling == "full"):
+        if choice.is_likely(0.7):
+            options["batch_size"] = choice.of("batch_size", 1, 2, 5)
+        else:
+            options["sample_rate"] = choice.of("sample_rate", 0.1, 0.5, 1.0)
+    if choice.is_likely(0.05):
+        options |= {"epsilon": choice.of("epsilon", 0.5, 8.0), "delta": 1e-5, "epochs": 1}
+    else:
+        options["noise_multiplier"] = choice.of("noise_multiplier", 0, 0, 0.5, 1.0, 3.0)
+    rate = 0.01
+    optimizer: Any = torch.optim.SGD(on.model.parameters(), lr=rate)
+    return make_private(
+        on.model, optimizer, on.dataset, clipping=strategy(choice), sampling=sampling, **options
+    )
+
+
+class Loop:
+    """Calls things in any order, and keeps count of what must come out."""
+
+    def __init__(self, choice: Choice, on: Subject, private: Private) -> None:
+        self.choice, self.on, self.private = choice, on, private
+        self.released, self.epsilon = 0, 0.0
+        self.batches = iter(private.loader)
+        self.batch: Any = None
+        self.refusals: list[str] = []
+
+    def play(self) -> None:
+        moves = [self.draw, self.step, self.draw, self.step, self.draw, self.step, self.awkward_step]
+        moves += [self.look, self.again, self.save_and_load, self.close, self.by_hand]
+        for _ in range(self.choice.dice.randint(1, MOST_CALLS)):
+            move = self.choice.dice.choice(moves)
+            try:
+                move()
+            except BudgetExhausted:
+                self.refusals.append("BudgetExhausted")
+            except ClipwiseError as refusal:
+                require(len(str(refusal)) > 20, f"a message that explains nothing: {refusal}")
+                self.refusals.append(type(refusal).__name__)
+            except StopIteration:
+                self.batches = iter(self.private.loader)
+            require(
+                self.private.steps == self.released,
+                f"{self.released} releases, and {self.private.steps} counted",
+            )
+
+    def draw(self) -> None:
+        self.batch = next(self.batches)
+
+    def losses(self) -> Tensor:
+        if self.batch is None:
+            self.draw()
+        return self.on.loss(*self.batch)
+
+    def step(self) -> None:
+        losses = self.losses()
+        before = [p.detach().clone() for p in self.on.model.parameters()]
+        model = copy.deepcopy(self.on.model)
+        if not self.private.step(losses):
+            return
+        self.released += 1
+        require(
+            all(bool(p.isfinite().all()) for p in self.on.model.parameters()), "a parameter is not finite"
+        )
+        if self.private.noise_multiplier == 0:
+            self._require_right(model, before)
+
+    def by_hand(self) -> None:
+        if self.private.backward(self.losses()):
+            self.released += 1
+            self.private.optimizer.step()
+            self.private.optimizer.zero_grad()
+
+    def awkward_step(self) -> None:
+        losses = self.losses()
+        spoil: Callable[[Tensor], Any] = self.choice.dice.choice(
+            [
+                lambda x: x.mean(),
+                lambda x: x.detach(),
+                lambda x: x[1:],
+                lambda x: x[:, None],
+                lambda x: x.tolist(),
+                lambda x: None,
+                lambda x: x - x.mean(),
+                lambda x: torch.cat([x, x]),
+                lambda x: x.sum() * torch.ones_like(x),
+            ]
+        )
+        self.released += self.private.step(spoil(losses))
+
+    def look(self) -> None:
+        parts = self.private.parts()
+        if self.private.noise_multiplier > 0:
+            z = effective_multiplier(parts)
+            require(
+                math.isclose(z, self.private.noise_multiplier, rel_tol=1e-6),
+                f"all parts together have multiplier {z}, and the run {self.private.noise_multiplier}",
+            )
+        names = [name for part in parts for name in part.parameters]
+        trained = [name for name, p in self.on.model.named_parameters() if p.requires_grad]
+        require(sorted(names) == sorted(trained), "the parts do not hold every parameter once")
+        if self.choice.is_likely(0.2):
+            spent = self.private.spent(self.choice.of("delta", None, 1e-5, 1e-3))
+            require(spent.steps == self.released, "spent() counts otherwise")
+            require(spent.epsilon >= 0, f"epsilon is {spent.epsilon}")
+            if spent.delta == self.private._delta:
+                require(spent.epsilon >= self.epsilon - 1e-9, "epsilon has shrunk")
+                self.epsilon = spent.epsilon
+
+    def again(self) -> None:
+        self.batches, self.batch = iter(self.private.loader), None
+
+    def save_and_load(self) -> None:
+        state = self.private.state_dict()
+        require(state["position"] == self.released, "a checkpoint counts otherwise")
+        if self.choice.is_likely(0.5):
+            key = self.choice.dice.choice(list(state))
+            state[key] = self.choice.of(key, None, state[key])
+        self.private.load_state_dict(state)
+        self.again()
+
+    def close(self) -> None:
+        if self.choice.is_likely(0.2):
+            self.private.close()
+
+    def _require_right(self, model: nn.Module, before: list[Tensor]) -> None:
+        """A step without noise is the clipped sum over a constant: by a forward pass for each example."""
+        clipping = self.private._strategy
+        plain = isinstance(clipping, PerExample) and isinstance(clipping.max_norm, (int, float))
+        plain = plain and 1e-30 < clipping.max_norm < 1e30  # within float32
+        if not (plain and clipping.parts == "all" and clipping.mode == "clip" and self.private.views == 1):
+            return
+        if self.private.loader.max_physical_batch_size is not None or clipping.sparse is not None:
+            return
+        model = model.double()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        total = [torch.zeros_like(p) for _, p in named]
+        for i in range(len(self.batch[1])):
+            x, y = (t[i : i + 1].detach() for t in self.batch)
+            loss = F.cross_entropy(model(x.double() if x.is_floating_point() else x), y)
+            found = torch.autograd.grad(loss, [p for _, p in named])
+            norm = float(torch.cat([g.flatten() for g in found]).norm())
+            if not math.isfinite(norm):
+                continue
+            weight = min(1.0, float(clipping.max_norm) / norm) if norm else 1.0
+            for t, g in zip(total, found, strict=True):
+                t += weight * g
+        wanted = {name: t / self.private.divisor for (name, _), t in zip(named, total, strict=True)}
+        for name, p in self.on.model.named_parameters():
+            if p.requires_grad and p.grad is not None:
+                near = torch.allclose(
+                    p.grad.double(), wanted[name], rtol=1e-4, atol=1e-4 * float(clipping.max_norm)
+                )
+                require(near, f"the gradient of {name!r} is not that of a forward pass for each example")
+
+
+def play(choice: Choice) -> list[str]:
+    """Make a run and use it."""
+    on = subject(choice)
+    private = begin(choice, on)
+    if "dataset" in choice.spoiled:
+        return []  # the loss below knows nothing of such records
+    loop = Loop(choice, on, private)
+    loop.play()
+    return loop.refusals
