@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import TypeGuard
 
 from clipwise import accounting
 from clipwise.errors import ConfigurationError, PrivacyWarning
@@ -11,7 +12,12 @@ from clipwise.privacy import SUPPORTED, Adjacency, Sampling
 from clipwise.sampling import Scheme
 from clipwise.secure import require_cipher
 
-_MOST_NOISE = 1e12  # far above any use, and far below where noise in float32 is infinite
+# Far beyond any use, and well within what squares and float32 can hold.
+_LEAST_NOISE, _MOST_NOISE = 1e-9, 1e12
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
@@ -48,7 +54,7 @@ def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> in
     if epochs is not None and steps is not None:
         raise ConfigurationError("Give epochs or steps, not both.")
     if epochs is not None:
-        if not (isinstance(epochs, (int, float)) and math.isfinite(epochs) and epochs > 0):
+        if not (_is_number(epochs) and math.isfinite(epochs) and epochs > 0):
             raise ConfigurationError(f"epochs must be a positive number, not {epochs!r}.")
         return math.ceil(epochs * scheme.steps_per_epoch)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
@@ -62,7 +68,7 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
         if epsilon is not None:
             raise ConfigurationError("epsilon needs delta: give both, for instance delta=1e-5.")
         return min(1e-5, 0.1 / size)
-    if not (isinstance(delta, (int, float)) and 0 < delta < 1):
+    if not (_is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(f"delta must lie in (0, 1), not {delta!r}.")
     if delta >= 1 / size:
         warnings.warn(
@@ -86,12 +92,14 @@ def multiplier_of(
     if (noise_multiplier is None) == (epsilon is None):
         raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
     if noise_multiplier is not None:
-        if not (isinstance(noise_multiplier, (int, float)) and 0 <= noise_multiplier <= _MOST_NOISE):
+        usable = _is_number(noise_multiplier) and _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE
+        if not (usable or (_is_number(noise_multiplier) and noise_multiplier == 0)):
             raise ConfigurationError(
-                f"noise_multiplier must be a number >= 0 (and at most {_MOST_NOISE:g}), not {noise_multiplier!r}."
+                f"noise_multiplier must be a number >= 0 (0, or from {_LEAST_NOISE:g} to {_MOST_NOISE:g}), not "
+                f"{noise_multiplier!r}."
             )
         return float(noise_multiplier)
-    if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon > 0):
+    if not (_is_number(epsilon) and math.isfinite(epsilon) and epsilon > 0):
         raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
     if planned is None:
         raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")

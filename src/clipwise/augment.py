@@ -67,6 +67,9 @@ class Flip:
         return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
 
 
+_MOST_VIEWS = 10_000  # rows of one example
+
+
 class Views:
     """K random views of each example, next to each other, and the mean of their losses.
 
@@ -78,8 +81,10 @@ class Views:
     """
 
     def __init__(self, count: int, *draws: Draw, seed: int | None = None) -> None:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError("Views: the number of views must be a whole number of at least 1.")
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_VIEWS:
+            raise ConfigurationError(
+                f"averaged_views, Views: the number of views must be a whole number from 1 to {_MOST_VIEWS}."
+            )
         self.count = count
         self._draws = draws
         self._random = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)

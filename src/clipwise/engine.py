@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
 from clipwise.about import About, versions
-from clipwise.accounting.arguments import number
 from clipwise.arguments import (
     adjacency_of,
     delta_of,
@@ -374,7 +373,9 @@ class Private:
             delta: by default that of the run.
             accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step.
         """
-        delta = self._delta if delta is None else number("delta", delta, above=0, below=1)
+        delta = (
+            self._delta if delta is None else accounting.arguments.number("delta", delta, above=0, below=1)
+        )
         key = (self._ledger.position, delta, accountant)
         if key not in self._spent_cache:
             self._spent_cache = {key: accounting.epsilon_of(self._ledger.history(), delta, accountant)}

@@ -69,7 +69,8 @@ SEPARATE = (
 RANDOM_LAYERS = "random layers and augmentations, such as dropout, draw from a generator whose seed is secret"
 
 FOLLOWED_METRIC = (
-    "the learning rate followed a metric: that metric is of public data or of released values, and not of private data"
+    "the learning rate followed a metric: that metric is of public data or of released values, and not of the "
+    "private data"
 )
 
 OWNED = (

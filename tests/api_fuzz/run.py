@@ -23,10 +23,14 @@ GAMES: dict[str, tuple[Callable[[Choice], list[str]], int]] = {
 }
 
 
+def game_of(seed: int) -> str:
+    """Which part of the API the case of a seed is about."""
+    return random.Random(seed).choices(list(GAMES), [weight for _, weight in GAMES.values()])[0]
+
+
 def case(seed: int) -> Outcome:
     """The case of a seed, whatever ran before."""
-    dice = random.Random(seed)
-    name = dice.choices(list(GAMES), [weight for _, weight in GAMES.values()])[0]
+    name, dice = game_of(seed), random.Random(f"case {seed}")
     choice = Choice(dice, odds=dice.choice((0.0, 0.02, 0.1)))
     with torch.random.fork_rng():
         torch.manual_seed(seed)

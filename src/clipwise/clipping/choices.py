@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,9 @@ from clipwise.clipping.parts import Groups, Policy, group_parameters, norms_of_p
 from clipwise.clipping.quantile import Quantile, QuantileNorms
 from clipwise.clipping.strategy import Site
 from clipwise.errors import ConfigurationError
+
+# In float32 a smaller bound would round clipped gradients and noise to a grid, and a larger one to infinity.
+_LEAST_NORM, _MOST_NORM = 1e-30, 1e30
 
 MaxNorm = float | Mapping[str, float] | Quantile | Decay
 
@@ -29,8 +31,10 @@ def require_max_norm(max_norm: MaxNorm) -> None:
     norms: Iterable[Any] = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
     for norm in norms:
         number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
-        if not (number and math.isfinite(norm) and norm > 0):
-            raise ConfigurationError(f"max_norm must be a positive, finite number, not {norm!r}.")
+        if not (number and _LEAST_NORM <= norm <= _MOST_NORM):
+            raise ConfigurationError(
+                f"max_norm must be a positive, finite number (from {_LEAST_NORM:g} to {_MOST_NORM:g}), not {norm!r}."
+            )
 
 
 def require_split(split: object) -> None:
