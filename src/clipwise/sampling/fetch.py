@@ -129,7 +129,10 @@ def _sequence_like(example: list[Any] | tuple[Any, ...], members: list[Any]) -> 
 
 
 def _length(dataset: Any) -> int:
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+    named = (
+        isinstance(dataset, Mapping) and 0 not in dataset
+    )  # columns or splits by name, and no records by index
+    if not (named or isinstance(dataset, IterableDataset)) and hasattr(dataset, "__getitem__"):
         try:
             return len(dataset)
         except (TypeError, NotImplementedError):

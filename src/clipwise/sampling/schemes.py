@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from numbers import Real
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -376,7 +377,7 @@ def make_scheme(
     if kind in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
         if batch_size is not None:
             sample_rate = FixedSize(dataset_size, whole("batch_size", batch_size, least=1)).sample_rate
-        if not isinstance(sample_rate, (int, float)) or isinstance(sample_rate, bool):
+        if not isinstance(sample_rate, Real) or isinstance(sample_rate, bool):
             raise ConfigurationError(f"sample_rate must be a number in (0, 1], not {sample_rate!r}.")
         poisson = Poisson(dataset_size, float(sample_rate))
         if kind is Sampling.POISSON:
