@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import clipwise
 from clipwise import PerExample, Private, accounting, engine, faults, ledger
-from clipwise.errors import LedgerError, StepError
+from clipwise.errors import BudgetExhausted, LedgerError, StepError
 from clipwise.gradients import METHODS
 from clipwise.ledger import MemoryLedger
 from clipwise.privacy import Adjacency, Entry, Part, Sampling, effective_multiplier
@@ -686,3 +686,21 @@ def test_the_size_drawn_appears_nowhere(
         written.append(sorted(set(shown)))
     assert all(other == written[0] for other in written)
     assert "31" not in repr(private.loader.current)
+
+
+def test_an_interrupt_right_after_a_charge_makes_the_budget_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the ledger is never still in the budget as well."""
+    model, private = private_run(sampling="fixed-size", epsilon=1.0, delta=1e-3, steps=3)
+    charge = private._ledger.charge
+
+    def interrupted(event: Any) -> None:
+        charge(event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(private._ledger, "charge", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, private, 1)
+    monkeypatch.setattr(private._ledger, "charge", charge)
+    with pytest.raises(BudgetExhausted):
+        train(model, private, 4)
+    assert private.steps <= 3 and private.spent().epsilon <= 1.0

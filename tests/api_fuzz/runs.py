@@ -32,6 +32,7 @@ from tests.api_fuzz.values import Choice
 SCHEMES = ("poisson", "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled", "full")
 METHODS = ("auto", "bookkeeping", "reweight", "instantiate", "vmap", "loop")
 MOST_CALLS = 8
+_HUGE = 1e15  # from 1.8e19 on the square is infinite in float32, and such a record adds nothing: sound, and no oracle's
 
 
 @dataclass
@@ -82,7 +83,7 @@ def subject(choice: Choice) -> Subject:
     if choice.is_likely(0.2):
         dataset = [(a, int(b)) for a, b in zip(x, y, strict=True)]
     if choice.is_likely(0.1) and kind != "tied":
-        x[choice.dice.randrange(size)] = choice.dice.choice((math.nan, math.inf, 1e30))
+        x[choice.dice.randrange(size)] = choice.dice.choice((math.nan, math.inf, _HUGE))
     return Subject(model, choice.of("dataset", dataset) if choice.is_likely(0.3) else dataset, loss)
 
 
@@ -263,8 +264,6 @@ class Loop:
             return
         if self.private.loader.max_physical_batch_size is not None or clipping.sparse is not None:
             return
-        # Squares of a longer gradient are infinite: such an example counts as one that is not finite, and adds nothing.
-        longest = 1e19 if next(model.parameters()).dtype == torch.float32 else math.inf
         model = model.double()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         total = [torch.zeros_like(p) for _, p in named]
@@ -273,7 +272,7 @@ class Loop:
             loss = F.cross_entropy(model(x.double() if x.is_floating_point() else x), y)
             found = torch.autograd.grad(loss, [p for _, p in named])
             norm = float(torch.cat([g.flatten() for g in found]).norm())
-            if not norm < longest:
+            if not math.isfinite(norm):
                 continue
             weight = min(1.0, float(clipping.max_norm) / norm) if norm else 1.0
             for t, g in zip(total, found, strict=True):
