@@ -377,9 +377,10 @@ def make_scheme(
     if kind in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
         if batch_size is not None:
             sample_rate = FixedSize(dataset_size, whole("batch_size", batch_size, least=1)).sample_rate
-        if not isinstance(sample_rate, Real) or isinstance(sample_rate, bool):
+        given: object = sample_rate  # whatever its type promises
+        if not isinstance(given, Real) or isinstance(given, bool):
             raise ConfigurationError(f"sample_rate must be a number in (0, 1], not {sample_rate!r}.")
-        poisson = Poisson(dataset_size, float(sample_rate))
+        poisson = Poisson(dataset_size, float(sample_rate or 0.0))
         if kind is Sampling.POISSON:
             return poisson
         limit = default_limit(dataset_size, poisson.sample_rate) if max_batch_size is None else max_batch_size
