@@ -378,7 +378,7 @@ def make_scheme(
         if batch_size is not None:
             sample_rate = FixedSize(dataset_size, whole("batch_size", batch_size, least=1)).sample_rate
         given: object = sample_rate  # whatever its type promises
-        if not isinstance(given, Real) or isinstance(given, bool):
+        if isinstance(given, bool) or not isinstance(given, Real):
             raise ConfigurationError(f"sample_rate must be a number in (0, 1], not {sample_rate!r}.")
         poisson = Poisson(dataset_size, float(sample_rate or 0.0))
         if kind is Sampling.POISSON:
