@@ -11,10 +11,12 @@ from clipwise.errors import ConfigurationError
 
 def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The arguments of a call of the model on public rows, detached from whatever made them."""
-    rows = (public,) if isinstance(public, Tensor) else tuple(public)
-    if not rows or not all(isinstance(x, Tensor) and x.dim() for x in rows):
+    rows = (public,) if isinstance(public, Tensor) else public
+    is_rows = isinstance(rows, (tuple, list)) and all(isinstance(x, Tensor) and x.dim() for x in rows)
+    if not rows or not is_rows:
         raise ConfigurationError(
-            "public must be a tensor of rows as the model takes them, or a tuple of tensors for several arguments."
+            "public must be a tensor of rows as the model takes them, or a tuple of tensors for several arguments, not "
+            f"{type(public).__name__}."
         )
     if len({len(x) for x in rows}) > 1 or len(rows[0]) < 2:
         raise ConfigurationError(

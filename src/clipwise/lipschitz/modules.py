@@ -11,6 +11,7 @@ from torch import nn
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.l2_attention import L2Mixture
+from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.lipschitz import activations, pooling
 from clipwise.lipschitz.activations import ElementwiseRule, LearnedSlopeRule, SoftmaxRule
 from clipwise.lipschitz.affine import ConvolutionRule, EmbeddingRule, LinearRule
@@ -34,6 +35,8 @@ _REFUSED: dict[type[nn.Module], str] = {
     nn.LayerNorm: "its slope grows as the deviation shrinks: take clipwise.layers.BoundedLayerNorm",
     nn.GroupNorm: "its slope grows as the deviation shrinks: take clipwise.layers.BoundedGroupNorm",
     nn.RMSNorm: "its slope grows as the input shrinks: take clipwise.layers.BoundedLayerNorm",
+    PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: take "
+    "clipwise.layers.BoundedGroupNorm",
     nn.LogSoftmax: "give the scores themselves to the loss",
     nn.modules.batchnorm._BatchNorm: "it mixes examples: take clipwise.layers.BoundedGroupNorm",
     nn.modules.instancenorm._InstanceNorm: "its slope grows as the deviation shrinks: take "
@@ -43,7 +46,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 def is_known(module: nn.Module) -> bool:
     """Whether a module is looked at as a whole, though it may have a Python `forward`."""
-    return isinstance(module, _OURS)
+    return isinstance(module, (*_OURS, PublicBatchNorm))
 
 
 def require_rule(name: str, module: nn.Module) -> None:

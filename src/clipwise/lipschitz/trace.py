@@ -72,6 +72,15 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_known(m) or super().is_leaf_module(m, module_qualified_name)
 
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """As usual; whatever cannot be traced is refused under the name of the innermost module that does it."""
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise refusal(self.path_of_module(m), m, _untraceable(error)) from error
+
 
 def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
     """Follow one example through the model; what has no bound, or leaves the example, is refused by name.
@@ -83,17 +92,23 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
     """
     try:
         graph = _Tracer().trace(model)
+    except UnsupportedModelError:
+        raise
     except Exception as error:
-        raise UnsupportedModelError(
-            "Lipschitz bounds: the model cannot be traced, because its forward depends on values or uses Python "
-            f"that torch.fx does not know ({type(error).__name__}: {error}). Write it without such branches."
-        ) from error
+        raise refusal("", model, _untraceable(error)) from error
     module = fx.GraphModule(model, graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     rounding = Rounding(_unit_of(model), arithmetic)
     walk = _Walk(model, module, tuple(input_shape), rounding)
     return walk.network()
+
+
+def _untraceable(error: Exception) -> str:
+    return (
+        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not know "
+        f"({type(error).__name__}: {str(error).rstrip('.')}). Write it without such branches"
+    )
 
 
 class _Walk:
