@@ -93,6 +93,20 @@ def test_weights_that_do_not_fit_the_parts_are_refused(split: Split) -> None:
         noised_parts(bounds, on, 1.0, split, 10.0)
 
 
+def test_what_is_no_split_is_refused() -> None:
+    bounds, on = with_sizes([(1.0, 3), (2.0, 5)])
+    with pytest.raises(
+        ConfigurationError, match="split=None is not known: use 'optimal', 'equal' or a weight"
+    ):
+        noised_parts(bounds, on, 1.0, None, 10.0)  # type: ignore[arg-type]
+
+
+def test_weights_of_parts_that_a_unit_moves_alone_are_refused() -> None:
+    bounds, on = with_sizes([(1.0, 3), (2.0, 5)], alone=True)
+    with pytest.raises(ConfigurationError, match="weights do not go with RandomLayer"):
+        noised_parts(bounds, on, 1.0, {"0": 1.0, "1": 2.0}, 10.0)
+
+
 @QUICK
 @given(sizes_of_parts, st.floats(1e-2, 1e2), st.lists(st.floats(0.3, 3), min_size=6, max_size=6))
 def test_the_optimal_split_has_the_least_noise(

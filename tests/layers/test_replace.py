@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from clipwise import Public
 from clipwise.checks import require_no_batch_statistics
 from clipwise.errors import ConfigurationError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
@@ -146,6 +148,10 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         replace_batchnorm(network(), public(), "lot")
     with pytest.raises(ConfigurationError, match="needs public rows"):
         replace_batchnorm(network())
+    with pytest.raises(ConfigurationError, match=r"must be a tensor of rows .*, not TensorDataset"):
+        replace_batchnorm(network(), TensorDataset(public()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"must be a tensor of rows .*, not Public"):
+        replace_batchnorm(network(), Public(TensorDataset(public()), lambda model, x: x))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="groups is for kind='group'"):
         replace_batchnorm(network(), public(), groups=2)
     with pytest.raises(ConfigurationError, match="no BatchNorm layer"):

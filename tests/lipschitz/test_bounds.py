@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.replace import replace_batchnorm
 from clipwise.lipschitz import bounds_of, clip_weights_, limits_of, trace
 from tests.lipschitz.networks import draw, ratios
 
@@ -199,6 +200,19 @@ class Function(nn.Module):
 def test_functions_without_a_bound_are_refused_by_name(function: object, said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
         trace(Function(function), (3, 4))
+
+
+def test_what_cannot_be_traced_is_named_where_it_is() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), Function(lambda x: x if x.sum() > 0 else -x))
+    with pytest.raises(UnsupportedModelError, match=r"'1\.1' \(Function\): it cannot be traced"):
+        trace(nn.Sequential(ClipInput(1.0), inner), (4,))
+
+
+def test_layers_with_public_statistics_are_refused_by_name() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    replace_batchnorm(model, torch.randn(5, 4))
+    with pytest.raises(UnsupportedModelError, match=r"'2' \(PublicBatchNorm1d\).*BoundedGroupNorm"):
+        trace(model, (4,))
 
 
 def test_an_input_that_is_not_clipped_is_refused() -> None:

@@ -209,6 +209,11 @@ def _divided(
     z = noise_multiplier
     if any(b.alone for b in bounds):
         assert all(b.alone for b in bounds)
+        if not isinstance(split, str):
+            raise ConfigurationError(
+                "split: weights do not go with RandomLayer, where each part has all of the noise multiplier: leave "
+                "split out."
+            )
         found = [z * b.sensitivity for b in bounds]
     elif isinstance(split, str):
         sizes = [
@@ -224,6 +229,10 @@ def _by_weights(
     bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]
 ) -> list[float]:
     """s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise."""
+    if not isinstance(weights, Mapping):
+        raise ConfigurationError(
+            f"split={weights!r} is not known: use 'optimal', 'equal' or a weight for each part."
+        )
     names = [b.name for b in bounds]
     numbers = [w for w in weights.values() if isinstance(w, (int, float)) and math.isfinite(w) and w > 0]
     if sorted(weights) != sorted(names) or len(numbers) < len(names):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.privacy import rounded_up
 from clipwise.tune.front import Point
 from clipwise.tune.space import Choice, Space
 from clipwise.tune.subject import Score, Subject
@@ -53,7 +54,7 @@ def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
         raise
     trial.set_user_attr("delta", score.delta)
     trial.set_user_attr("release", score.release)
-    say(f"trial {trial.number}: accuracy {score.accuracy:.2%}, epsilon {score.epsilon:.4g}")
+    say(f"trial {trial.number}: accuracy {score.accuracy:.2%}, epsilon {rounded_up(score.epsilon)}")
     return score.accuracy, score.epsilon
 
 

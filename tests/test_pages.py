@@ -1,0 +1,48 @@
+"""Examples of the pages on clipping and normalization run, and README.md names and links all there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
+from tests.documented import rerun
+
+FOLDER = Path(__file__).parent.parent
+README = (FOLDER / "README.md").read_text()
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+@pytest.mark.parametrize("page", ["clipping.md", "normalization.md"])
+def test_every_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (FOLDER / "docs" / page).read_text()
+    monkeypatch.chdir(tmp_path)
+    blocks = list(rerun(text))
+    assert blocks
+    assert all(old == new for old, new in blocks)
+
+
+def test_the_table_of_strategies_names_each_of_them() -> None:
+    found = {
+        name
+        for module in (backprop, batch, lipschitz, per_example)
+        for name, value in vars(module).items()
+        if name in __all__
+        and isinstance(value, type)
+        and issubclass(value, Strategy)
+        and value is not Strategy
+    }
+    rows = [line for line in README.splitlines() if line.startswith("|")]
+    assert found == {"PerExample", "Batch", "Lipschitz", "Backprop"}
+    for name in (*found, "replace_batchnorm"):
+        assert any(f"{name}(" in row and "](docs/" in row for row in rows), name
+
+
+def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
+    for page in (FOLDER / "docs").glob("*.md"):
+        assert f"](docs/{page.name})" in README, page.name
+    for page in (FOLDER / "README.md", *(FOLDER / "docs").glob("*.md")):
+        for target in LINK.findall(page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
