@@ -96,6 +96,11 @@ def test_wrong_arguments_are_named():
         Views(3).mean(torch.zeros(()))
     with pytest.raises(clipwise.ConfigurationError, match="larger than the padded image of 10 x 10"):
         Crop(12, padding=1)(images(1), random())
+    for draw in (Crop(2), Flip()):
+        with pytest.raises(
+            clipwise.ConfigurationError, match=r"images of shape \[B, C, H, W\].*2 dimensions"
+        ):
+            draw(torch.zeros(3, 4), random())
 
 
 # --------------------------------------------------------------------- the clip

@@ -12,6 +12,7 @@ from torch import nn
 
 from clipwise.averaged import AveragedParameters
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.layers.replace import replace_batchnorm
 from tests.runs import losses_of, network, parameters, private_run, same, train
 
 
@@ -63,6 +64,22 @@ def test_the_model_gets_its_own_parameters_back_even_after_an_error() -> None:
         assert not torch.equal(net[0].weight, before["0.weight"])  # type: ignore[index]
         raise RuntimeError
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["public", "public-exact", "self+public"])
+def test_public_statistics_go_with_the_weights_that_are_there(kind: str) -> None:
+    """In the block they are those of the averages, afterwards those of the last weights: as of a model of its own."""
+    public, rows = torch.randn(5, 3).double(), torch.randn(4, 3).double()
+    net, statistics = replace_batchnorm(model(), public, kind)
+    averages = AveragedParameters(net, 0.5)
+    wander(net, averages, 3)
+    statistics.refresh()
+    last, other = net(rows), replace_batchnorm(model(), public, kind)[0]
+    averages.copy_to(other)
+    with averages.applied():
+        assert torch.equal(net(rows), other(rows))
+        assert not torch.equal(net(rows), last)
+    assert torch.equal(net(rows), last)
 
 
 def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:

@@ -39,6 +39,7 @@ class Crop:
 
     def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
         """[B, C, H, W] to [B, C, size, size]."""
+        _require_images(self, x_BCHW)
         padded = torch.nn.functional.pad(x_BCHW, [self.padding] * 4)
         B, C, H, W = padded.shape
         if min(H, W) < self.size:
@@ -63,8 +64,17 @@ class Flip:
 
     def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
         """[B, C, H, W] to the same."""
+        _require_images(self, x_BCHW)
         flips_B = torch.rand(len(x_BCHW), generator=random).to(x_BCHW.device) < 0.5
         return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
+
+
+def _require_images(draw: Draw, x: Tensor) -> None:
+    if x.dim() != 4:
+        raise ConfigurationError(
+            f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} dimensions "
+            "with the batch: give images, or another function of rows and a generator."
+        )
 
 
 _MOST_VIEWS = 10_000  # rows of one example

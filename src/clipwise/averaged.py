@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.layers.public_statistics import PublicStatistics
 
 KINDS = ("exponential", "uniform")
 
@@ -61,22 +62,27 @@ class AveragedParameters:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """In this block the model has the averages for its parameters; do not train in it."""
+        """In this block the model has the averages for its parameters, and public statistics that go with them.
+
+        Do not train in it.
+        """
         parameters = self._parameters()
         with torch.no_grad():
             own = {name: p.detach().clone() for name, p in parameters.items()}
             self._write(parameters, self._averages)
         try:
+            _refresh_statistics(self._model)
             yield self._model
         finally:
             with torch.no_grad():
                 self._write(parameters, own)
+            _refresh_statistics(self._model)
 
-    @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages into a model of the same kind, for good."""
-        parameters = dict(model.named_parameters())
-        self._write(parameters, self._averages)
+        with torch.no_grad():
+            self._write(dict(model.named_parameters()), self._averages)
+        _refresh_statistics(model)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and how they came about, in types that `weights_only=True` loads. It may be published."""
@@ -129,3 +135,10 @@ class AveragedParameters:
     def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             parameters[name].copy_(value)
+
+
+def _refresh_statistics(model: nn.Module) -> None:
+    """Statistics of public rows follow the weights, whoever wrote them."""
+    statistics = PublicStatistics.find(model)
+    if statistics is not None:
+        statistics.refresh()

@@ -105,6 +105,14 @@ def test_a_layer_without_any_gradient_keeps_a_bound() -> None:
     assert [b.sensitivity for b in bounds] == pytest.approx([0.002, 0.002, 2.0])
 
 
+@pytest.mark.parametrize("of", ["example", "mini-set"])
+def test_a_public_loss_whose_gradient_is_0_is_refused(of: str) -> None:
+    """Norms are upper bounds, so that 0 may come out as something tiny: it is no norm to go by."""
+    nothing = Public([(rows(8).float(),)], lambda model, x: 0 * model(x).flatten(1).sum(1))
+    with pytest.raises(ConfigurationError, match="every gradient is 0"):
+        PerExample(1.0, Adaptive(nothing, of=of)).attach(site(small_model().float()))
+
+
 def test_public_data_without_any_gradient_is_refused_at_the_start_and_passed_over_later() -> None:
     on = small_model()
     clipper = PerExample(1.0, Adaptive(public(), every=1)).attach(site(on))

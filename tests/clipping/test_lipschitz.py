@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import clipwise
-from clipwise import Lipschitz, Private, lipschitz
+from clipwise import Lipschitz, Private, RandomLayer, lipschitz
 from clipwise.clipping.outputs import Watch
 from clipwise.errors import (
     CheckpointError,
@@ -309,6 +309,11 @@ def test_what_has_no_bound_is_refused_by_name(what: str) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another input norm": ({"input_norm": 1.0}, "clips its inputs to 2"),
     "no input norm": ({"input_norm": None}, "input_norm: give 2"),
+    "an input norm of 0": ({"input_norm": 0.0}, "input_norm must be a positive"),
+    "a policy": (
+        {"parts": RandomLayer()},
+        r"parts=RandomLayer\(\.\.\.\) chooses bounds for clipping gradients",
+    ),
     "norm": ({"norm": "nuclear"}, "norm='nuclear'"),
     "split": ({"split": "fair"}, "split='fair'"),
     "loss": ({"loss": F.cross_entropy}, "BoundedLoss"),

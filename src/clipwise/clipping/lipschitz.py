@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_outputs
-from clipwise.clipping.parts import Groups, described_groups, group_parameters
+from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
@@ -109,7 +109,12 @@ class Lipschitz(Strategy):
                 "norm for each layer instead."
             )
         if self.input_norm is not None:
-            ClipInput(self.input_norm)  # refuses what is no norm
+            _require_norm(self.input_norm)
+        if isinstance(self.parts, Policy):
+            raise ConfigurationError(
+                f"parts={type(self.parts).__name__}(...) chooses bounds for clipping gradients, and those of Lipschitz "
+                "follow from the weights: use 'tensor', 'layer', 'all' or lists of names."
+            )
         if self.loss is None:
             SoftmaxCrossEntropy(self.temperature)
         elif not isinstance(self.loss, BoundedLoss):
@@ -332,6 +337,15 @@ class LipschitzClipper(Clipper):
     def putting_aside(self) -> Iterator[PutAside]:
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
+
+
+def _require_norm(input_norm: float) -> None:
+    try:
+        ClipInput(input_norm)
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"input_norm must be a positive, finite number, or None for a model of ids, not {input_norm!r}."
+        ) from None
 
 
 def _settings_of(module: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from clipwise.errors import CheckpointError, ConfigurationError
 OF = ("example", "mini-set")
 _SMALLEST, _LARGEST = 1e-30, 1e30  # sums and noise of float32 are safe there
 _FLOOR = 1e-3
+_NOTHING = 1e-15  # norms are upper bounds: a gradient of 0 may show as 1e-18
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,8 @@ class Measured(Typical):
 
     def renew(self) -> bool:
         q = self._question
-        return self._take(
-            mean_norms(self._public, q.site.model, q.site.parameters, q.groups, q.of, q.mini_set_size)
-        )
+        found = mean_norms(self._public, q.site.model, q.site.parameters, q.groups, q.of, q.mini_set_size)
+        return max(found.values()) > _NOTHING and self._take(found)
 
 
 def floored(norms: Mapping[str, float]) -> dict[str, float] | None:
