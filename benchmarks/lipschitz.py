@@ -2,11 +2,11 @@
 
     python benchmarks/lipschitz.py [--batch 256] [--threads 2] [--rounds 15] [--clock cpu] [--network convnet-3]
 
-The networks are of the kind and about the size of the Lip-DP-SGD paper's, which gives no lists of layers. The floor
-is ordinary training plus clipwise's own noise on its gradient; no private step costs less. All are timed in turns on
-images of 28 x 28; a row shows the median time of the floor, and of each other step the median of its ratio to the floor
-of the same round. `--clock cpu` counts the processor time of all threads, which a busy machine changes less. Ends
-with an error if a step takes more than 1.15 floors.
+The networks are of the kind and about the size of the Lip-DP-SGD paper's, which gives no lists of layers; those of
+`clipwise.models` have its numbers of parameters. The floor is ordinary training plus clipwise's own noise on its
+gradient; no private step costs less. All are timed in turns on images; a row shows the median time of the floor, and
+of each other step the median of its ratio to the floor of the same round. `--clock cpu` counts the processor time
+of all threads, which a busy machine changes less. Ends with an error if a step takes more than 1.15 floors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import Lipschitz, PerExample, make_private
+from clipwise import Lipschitz, PerExample, make_private, models
 from clipwise.layers import BoundedGroupNorm, ClipInput
 from clipwise.noise import NoiseKey, gaussian
 
@@ -32,6 +32,7 @@ NORM = 1.0
 UNCOUNTED = 3
 
 Clock = Callable[[], float]
+Shape = tuple[int, ...]
 
 
 def convolutions(channels: tuple[int, ...], pooled: tuple[int, ...], out: int) -> nn.Sequential:
@@ -61,18 +62,28 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
     "convnet-3, norms": lambda: normalized(convolutions((32, 64, 64), (0, 1, 2), 576)),
     "convnet-6": lambda: convolutions((32, 32, 64, 64, 64, 64), (1, 3, 5), 576),
     "shallow-vgg": lambda: convolutions((32, 32, 64, 64), (1, 3), 3136),
+    # With the paper's numbers of parameters.
+    "models.convnet3": lambda: models.convnet3(input_norm=NORM),
+    "models.convnet3, norms": lambda: models.convnet3(input_norm=NORM, norm="bounded"),
+    "models.convnet6": lambda: models.convnet6(input_norm=NORM),
+    "models.shallow_vgg": lambda: models.shallow_vgg(input_norm=NORM),
 }
+COLOURED = ("models.shallow_vgg",)  # 3 x 32 x 32; the others are for grey images of 28 x 28
 
 
-def batches(size: int, count: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(size: int, shape: Shape, count: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
     """A few batches, again and again."""
-    drawn = [(torch.rand(size, 1, 28, 28), torch.randint(0, 10, (size,))) for _ in range(count)]
+    drawn = [(torch.rand(size, *shape), torch.randint(0, 10, (size,))) for _ in range(count)]
     return chain.from_iterable(repeat(drawn))
 
 
-def floor(model: nn.Module, batch: int) -> Callable[[], None]:
+def floor(model: nn.Module, batch: int, shape: Shape) -> Callable[[], None]:
     """An ordinary step, and noise on its gradient. Not private: it clips nothing."""
-    optimizer, drawn, key = torch.optim.SGD(model.parameters(), lr=1e-3), batches(batch), NoiseKey.fresh()
+    optimizer, drawn, key = (
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        batches(batch, shape),
+        NoiseKey.fresh(),
+    )
     weights = list(model.parameters())
 
     def step() -> None:
@@ -88,9 +99,11 @@ def floor(model: nn.Module, batch: int) -> Callable[[], None]:
     return step
 
 
-def private(model: nn.Module, batch: int, strategy: Lipschitz | PerExample) -> Callable[[], None]:
+def private(
+    model: nn.Module, batch: int, shape: Shape, strategy: Lipschitz | PerExample
+) -> Callable[[], None]:
     """A private step, with all its checks."""
-    data = TensorDataset(torch.rand(4 * batch, 1, 28, 28), torch.randint(0, 10, (4 * batch,)))
+    data = TensorDataset(torch.rand(4 * batch, *shape), torch.randint(0, 10, (4 * batch,)))
     run = make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -147,8 +160,9 @@ def main() -> int:
     worst = 0.0
     for name in asked.network or NETWORKS:
         build = NETWORKS[name]
-        acts = {"floor": floor(build(), asked.batch)} | {
-            how: private(build(), asked.batch, strategy) for how, strategy in strategies.items()
+        shape = (3, 32, 32) if name in COLOURED else (1, 28, 28)
+        acts = {"floor": floor(build(), asked.batch, shape)} | {
+            how: private(build(), asked.batch, shape, strategy) for how, strategy in strategies.items()
         }
         taken = in_turns(acts, asked.rounds, clocks[asked.clock])
         ratios = [

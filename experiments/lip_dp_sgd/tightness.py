@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from clipwise import models
 from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, clip_weights_, limits_of, trace
@@ -38,26 +40,37 @@ def convnet(normalized: bool = False, bias: bool = True) -> tuple[nn.Module, tup
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 16, 10, bias=bias)), (1, 28, 28)
 
 
+def paper(name: str, norm: str = "none") -> tuple[nn.Module, tuple[int, ...]]:
+    """A network with the paper's number of parameters."""
+    shape = (3, 32, 32) if name == "shallow_vgg" else (1, 28, 28)
+    return models.build(name, input_norm=1.0, norm=norm), shape
+
+
 NETWORKS = {
     "mlp": mlp,
     "convnet": convnet,
     "convnet, no biases": lambda: convnet(bias=False),
     "convnet + group norm": lambda: convnet(normalized=True),
+    **{name: partial(paper, name) for name in ("convnet3", "convnet6", "shallow_vgg")},
+    **{
+        f"{name} + group norm": partial(paper, name, "bounded")
+        for name in ("convnet3", "convnet6", "shallow_vgg")
+    },
 }
 
 
 def largest_norms(model: nn.Module, shape: tuple[int, ...], ascent: int) -> dict[str, float]:
     """The largest gradient norm of each parameter that random examples and steps uphill from them have."""
     found: dict[str, float] = {}
-    x, y = torch.randn(EXAMPLES, *shape), None
+    x = torch.randn(EXAMPLES, *shape)
     for name, p in model.named_parameters():
-        best, example = 0.0, x[:1]
+        best, example, label = 0.0, x[:1], None
         for one in x:
             norm, y = _norm(model, p, one.unsqueeze(0))
-            if norm > best:
-                best, example = norm, one.unsqueeze(0)
+            if norm > best or label is None:
+                best, example, label = norm, one.unsqueeze(0), y
         for _ in range(ascent):
-            example, norm = _uphill(model, p, example, y)
+            example, norm = _uphill(model, p, example, label)
             best = max(best, norm)
         found[name] = best
     return found

@@ -72,8 +72,8 @@ class Flip:
 def _require_images(draw: Draw, x: Tensor) -> None:
     if x.dim() != 4:
         raise ConfigurationError(
-            f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} dimensions "
-            "with the batch: give images, or another function of rows and a generator."
+            f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} "
+            "dimensions: give images, or another function of rows and a generator."
         )
 
 
