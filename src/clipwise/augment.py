@@ -132,3 +132,11 @@ class Views:
                 "with reduction='none'."
             )
         return losses.view(len(losses) // self.count, self.count).mean(1)
+
+
+def _require_images(draw: Draw, x: Tensor) -> None:
+    if x.dim() != 4:
+        raise ConfigurationError(
+            f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} "
+            "dimensions: give images, or another function of rows and a generator."
+        )

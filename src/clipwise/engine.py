@@ -731,7 +731,9 @@ class Private:
         """What a statement of this run needs and its releases do not tell."""
         return About(
             # (Frozen entries and norms of weights follow from releases, and would be the longest line of the ledger.)
-            strategy={k: v for k, v in self._described_strategy().items() if k not in ("frozen", "weight_norms")},
+            strategy={
+                k: v for k, v in self._described_strategy().items() if k not in ("frozen", "weight_norms")
+            },
             public_statistics=self._described_statistics(),
             parts=self._parts,
             divisor=self._clipper.divisor,

@@ -398,7 +398,7 @@ def test_hooks_that_come_after_the_trace_are_refused(where: str, late: bool) -> 
     outputs = model(x)
     if where == "outputs":
         HOOKS[where](model, outputs)
-    with pytest.raises((StepError, UnsupportedModelError), match="hook"):
+    with pytest.raises((ConfigurationError, StepError, UnsupportedModelError), match="hook"):
         private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
 
 

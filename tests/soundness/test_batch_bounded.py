@@ -464,3 +464,42 @@ def test_a_stand_in_of_another_mini_set_would_move_two() -> None:
 def test_every_supported_pair_is_in_this_file() -> None:
     pairs = {(str(s), str(a)) for s in Sampling for a in SUPPORTED[s] if a is not Adjacency.ADD_REMOVE}
     assert pairs == set(DRAWS)
+
+
+@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_views_of_an_example_stay_in_its_mini_set(unit: str, is_local: bool) -> None:
+    """Three rows an example reach the bound of one, and do not pass it."""
+
+    def update(model: nn.Module, mini_set: Any) -> dict[str, Tensor]:
+        names, weights = zip(*model.named_parameters(), strict=True)
+        return dict(zip(names, torch.autograd.grad(model(mini_set[0]).mean(), weights), strict=True))
+
+    owners = [i % 10 for i in range(N)] if unit == "user" else None
+    strategy = Batch(C, 1 if owners else 4, parts="layer", local_update=update if is_local else None)
+    rows = torch.ones(N, 2 * D).double()
+    rows[[i for i in range(N) if i % 10 == 7] if owners else [7]] = -1e6
+    found = []
+    for is_there in (True, False):
+        model = Two().double()
+        private = make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            TensorDataset(rows),
+            clipping=strategy,
+            group=owners,
+            sampling="full",
+            noise_multiplier=0,
+            averaged_views=3,
+        )
+        if not is_there:
+            gone = np.flatnonzero(np.array(owners) == 7) if owners else np.array([7])
+            private.loader._cut = Without(private.loader._cut, gone)
+        for (x,) in private.loader:
+            assert len(x) % 3 == 0
+            private.step_sets((x,)) if is_local else private.backward(model(x))
+        found.append(
+            {n: p.grad.double() * private._clipper.divisor for n, p in model.named_parameters()}  # type: ignore[union-attr]
+        )
+    assert private.parts()[0].sensitivity == pytest.approx((C if owners else 2 * C) / math.sqrt(2))
+    assert all(1 - 1e-5 < share <= 1 for share in moved(private, *found).values())
