@@ -69,14 +69,6 @@ class Flip:
         return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
 
 
-def _require_images(draw: Draw, x: Tensor) -> None:
-    if x.dim() != 4:
-        raise ConfigurationError(
-            f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} "
-            "dimensions: give images, or another function of rows and a generator."
-        )
-
-
 _MOST_VIEWS = 10_000  # rows of one example
 
 
