@@ -119,17 +119,30 @@ def test_constants_from_public_data() -> None:
         return losses_of(model, (ids, y))
 
     found = layers.norms_from_public(model, loss, (ids, y))
+    of_upstream = layers.norms_from_public(model, loss, (ids, y), bound="upstream")
     assert type(model.head) is nn.Linear
     assert set(found["input_norm"]) == set(found["grad_norm"]) == {"table", "norm", "head"}
     into_head = model.norm(model.table(ids)).mean(1)
     scores = model.head(into_head)
     (g,) = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, y, reduction="sum"), scores)
-    assert math.isclose(found["input_norm"]["head"], float(into_head.norm(dim=1).median()), rel_tol=1e-4)
-    assert math.isclose(found["grad_norm"]["head"], float(g.norm(dim=1).median()), rel_tol=1e-4)
+    norms, upstream = into_head.detach().norm(dim=1), g.norm(dim=1)
+    assert math.isclose(found["input_norm"]["head"], float(norms.median()), rel_tol=1e-4)
+    assert math.isclose(of_upstream["grad_norm"]["head"], float(upstream.median()), rel_tol=1e-4)
+    # With the input that is there, clipped: half of the gradients are longer than C1 C2.
+    both = norms.clamp(max=norms.median()) * upstream / norms.median()
+    assert math.isclose(found["grad_norm"]["head"], float(both.median()), rel_tol=2e-3)
     layers.clip_inputs(model, **found)
     assert Backprop().attach(site(model)).bounds[0].sensitivity == found["grad_norm"]["table"]
     with pytest.raises(ConfigurationError, match="quantile=2"):
         layers.norms_from_public(network(), loss, (ids, y), quantile=2)
+    with pytest.raises(ConfigurationError, match="bound='both'"):
+        layers.norms_from_public(network(), loss, (ids, y), bound="both")
+
+
+def test_the_default_bound_is_the_smaller_one() -> None:
+    model = layers.clip_inputs(network(), input_norm=1.0)
+    found = {m.constants.bound for m in model.modules() if isinstance(m, layers.ClippedLayer)}
+    assert found == {"gradient"}
 
 
 # --------------------------------------------------------------------- Backprop
@@ -266,7 +279,7 @@ def test_pieces_of_a_batch_give_the_same(mode: str) -> None:
 
 def test_the_configuration_is_plain_and_tells_runs_apart() -> None:
     told = set()
-    for options in ({}, {"grad_norm": 1.0}, {"mode": "normalize"}, {"bound": "gradient"}, {"uses": {"0": 2}}):
+    for options in ({}, {"grad_norm": 1.0}, {"mode": "normalize"}, {"bound": "upstream"}, {"uses": {"0": 2}}):
         clipper = Backprop().attach(site(clipped(**options)))
         told.add(json.dumps(Backprop().describe() | clipper.state_dict()))
     assert len(told) == 5

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.layers.clipped.maps import MapRole
+from clipwise.layers.clipped.maps import Map, MapRole
 from clipwise.layers.clipped.put_in import clip_inputs
-from clipwise.layers.clipped.scales import lengths
+from clipwise.layers.clipped.scales import BOUNDS, input_scales, lengths
 from clipwise.layers.clipped.switch import unclipped
 
 _NO_LIMIT = 1e10
@@ -28,7 +28,11 @@ class Norms(TypedDict):
 
 
 def norms_from_public(
-    model: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any], quantile: float = 0.5
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batch: Sequence[Any],
+    quantile: float = 0.5,
+    bound: str = "gradient",
 ) -> Norms:
     """C1 and C2 of every layer: a quantile of the norms that public examples have there, at the present weights.
 
@@ -40,7 +44,10 @@ def norms_from_public(
         loss: `loss(model, *batch)` gives one loss an example.
         batch: public or synthetic rows, never private ones: what is measured is not noised.
         quantile: of the norms of the examples, between 0 and 1.
+        bound: as `clip_inputs` will have it: what C2 is measured by.
     """
+    if bound not in BOUNDS:
+        raise ConfigurationError(f"bound={bound!r} is not known: use one of {', '.join(map(repr, BOUNDS))}.")
     if isinstance(quantile, bool) or not 0 <= quantile <= 1:
         raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
     probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT)
@@ -51,10 +58,7 @@ def norms_from_public(
         role = node.role
         if isinstance(role, MapRole):
             x, *_ = node.saved_tensors
-            inputs_B, upstream_B = (
-                lengths(x),
-                role.map.upstream_norm(g, role.map.over_positions(g.abs()), x.shape),
-            )
+            inputs_B, upstream_B = lengths(x), _upstream(role.map, g, x, bound, quantile)
         else:
             inputs_B, upstream_B = None, lengths(g.movedim(node.axis, 0))
         _keep(found["input_norm"], role.layer.name, inputs_B, quantile)
@@ -65,6 +69,15 @@ def norms_from_public(
         parameters = dict(probe.named_parameters())
         torch.autograd.grad(losses.sum(), [parameters[n] for n in names], allow_unused=True)
     return found
+
+
+def _upstream(of: Map, g: Tensor, x: Tensor, bound: str, quantile: float) -> Tensor:
+    """What the clip compares with C2: n(g), or n(g, x) / C1 for the input as it will be, clipped to C1."""
+    if bound == "upstream":
+        return of.upstream_norm(g, of.over_positions(g.abs()), x.shape)
+    norm_B = lengths(x)
+    input_norm = max(_SMALLEST, float(norm_B.quantile(quantile)))
+    return of.gradient_norm(g, of.position_lengths(x)) * input_scales(norm_B, input_norm) / input_norm
 
 
 def _keep(norms: dict[str, float], name: str, norm_B: Tensor | None, quantile: float) -> None:

@@ -41,7 +41,7 @@ def clip_inputs(
     input_norm: Numbers,
     grad_norm: Numbers = 1.0,
     mode: str = "clip",
-    bound: str = "upstream",
+    bound: str = "gradient",
     uses: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Wrap every trainable layer of a model, in place, in a module that clips what goes into it and what comes back.
@@ -57,9 +57,9 @@ def clip_inputs(
         grad_norm: C2, what each example's upstream gradient is clipped to. One number, or one for each layer.
         mode: "clip" scales down what is longer; "normalize" also scales up what is shorter, so that only directions
             count and the scale of the losses does not.
-        bound: what the clip of the weights looks at. "upstream": a norm of the upstream gradient alone, times C1;
-            "gradient": the same together with the input that was there, a smaller bound on the same gradient, so that
-            less is clipped at the same sensitivity.
+        bound: what the clip of the weights looks at. "gradient": the upstream gradient together with the input that
+            was there. "upstream": a norm of the upstream gradient alone, times C1, as the paper has it: never below
+            the other, so that more is clipped at the same sensitivity.
         uses: how often a forward pass uses a layer at most, by name, where that is more than once. A public constant:
             the sensitivity grows with it.
 

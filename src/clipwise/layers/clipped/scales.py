@@ -34,7 +34,7 @@ class Constants:
     input_norm: float
     grad_norm: float
     mode: str = "clip"
-    bound: str = "upstream"
+    bound: str = "gradient"
 
 
 def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
