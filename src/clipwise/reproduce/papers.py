@@ -9,6 +9,7 @@ from clipwise.reproduce.paper import Paper
 
 # Each module has a `PAPER`. A new paper is one line here.
 PAPERS = {
+    "backprop-clipping": "clipwise.reproduce.backprop_clipping.paper",
     "batch-clipping": "clipwise.reproduce.batch_clipping.paper",
     "lip-dp-sgd": "clipwise.reproduce.lip_dp_sgd.paper",
     "normalization": "clipwise.reproduce.normalization.paper",

@@ -1,0 +1,154 @@
+"""Which runs the paper's table and figures ask for, in the order of their importance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from clipwise.reproduce.backprop_clipping.claims import CLAIMS
+from clipwise.reproduce.backprop_clipping.search import Row, effort_of, near, spread
+from clipwise.reproduce.backprop_clipping.sets import DIGITS
+from clipwise.reproduce.backprop_clipping.signal import Signal
+from clipwise.reproduce.backprop_clipping.trial import BACKPROP, DP_SGD, OPEN, Trial
+from clipwise.reproduce.backprop_clipping.withdrawn import KINDS, Withdrawn
+from clipwise.reproduce.store import Cell
+
+FIGURES = ("table-1", "withdrawn", "5", "signal")
+# Figure 5 has those of table 1 among its own, so that they share runs.
+EPSILONS: dict[str, tuple[float, ...]] = {
+    "mnist": (0.05, 0.07, 0.2, 0.5, 1.0, 2.93, 8.0),
+    "fashion_mnist": (0.05, 0.2, 0.5, 0.87, 2.7, 8.0),
+    "cifar10": (1.0, 3.64, 7.53),
+    DIGITS: (8.0,),
+}
+# On colour images a run is long: the paper's form and the one that is best on grey images.
+_OF_COLOUR = ("upstream-clip", "gradient-normalize")
+SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0
+SIGNALS = ("gradient-normalize", "dp-sgd-layer", "dp-sgd-relu")
+_QUICK_METHODS = ("dp-sgd-tanh", "upstream-clip", "gradient-normalize")
+WITHDRAWN_SEEDS = 3
+
+Job = Trial | Withdrawn | Signal
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One run that is asked for: the job, what it is judged by, and where it is shown."""
+
+    job: Job
+    seed: int
+    judged_by: str
+    figure: str
+    row: str
+    epsilon: float | None = None
+
+    @property
+    def key(self) -> str:
+        """The same run for several figures has one key."""
+        return f"{self.judged_by} {self.job.key} seed={self.seed}"
+
+
+def asked(figures: Sequence[str], quick: bool, seeds: int, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    """The runs that can begin now, from the finished ones by key. No figures means all; `seeds` at least."""
+    for figure in figures or FIGURES:
+        if figure in ("table-1", "5"):
+            for row in rows(figure, quick):
+                yield from _chosen_and_tested(row, figure, quick, seeds, found)
+        elif figure == "withdrawn":
+            yield from _withdrawn(quick, seeds)
+        else:
+            yield from _signal(quick, found)
+
+
+def sets(quick: bool) -> tuple[str, ...]:
+    """The data sets, the quickest first."""
+    return (DIGITS,) if quick else tuple(CLAIMS)
+
+
+def epsilons(figure: str, data: str) -> tuple[float, ...]:
+    """At which a data set is shown: in table 1 where the paper has it, once for its own method, once for DP-SGD."""
+    if figure == "5" or data == DIGITS:
+        return EPSILONS[data]
+    return CLAIMS[data].epsilon, CLAIMS[data].baseline_epsilon
+
+
+def private_methods(data: str) -> tuple[str, ...]:
+    """What is compared on a data set."""
+    if data == DIGITS:
+        return _QUICK_METHODS
+    return (*DP_SGD, *(_OF_COLOUR if data == "cifar10" else BACKPROP))
+
+
+def rows(figure: str, quick: bool) -> list[Row]:
+    """Of the table or of figure 5."""
+    found = []
+    for data in sets(quick):
+        found += [Row(data, method, None) for method in OPEN]
+        found += [Row(data, m, e) for e in epsilons(figure, data) for m in private_methods(data)]
+    return found
+
+
+def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
+    """The trial that did best on the validation part, when all are there."""
+    effort = effort_of(row.data, quick)
+    first = spread(row, effort.spread)
+    winner = _winner(first, found)
+    if winner is None:
+        return None
+    second = near(row, first.index(winner), effort.near)
+    return _winner((*first, *second), found)
+
+
+def _chosen_and_tested(
+    row: Row, figure: str, quick: bool, seeds: int, found: Mapping[str, Cell]
+) -> Iterator[Asked]:
+    """Trials of both rounds, then the best of them on the test part."""
+    yield from _trials(row, figure, quick, found)
+    chosen = best(row, quick, found)
+    if chosen is not None:
+        for seed in range(max(seeds, effort_of(row.data, quick).seeds)):
+            yield Asked(chosen, seed, "test", figure, row.label, row.epsilon)
+
+
+def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    effort = effort_of(row.data, quick)
+    first = spread(row, effort.spread)
+    winner = _winner(first, found)
+    second = () if winner is None else near(row, first.index(winner), effort.near)
+    for trial in (*first, *second):
+        yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
+
+
+def _withdrawn(quick: bool, seeds: int) -> Iterator[Asked]:
+    for data in sets(quick):
+        for kind in KINDS:
+            for seed in range(1 if quick or data == "cifar10" else max(seeds, WITHDRAWN_SEEDS)):
+                yield Asked(Withdrawn(data, kind), seed, "test", "withdrawn", f"{data}/{kind}")
+
+
+def signal_rows(quick: bool) -> dict[str, Row]:
+    """By what is looked at: the row that chooses its setting. Clipping by layer has that of flat clipping."""
+    data, epsilon = (DIGITS, EPSILONS[DIGITS][0]) if quick else (SIGNAL_DATA, SIGNAL_EPSILON)
+    return {m: Row(data, "dp-sgd-relu" if m == "dp-sgd-layer" else m, epsilon) for m in SIGNALS}
+
+
+def _signal(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    for method, row in signal_rows(quick).items():
+        yield from _trials(row, "signal", quick, found)
+        chosen = best(row, quick, found)
+        if chosen is not None:
+            job = Signal(chosen.but(method=method))
+            yield Asked(job, 0, "validation", "signal", method, row.epsilon)
+
+
+def _key(trial: Trial) -> str:
+    return f"validation {trial.key} seed=0"
+
+
+def _winner(trials: Sequence[Trial], found: Mapping[str, Cell]) -> Trial | None:
+    """The best accuracy on the validation part; of equals the smaller loss. None if some are missing, or all failed."""
+    cells = [found.get(_key(t), {"unfinished": True}) for t in trials]
+    if any("unfinished" in cell for cell in cells):
+        return None
+    scored = [(c["accuracy"], -c["loss"], -i) for i, c in enumerate(cells) if "accuracy" in c]
+    return trials[-max(scored)[2]] if scored else None

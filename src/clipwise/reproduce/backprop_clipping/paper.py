@@ -1,0 +1,49 @@
+"""Backpropagation clipping for `clipwise reproduce`: its runs, how one is done, and the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from clipwise.bench.environment import device_of
+from clipwise.bench.limits import Deadline
+from clipwise.errors import ConfigurationError
+from clipwise.reproduce.backprop_clipping import page, plots, signal, training, withdrawn
+from clipwise.reproduce.backprop_clipping.grid import FIGURES, asked
+from clipwise.reproduce.backprop_clipping.sets import images
+from clipwise.reproduce.outcome import MissingDataError
+from clipwise.reproduce.paper import Options, Paper, Place, Task
+from clipwise.reproduce.store import Cell
+
+
+def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
+    """Trials on validation parts; where all of a row are there, the best of them on the test part."""
+    for one in asked(options.figures, options.quick, options.seeds or 1, found):
+        setting: Any = one.job
+        place = Place(one.figure, one.row, one.job.epochs, options.quick, one.epsilon)
+        yield Task(setting, one.seed, one.judged_by, place)
+
+
+def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
+    """One run. It is short: what is stopped in the middle begins again."""
+    job: Any = task.setting
+    try:
+        at_hand = images(job.data, options.data, device_of(options.device), task.judged_by)
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
+    if isinstance(job, withdrawn.Withdrawn):
+        return withdrawn.run(job, at_hand, task.seed, deadline)
+    if isinstance(job, signal.Signal):
+        return signal.run(job, at_hand, task.seed, deadline, unfinished)
+    return training.run(job, at_hand, task.seed, deadline, unfinished)
+
+
+PAPER = Paper(
+    name="backprop-clipping",
+    figures=FIGURES,
+    tasks=tasks,
+    train=train,
+    page=page.markdown,
+    plots=plots.plot_all,
+)

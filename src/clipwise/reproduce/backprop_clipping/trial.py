@@ -1,0 +1,95 @@
+"""One run: a way of training, a data set and everything that is chosen before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of training.
+
+    Attributes:
+        title: how a page calls it.
+        clips: "nothing"; "examples", each example's gradient; or "layers", backpropagation clipping.
+        activation: of the network.
+        mode, bound: of clipped layers, see `clipwise.layers.clip_inputs`.
+        parts: of the gradients of examples.
+        is_private: whether there is noise.
+    """
+
+    title: str
+    clips: str
+    activation: str = "relu"
+    mode: str = "clip"
+    bound: str = "gradient"
+    parts: str = "all"
+    is_private: bool = True
+
+
+METHODS: dict[str, Method] = {
+    "plain": Method("without privacy", "nothing", is_private=False),
+    "clipped": Method("clipped, without noise", "layers", is_private=False),
+    "dp-sgd-relu": Method("DP-SGD, ReLU", "examples"),
+    "dp-sgd-tanh": Method("DP-SGD, tanh", "examples", activation="tanh"),
+    "upstream-clip": Method("backprop, the paper's bound, clip", "layers", bound="upstream"),
+    "upstream-normalize": Method(
+        "backprop, the paper's bound, normalize", "layers", mode="normalize", bound="upstream"
+    ),
+    "gradient-clip": Method("backprop, smaller bound, clip", "layers"),
+    "gradient-normalize": Method("backprop, smaller bound, normalize", "layers", mode="normalize"),
+    "dp-sgd-layer": Method("DP-SGD by layer, ReLU", "examples", parts="layer"),
+}
+OPEN = ("plain", "clipped")
+DP_SGD = ("dp-sgd-tanh", "dp-sgd-relu")
+BACKPROP = ("upstream-clip", "upstream-normalize", "gradient-clip", "gradient-normalize")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained, and how.
+
+    Attributes:
+        data: a set of images by name.
+        method: one of `METHODS`.
+        epsilon: the budget, by PLD under Poisson sampling, a record left out; None without noise.
+        sample_rate: the probability that a record is in a batch.
+        optimizer: "adam"; or "sgd" with momentum 0.9, for which
+        learning_rate: is over the most that one example may move the gradient: then C does not matter to it.
+        max_norm: C, of gradients of examples.
+        input_norm, grad_norm: C1 and C2, of clipped layers.
+    """
+
+    data: str
+    method: str
+    epsilon: float | None = None
+    sample_rate: float = 1 / 32
+    epochs: int = 15
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    max_norm: float = 1.0
+    input_norm: float = 1.0
+    grad_norm: float = 1.0
+
+    @cached_property
+    def key(self) -> str:
+        """A name that no other trial has: what it is, then all that is not as usual."""
+        told = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        named = ("data", "method")
+        unusual = (f"{n}={_short(v)}" for n, (v, usual) in told.items() if n not in named and v != usual)
+        return " ".join([f"{self.data}/{self.method}", *unusual])
+
+    @property
+    def way(self) -> Method:
+        """The method."""
+        return METHODS[self.method]
+
+    def but(self, **changes: Any) -> Trial:
+        """The same with some things changed."""
+        return replace(self, **changes)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,231 @@
+"""What the paper concludes, and what sound runs say about it: sentences computed from results."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from clipwise.privacy import rounded_up
+from clipwise.reproduce import report
+from clipwise.reproduce.backprop_clipping.claims import CLAIMS
+from clipwise.reproduce.backprop_clipping.grid import (
+    EPSILONS,
+    SIGNALS,
+    private_methods,
+    sets,
+    signal_rows,
+)
+from clipwise.reproduce.backprop_clipping.results import Difference, Results
+from clipwise.reproduce.backprop_clipping.search import Row
+from clipwise.reproduce.backprop_clipping.trial import BACKPROP, DP_SGD, METHODS
+from clipwise.reproduce.backprop_clipping.withdrawn import epsilon_of_last_layer
+from clipwise.reproduce.store import Cell
+
+CLOSE = 1.0  # points: what counts as "approaches"
+USABLE = 10.0  # points below training without noise: what still counts as usable
+
+
+def best_pair(results: Results, data: str, epsilon: float) -> tuple[Row | None, Row | None]:
+    """The best of backpropagation clipping and the best of DP-SGD at one epsilon, by validation."""
+    methods = private_methods(data)
+    ours, theirs = (
+        results.best_of([Row(data, m, epsilon) for m in methods if m in family])
+        for family in (BACKPROP, DP_SGD)
+    )
+    return ours, theirs
+
+
+def headline(results: Results) -> list[str]:
+    """The numbers of table 1 for the paper's own method."""
+    found, places = [], 0
+    reached = 0
+    for data, claim in CLAIMS.items():
+        ours, _ = best_pair(results, data, claim.epsilon)
+        mean = None if ours is None else results.mean(ours)
+        if ours is None or mean is None:
+            continue
+        places += 1
+        error = report.standard_error(report.accuracies(results.tested(ours)))
+        reached += mean + 2 * error >= 100 * claim.ours
+        found.append(
+            f"{data} {mean:.1f}% where {100 * claim.ours:.1f}% is printed, at epsilon {claim.epsilon:g}"
+        )
+    if not places:
+        return []
+    return [
+        f'"Table 1, backpropagation clipping": **{_word(reached, places)}.** The best sound form has '
+        f"{'; '.join(found)}."
+    ]
+
+
+def against_dp_sgd(results: Results) -> list[str]:
+    """Whether backpropagation clipping is more accurate at the same epsilon."""
+    better: list[str] = []
+    worse: list[str] = []
+    open_: list[str] = []
+    for data in sets(results.quick):
+        for epsilon in EPSILONS[data]:
+            ours, theirs = best_pair(results, data, epsilon)
+            if ours is None or theirs is None:
+                continue
+            difference = results.difference(ours, theirs)
+            assert difference is not None
+            places = {1: better, -1: worse, 0: open_}[difference.verdict]
+            places.append(f"{data} at {epsilon:g}: {difference}")
+    count = len(better) + len(worse) + len(open_)
+    if not count:
+        return []
+    return [
+        f'"Higher accuracy than DP-SGD at the same or a lower epsilon": **{_word(len(better), count)}.** With the best '
+        f"of each at equal epsilon, backpropagation clipping is better in {len(better)} of {count} places"
+        f"{_names(better)}, worse in {len(worse)}{_names(worse)}, and within two standard errors in "
+        f"{len(open_)}{_names(open_)}. Points of accuracy."
+    ]
+
+
+def near_no_noise(results: Results) -> list[str]:
+    """Figure 5: accuracy against that of the same clips without noise."""
+    found = []
+    for limit, allowed, claim in (
+        (0.1, USABLE, "A usable model with epsilon of at most 0.1"),
+        (1.0, CLOSE, "With epsilon of at most 1 accuracy is near that without noise"),
+    ):
+        told, kept = [], 0
+        for data in sets(results.quick):
+            without = results.mean(Row(data, "clipped", None))
+            epsilons = [e for e in EPSILONS[data] if e <= limit]
+            ours = best_pair(results, data, epsilons[-1])[0] if epsilons else None
+            mean = None if ours is None else results.mean(ours)
+            if mean is not None and without is not None:
+                kept += without - mean <= allowed
+                told.append(f"{data} {mean:.1f}% at {epsilons[-1]:g}, {without:.1f}% without noise")
+        if told:
+            found.append(
+                f'"{claim}" (within {allowed:g} points): **{_word(kept, len(told))}.** {"; ".join(told)}.'
+            )
+    return found
+
+
+def price_of_clips(results: Results) -> list[str]:
+    """What the clips cost without noise."""
+    told, kept = [], 0
+    for data, claim in CLAIMS.items():
+        difference = results.difference(Row(data, "clipped", None), Row(data, "plain", None))
+        if difference is not None:
+            printed = 100 * (claim.clipped - claim.plain)
+            kept += difference.points >= printed - 1
+            told.append(f"{data} {difference} points ({printed:+.1f} in the paper)")
+    if not told:
+        return []
+    return [f'"Clips cost little without noise": **{_word(kept, len(told))}.** {"; ".join(told)}.']
+
+
+def our_changes(results: Results) -> list[str]:
+    """What the smaller bound and the normalization do, over all places."""
+    pairs = {
+        "The smaller bound, in mode clip": ("gradient-clip", "upstream-clip"),
+        "The smaller bound, in mode normalize": ("gradient-normalize", "upstream-normalize"),
+        "To normalize in place of to clip, with the smaller bound": ("gradient-normalize", "gradient-clip"),
+    }
+    found = []
+    for title, (first, second) in pairs.items():
+        gains = [
+            gain
+            for data in sets(results.quick)
+            for e in EPSILONS[data]
+            if (gain := results.difference(Row(data, first, e), Row(data, second, e))) is not None
+        ]
+        if gains:
+            found.append(f"{title}: {_tally(gains)}.")
+    return found
+
+
+def withdrawn_setting(results: Results) -> list[str]:
+    """What the published noise buys, and what it would take."""
+    found = []
+    for data, claim in CLAIMS.items():
+        bad = results.other("withdrawn", f"{data}/as published")
+        good = results.other("withdrawn", f"{data}/honest")
+        spent = [c["epsilon"] for c in bad if c.get("epsilon") is not None]
+        if not spent:
+            continue
+        found.append(
+            f"{data}, claimed epsilon {claim.epsilon:g}: the noise that ran gives {report.accuracy(bad)}% (printed "
+            f"{100 * claim.ours:.1f}%), and its clips guarantee an epsilon of {max(spent):.3g}. From the last layer "
+            f"alone no epsilon below {rounded_up(epsilon_of_last_layer(claim))} can be claimed. With that noise on "
+            f"gradients that are clipped to C1 C2 = {claim.input_norm * claim.grad_norm:g}, epsilon is "
+            f"{report.epsilon(good)} and accuracy {report.accuracy(good)}% (chance is 10%)."
+        )
+    return found
+
+
+def signal_to_noise(results: Results) -> list[str]:
+    """The paper's argument: backpropagation clipping leaves more signal over the noise, and gradients grow less."""
+    curves = {m: _curve(results, m) for m in SIGNALS}
+    if not all(curves.values()):
+        return []
+    ours = ratios(curves[SIGNALS[0]])
+    found = []
+    for other in SIGNALS[1:]:
+        theirs = ratios(curves[other])
+        more = [name for name in ours if ours[name] > theirs[name]]
+        told = ", ".join(f"{name} {ours[name]:.3g} against {theirs[name]:.3g}" for name in ours)
+        found.append(
+            f'"More signal over the noise than {METHODS[other].title}": **{_word(len(more), len(ours))}.** Signal over '
+            f"noise by layer (its place in the network), geometric mean along the run: {told}."
+        )
+    growth = {m: _growth(curve) for m, curve in curves.items()}
+    least = min(growth, key=lambda m: growth[m])
+    told = ", ".join(f"{METHODS[m].title} {value:.2f} times" for m, value in growth.items())
+    found.append(
+        f'"Gradients grow less": **{_word(int(least == SIGNALS[0]), 1)}.** From the first point to the last the mean '
+        f"gradient, nothing clipped, gets as long as {told}."
+    )
+    return found
+
+
+def ratios(curve: list[Cell]) -> dict[str, float]:
+    """Signal over noise of each layer: the geometric mean over the points."""
+    names = list(curve[0]["layers"])
+    return {
+        name: math.exp(
+            statistics.fmean(
+                math.log(max(p["layers"][name]["signal"], 1e-12) / p["layers"][name]["noise"]) for p in curve
+            )
+        )
+        for name in names
+    }
+
+
+def _growth(curve: list[Cell]) -> float:
+    first, last = (
+        math.hypot(*(layer["gradient"] for layer in curve[place]["layers"].values())) for place in (0, -1)
+    )
+    return last / first
+
+
+def _curve(results: Results, method: str) -> list[Cell]:
+    epsilon = signal_rows(results.quick)[method].epsilon
+    for cell in results.other("signal", method, epsilon):
+        if cell.get("curve"):
+            return list(cell["curve"])
+    return []
+
+
+def _tally(gains: list[Difference]) -> str:
+    better, worse = (sum(gain.verdict == sign for gain in gains) for sign in (1, -1))
+    mean = statistics.fmean(gain.points for gain in gains)
+    return f"{mean:+.1f} points on average over {len(gains)} places; better in {better}, worse in {worse}"
+
+
+def _word(kept: int, count: int) -> str:
+    """What is left of a claim that should hold everywhere."""
+    if kept == count:
+        return "Survives"
+    return "Survives in part" if kept else "Does not survive"
+
+
+def _names(found: Iterable[str]) -> str:
+    listed = ", ".join(found)
+    return f" ({listed})" if listed else ""
