@@ -155,8 +155,8 @@ def _best(results: Results) -> list[str]:
 def _signal(results: Results) -> list[str]:
     lines = [
         "Along a run of each method with its chosen setting (by layer: that of flat clipping), on 1,000 training "
-        "images, read off without noise. Gradient: the length of the mean, nothing clipped. Signal: the length of the clipped "
-        "mean. Noise: the expected length of the noise on it. Layers are named by their place in the network.",
+        "images, read off without noise. Gradient: the length of the mean, nothing clipped. Signal: that of the "
+        "clipped mean. Noise: the expected length of the noise on it. Layers are named by their place in the network.",
         "",
         "| method | step | layer | gradient | signal | noise | signal / noise |",
         "|---|---|---|---|---|---|---|",
