@@ -1,6 +1,6 @@
 """What is run, and in which order."""
 
-from clipwise.reproduce.backprop_clipping.grid import FIGURES, SIGNALS, asked, best, rows
+from clipwise.reproduce.backprop_clipping.grid import EPSILONS, FIGURES, SIGNALS, asked, best, rows
 from clipwise.reproduce.backprop_clipping.search import Row, effort_of, near, spread
 from tests.reproduce.backprop_clipping.made import everything
 
@@ -61,4 +61,10 @@ def test_signals_have_the_setting_that_was_chosen() -> None:
 def test_every_figure_has_runs() -> None:
     for figure in FIGURES:
         assert list(asked((figure,), False, 1, {})) and list(asked((figure,), True, 1, {}))
-    assert len(rows("5", False)) == 2 * 3 + 6 * 7 + 6 * 6 + 4 * 3
+    counts = {data: len(rows("5", data)) for data in EPSILONS}
+    assert counts == {"mnist": 2 + 6 * 6, "fashion_mnist": 2 + 6 * 5, "cifar10": 2 + 4 * 3, "digits": 2 + 3}
+
+
+def test_the_table_is_a_part_of_figure_5() -> None:
+    for data in EPSILONS:
+        assert set(rows("table-1", data)) <= set(rows("5", data))

@@ -27,15 +27,15 @@ def made(ours: float, theirs: float = 0.9, open_: float = 0.95) -> Results:
 def test_the_comparison_with_dp_sgd(ours: float, word: str) -> None:
     (sentence,) = verdicts.against_dp_sgd(made(ours))
     assert word in sentence
-    count = 7 + 6 + 3
-    told = {0.95: "better in 16", 0.9: "in 16 (", 0.8: f"better in 0 of {count} places, worse in 16"}[ours]
+    count = 6 + 5 + 3
+    told = {0.95: "better in 14", 0.9: "in 14 (", 0.8: f"better in 0 of {count} places, worse in 14"}[ours]
     assert told in sentence
 
 
 def test_the_headline() -> None:
     (high,), (low,) = verdicts.headline(made(0.99)), verdicts.headline(made(0.5))
     assert "**Survives.**" in high and "**Does not survive.**" in low
-    assert "mnist 50.2% where 98.7% is printed, at epsilon 0.07" in low
+    assert "mnist 50.1% where 98.7% is printed, at epsilon 0.07" in low
     (between,) = verdicts.headline(made(0.75))
     assert "**Survives in part.**" in between
 

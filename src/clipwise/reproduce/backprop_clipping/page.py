@@ -181,7 +181,7 @@ def _settings(results: Results) -> list[str]:
         "| row | epsilon | trials | optimizer | rate | sampling | epochs | C | C1 | C2 |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in dict.fromkeys((*rows("table-1", results.quick), *rows("5", results.quick))):
+    for row in (row for data in sets(results.quick) for row in rows("5", data)):
         chosen = results.chosen(row)
         if chosen is not None:
             effort = effort_of(row.data, results.quick)

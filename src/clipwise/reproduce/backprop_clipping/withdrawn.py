@@ -32,7 +32,7 @@ from clipwise.reproduce.backprop_clipping.training import (
 from clipwise.reproduce.store import Cell
 
 KINDS = ("as published", "honest")
-_QUICK = Claim(0, 0, 0, 0, 0, 0, 0.07, 2, 1.0, 0.01, 4, batch_size=512)
+_QUICK = Claim(0, 0, 0, 0, 0, 0, 0.07, 2, 1.0, 0.01, 4, batch_size=200)
 
 
 @dataclass(frozen=True)
