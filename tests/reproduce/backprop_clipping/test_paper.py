@@ -27,7 +27,7 @@ def test_every_row_has_its_tests_at_the_same_epsilon(quick):
 def test_the_withdrawn_noise_is_charged_for_what_its_clips_allow(quick):
     _, store = quick
     spent = {c["setting"]: c["epsilon"] for c in store.cells.values() if "claimed_epsilon" in c}
-    assert 0.08 < spent["withdrawn digits/honest"] < 0.1 < 100 < spent["withdrawn digits/as published"]
+    assert 0.08 < spent["withdrawn digits/honest"] < 0.1 < 20 < spent["withdrawn digits/as published"]
 
 
 def test_the_page_says_what_it_is(quick):
