@@ -14,7 +14,7 @@ from clipwise.reproduce.backprop_clipping.trial import METHODS, Trial
 from clipwise.tune.space import Choice, Dimension, Range, point
 
 _NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
-_RATES = {"adam": Range(1e-3, 3e-2, log=True), "sgd": Range(3e-2, 1.0, log=True)}
+_RATES = {"adam": Range(1e-3, 3e-2, log=True), "sgd": Range(5e-2, 2.0, log=True)}
 
 
 @dataclass(frozen=True)
