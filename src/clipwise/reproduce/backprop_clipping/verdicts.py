@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from clipwise.privacy import rounded_up
 from clipwise.reproduce import report
 from clipwise.reproduce.backprop_clipping.claims import CLAIMS
 from clipwise.reproduce.backprop_clipping.grid import (
@@ -152,9 +151,9 @@ def withdrawn_setting(results: Results) -> list[str]:
             continue
         found.append(
             f"{data}, claimed epsilon {claim.epsilon:g}: the noise that ran gives {report.accuracy(bad)}% (printed "
-            f"{100 * claim.ours:.1f}%), and its clips guarantee an epsilon of {max(spent):.3g}. From the last layer "
-            f"alone no epsilon below {rounded_up(epsilon_of_last_layer(claim))} can be claimed. With that noise on "
-            f"gradients that are clipped to C1 C2 = {claim.input_norm * claim.grad_norm:g}, epsilon is "
+            f"{100 * claim.ours:.1f}%), and its clips guarantee an epsilon of {max(spent):.3g}. The last layer "
+            f"alone, which an image moves by up to sqrt(2) C1, costs {report.told(epsilon_of_last_layer(claim))}. With "
+            f"that noise on gradients that are clipped to C1 C2 = {claim.input_norm * claim.grad_norm:g}, epsilon is "
             f"{report.epsilon(good)} and accuracy {report.accuracy(good)}% (chance is 10%)."
         )
     return found

@@ -100,10 +100,11 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
 
 
 def epsilon_of_last_layer(claim: Claim) -> float:
-    """What the noise of the withdrawn code buys at most, from the last layer alone.
+    """What the last layer alone costs under the noise of the withdrawn code, with neighbours counted kindly.
 
-    A logit's gradient is at most sqrt(2) long, the layer's input at most C1: so the layer moves by sqrt(2) C1 when
-    an image is left out, under noise sigma. Images that reach this exist: no smaller epsilon can be claimed.
+    The gradient of the logits is at most sqrt(2) long, and comes near that where the network is sure of a wrong
+    class; the layer's input is at most C1 long. So the layer moves by up to sqrt(2) C1 when an image is left out, under
+    noise sigma. No analysis of such releases can promise less.
     """
     return accounting.epsilon(
         noise_multiplier=claim.noise / (math.sqrt(2) * claim.input_norm),
