@@ -2,6 +2,7 @@
 
 import pytest
 
+from clipwise.errors import ConfigurationError
 from clipwise.reproduce.backprop_clipping.grid import private_methods
 from clipwise.reproduce.runner import Options, reproduce
 
@@ -43,3 +44,13 @@ def test_a_second_command_runs_nothing_again(quick):
     told = []
     reproduce(Options("backprop-clipping", out, FIGURES, quick=True), told.append)
     assert not any("seed" in line for line in told)
+
+
+def test_runs_are_not_cut_to_fewer_epochs(tmp_path):
+    with pytest.raises(ConfigurationError, match="--epochs is not possible"):
+        reproduce(Options("backprop-clipping", tmp_path, quick=True, epochs=1), lambda _: None)
+
+
+def test_a_missing_data_set_ends_the_command(tmp_path):
+    with pytest.raises(ConfigurationError, match="mnist"):
+        reproduce(Options("backprop-clipping", tmp_path, ("table-1",), data=tmp_path), lambda _: None)
