@@ -26,6 +26,7 @@ from clipwise.reproduce.store import Cell
 from clipwise.tune.noise import multiplier
 
 MOMENTUM = 0.9
+_PIECE = 1024  # colour images that go through a model at a time, so that several runs fit on one device
 _ROWS = 1000  # that go through a model at a time, where nothing is trained
 
 
@@ -77,19 +78,23 @@ class Training:
             steps=self.steps,
             noise_multiplier=multiplier(trial.epsilon, DELTA, trial.sample_rate, self.steps, shared),
             delta=DELTA,
+            max_physical_batch_size=piece_of(images),
         )
         self._batches = self._drawn(self.private)
 
     def step(self) -> None:
         """One update."""
-        x, y = next(self._batches)
         self.model.train()
-        losses = losses_of(self.model, x, y)
         if self.private is not None:
-            self.private.step(losses)
+            while not self.private.step(losses_of(self.model, *next(self._batches))):
+                pass  # a piece of the batch
             return
+        losses = losses_of(self.model, *next(self._batches))
         self._optimizer.zero_grad()
-        (losses.sum() / self._size).backward()  # type: ignore[no-untyped-call]  # clips are of single examples
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        for p in self.model.parameters():
+            assert p.grad is not None
+            p.grad /= self._size  # afterwards: clips are for gradients of single losses, not of their mean
         self._optimizer.step()
 
     def cost(self) -> Cell:
@@ -146,6 +151,11 @@ def plain_network(images: Images, seed: int, activation: str) -> nn.Module:
         else:
             model = models.backprop_mnist(activation=activation)
     return model.to(device)
+
+
+def piece_of(images: Images) -> int | None:
+    """How many images of a batch are handed out at a time; None for all. It changes no result."""
+    return _PIECE if images.name == "cifar10" else None
 
 
 def strategy(trial: Trial) -> Strategy:

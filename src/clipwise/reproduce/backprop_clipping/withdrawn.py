@@ -25,6 +25,7 @@ from clipwise.reproduce.backprop_clipping.sets import DIGITS, Images
 from clipwise.reproduce.backprop_clipping.training import (
     judged,
     losses_of,
+    piece_of,
     plain_network,
     require_time,
     spent,
@@ -88,6 +89,7 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
         adjacency="replace-one",
         noise_multiplier=job.noise_multiplier,
         delta=DELTA,
+        max_physical_batch_size=piece_of(images),
     )
     for _ in range(claim.epochs):
         for x, y in private.loader:
