@@ -19,11 +19,6 @@ from clipwise.reproduce.store import Cell
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
     """Trials on validation parts; where all of a row are there, the best of them on the test part."""
-    if options.epochs is not None:
-        raise ConfigurationError(
-            "--epochs is not possible with backprop-clipping, where the number of epochs is a part of what is chosen: "
-            "leave it out. --budget-seconds ends the command in time, and --quick is short."
-        )
     for one in asked(options.figures, options.quick, options.seeds or 1, found):
         setting: Any = one.job
         place = Place(one.figure, one.row, one.job.epochs, options.quick, one.epsilon)
@@ -51,4 +46,5 @@ PAPER = Paper(
     train=train,
     page=page.markdown,
     plots=plots.plot_all,
+    takes_epochs=False,  # they are among what is tried
 )
