@@ -128,7 +128,7 @@ def test_the_statement_and_the_ledger_name_them(tmp_path: Path) -> None:
     text = str(found)
     assert "and the clipped statistics of 1 batch norm layer with noise multiplier" in text
     assert "noised statistics of batch norm layers" in text
-    assert "statistics of 1: 1" in text and "count" not in text.split("accountant")[0].split("releases")[1]
+    assert "statistics of 1: 1" in text and "counts" not in text.split("accountant")[0].split("releases")[1]
     assert found.to_dict()["strategy"]["running_statistics"] == {
         "max_norm": 0.5,
         "momentum": 0.2,
