@@ -87,7 +87,7 @@ class Bug:
         if tool == "neighbours":
             return bool(audit.neighbours(*self.subject(), **self.neighbours).findings)
         if tool == "canary":
-            options = {"runs": 1000, "confidence": CONFIDENCE, **self.canary}
+            options = {"runs": 500, "confidence": CONFIDENCE, **self.canary}
             return not audit.canary(*self.attacked(), **options).ok
         if self.deterministic is None:
             return None

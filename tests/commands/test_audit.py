@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_within_its_claim(run: Path) -> None:
-    result = clipwise("audit", run, "--runs", 200, "--canaries", 8, "--plot", run / "audit.png")
+    result = clipwise("audit", run, "--runs", 100, "--canaries", 8, "--plot", run / "audit.png")
     assert result.exit_code == 0, result.output
     assert "As declared" in result.stdout and "Within the claim" in result.stdout
     assert "dirac canary" in result.stdout and "one run of many canaries" in result.stdout
@@ -63,7 +63,7 @@ def test_a_run_is_within_its_claim(run: Path) -> None:
 
 def test_figures_for_machines(run: Path) -> None:
     result = clipwise(
-        "audit", run / "ledger", "--subject", f"{run}/subject.py:subject", "--runs", 200, "--json"
+        "audit", run / "ledger", "--subject", f"{run}/subject.py:subject", "--runs", 100, "--json"
     )
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
@@ -76,7 +76,7 @@ def test_more_than_claimed_ends_with_1(run: Path, monkeypatch: pytest.MonkeyPatc
     from tests.audit.bugs.noise_over_batch_size import plant
 
     plant(monkeypatch)
-    result = clipwise("audit", run, "--runs", 200)
+    result = clipwise("audit", run, "--runs", 100)
     assert result.exit_code == 1, result.output
     assert "MORE THAN CLAIMED" in result.stdout and "Not as declared" in result.stdout
 

@@ -23,7 +23,7 @@ KINDS = ("dirac", "mislabelled", "record")
 # Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
 THRESHOLDS = (-8.0, -6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 _FOR_MU = 0.8  # of the probability of failure: mu comes from one test, epsilon from all thresholds
-_PILOTS = 40  # runs that only find out where the scores of an ordinary record lie
+_PILOTS = 20  # runs of each world that only find out where the scores of an ordinary record lie
 
 
 def canary(
@@ -41,7 +41,7 @@ def canary(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> AuditReport:
-    """Train many times, half of them with a canary, and bound from below how well the two can be told apart.
+    """Train many times with a canary and as often without, and bound from below how well the two can be told apart.
 
     The attacker is the one that the guarantee is about: sees every release, knows the model, the data and the
     canary, and not the noise and not who was drawn. Each run goes through the whole engine.
@@ -64,8 +64,9 @@ def canary(
         parameter: where a Dirac canary's entry is, in place of the largest parameter of each part.
         others: whether everyone else keeps their losses beside a Dirac canary. If not, they are there and say
             nothing: the data set that an attacker would choose.
-        runs: how many, half of them with the canary. If a run is one release that everyone takes part in, its sum is
-            the same each time, and all but the noise is computed once.
+        runs: how many in each world: the model is trained `runs` times with the canary and `runs` times without. If
+            a run is one release that everyone takes part in, its sum is the same each time, and all but the noise is
+            computed once.
         delta: at which epsilon is bounded; by default that of the run.
         confidence: with which all bounds hold together.
         seed: of the keys, and of torch's generator before each run.
@@ -79,8 +80,11 @@ def canary(
     if kind != "dirac" and loss is None:
         raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) gives one loss an example.")
     least = 2 if kind == "dirac" else 2 * _PILOTS
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < least or runs % 2:
-        raise ConfigurationError(f"runs={runs!r} is not possible: give an even number of at least {least}.")
+    if isinstance(runs, bool) or not isinstance(runs, int) or runs < least:
+        raise ConfigurationError(
+            f"runs={runs!r} is not possible: give a whole number of at least {least}, the runs with the canary, which "
+            "are as many as those without."
+        )
     require_confidence(confidence)
     if not 0 <= record < len(dataset):
         raise ConfigurationError(f"record={record!r} is no index of the data set.")
@@ -142,8 +146,7 @@ def require_confidence(confidence: float) -> None:
 
 def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
     """Scores as log-likelihood ratios of two normal laws that the first runs have shown; those runs count no more."""
-    half = _PILOTS // 2
-    ours, theirs = inside[:half], outside[:half]
+    ours, theirs = inside[:_PILOTS], outside[:_PILOTS]
     spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)
     middle, slope = (ours.mean() + theirs.mean()) / 2, (ours.mean() - theirs.mean()) / spread**2
-    return (inside[half:] - middle) * slope, (outside[half:] - middle) * slope
+    return (inside[_PILOTS:] - middle) * slope, (outside[_PILOTS:] - middle) * slope

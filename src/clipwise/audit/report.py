@@ -43,7 +43,7 @@ class Measured:
 
     Args:
         attack: its name.
-        runs: how many times the model was trained.
+        runs: how many times the model was trained in each world, with the canary and without; of `one_run`, 1.
         guesses: how many decisions were taken, "in" or "out".
         right: how many of them were right.
         epsilon: lower bound on epsilon at the claim's delta.
@@ -60,6 +60,11 @@ class Measured:
     mu: float
     confidence: float
     exceeds: bool
+
+    @property
+    def how_often(self) -> str:
+        """How often the model was trained, in words."""
+        return "1 run" if self.runs == 1 else f"{self.runs:,} runs with it and {self.runs:,} without"
 
     @property
     def accuracy(self) -> float:
@@ -102,7 +107,7 @@ class AuditReport:
             else "MORE THAN CLAIMED: the run is not as private as its ledger says"
         )
         return (
-            f"{m.attack}, {m.runs} {'run' if m.runs == 1 else 'runs'}, {m.right} of {m.guesses} guesses right: "
+            f"{m.attack}, {m.how_often}, {m.right} of {m.guesses} guesses right: "
             f"epsilon >= {m.epsilon:.3g} of {c.epsilon:.3g} claimed at delta {c.delta:g}, mu >= {m.mu:.3g} of "
             f"{c.mu:.3g}, confidence {m.confidence:.10g}: {verdict}."
         )

@@ -42,20 +42,20 @@ class Worlds:
     _histories: list[list[Entry]] = field(default_factory=list)
 
     def scores(self, runs: int) -> tuple[Array, Array]:
-        """Scores of so many runs, half of them with the canary."""
+        """Scores of so many runs with the canary, and of as many without."""
         self._run()
         self._run()
         if is_one_release(self._histories[0]):
             # Without chance in the draw the sum is always the same: only the noise is drawn anew.
             for world in range(2):
-                self._run([self._key(number) for number in range(4 + world, runs + 2, 2)])
+                self._run([self._key(number) for number in range(4 + world, 2 * runs, 2)])
         else:
-            while len(self._watches) < runs:
+            while len(self._watches) < 2 * runs:
                 self._run()
         found = [
             np.array([s[0] for w in self._watches[world::2] for s in (w.scores, *w.more)]) for world in (0, 1)
         ]
-        return found[0][: runs // 2], found[1][: runs // 2]
+        return found[0][:runs], found[1][:runs]
 
     def history(self) -> tuple[Entry, ...]:
         """What every run charged, which must be the same."""

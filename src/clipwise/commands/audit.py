@@ -33,8 +33,11 @@ def audit(
         ),
     ] = None,
     runs: Annotated[
-        int, typer.Option(min=0, help="How often to train for the canary attack, half of it with the canary.")
-    ] = 200,
+        int,
+        typer.Option(
+            min=0, help="How often to train with a canary, and as often again without; 0 for no such attack."
+        ),
+    ] = 100,
     canaries: Annotated[
         int, typer.Option(min=0, help="How many canaries to plant in a further, single run; 0 for none.")
     ] = 0,
@@ -73,7 +76,7 @@ def audit(
         compared = auditing.neighbours(make_run, dataset, seed=seed)
         _require_same_run(claimed.history, compared.history, target)
         if runs:
-            remark(f"Training {runs} times, half of them with a canary.")
+            remark(f"Training {runs} times with a canary and {runs} times without.")
             reports.append(
                 auditing.canary(make_run, dataset, runs=runs, delta=delta, confidence=confidence, seed=seed)
             )
@@ -98,8 +101,10 @@ def audit(
         say(f"Neighbours. {compared}", style="" if compared.ok else "red")
         for report in reports:
             m = report.measured
-            many = "1 run" if m.runs == 1 else f"{m.runs} runs"
-            say(f"{m.attack}: {many}, {m.right} of {m.guesses} guesses right, confidence {m.confidence:.10g}")
+            say(
+                f"{m.attack}: {m.how_often}, {m.right} of {m.guesses} guesses right, confidence "
+                f"{m.confidence:.10g}"
+            )
             stdout().print(_table(report))
         say(
             "Within the claim: no attack did better than it allows, which is no proof."

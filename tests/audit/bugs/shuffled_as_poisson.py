@@ -39,5 +39,5 @@ BUG = Bug(
     ("neighbours", "canary"),
     subject=partial(small, sample_rate=0.25, steps=8),
     attacked=one_epoch,
-    canary={"runs": 100},
+    canary={"runs": 50},
 )
