@@ -9,25 +9,43 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import clipwise
-from clipwise import Batch, Multipliers, PerExample, Public, Quantile, RandomLayer, audit, layers
+from clipwise import (
+    Batch,
+    Multipliers,
+    NoisedStatistics,
+    PerExample,
+    Public,
+    Quantile,
+    RandomLayer,
+    audit,
+    layers,
+)
 from clipwise.audit.trial import run_of
 from clipwise.errors import AuditError, ConfigurationError
 from tests.audit.bug import Subject, losses, network, one_release, rows, small
+from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
 
 FIXED: dict[str, Any] = {"sampling": "fixed-size", "sample_rate": None, "batch_size": 16}
 
 
-def public_norm() -> Subject:
+def normalized() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    model, _ = layers.replace_batchnorm(model, torch.randn(16, 5), "public")
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def public_norm() -> Subject:
+    model, _ = layers.replace_batchnorm(normalized(), torch.randn(16, 5), "public")
     return run_of(model, losses, rows())
 
 
-def lot_norm() -> Subject:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    return run_of(layers.without_running_statistics(model), losses, rows(), Batch(max_norm=1.0), **FIXED)
+def lot_norm(**options: Any) -> Subject:
+    clipping = Batch(max_norm=1.0, **options)
+    return run_of(layers.without_running_statistics(normalized()), losses, rows(), clipping, **FIXED)
+
+
+def released_statistics() -> Subject:
+    clipping = PerExample(max_norm=1.0, running_statistics=NoisedStatistics())
+    return run_of(layers.with_released_statistics(normalized()), losses, rows(), clipping)
 
 
 def scaled() -> Subject:
@@ -49,6 +67,12 @@ RUNS = {
     "users": partial(small, clipping=Batch(max_norm=1.0), group=[i // 2 for i in range(32)]),
     "public batch norm": public_norm,
     "batch norm under batch clipping": lot_norm,
+    "noised statistics": partial(lot_norm, running_statistics=NoisedStatistics()),
+    "released statistics": released_statistics,
+    "lipschitz": lipschitz,
+    "lipschitz, fixed-size": partial(lipschitz, **FIXED),
+    "backprop": backprop,
+    "backprop, fixed-size": partial(backprop, **FIXED),
     "averaged views": partial(small, averaged_views=2),
     "scaled parameters": scaled,
 }
@@ -74,6 +98,14 @@ def test_one_layer_of_dropout_is_compared_by_the_last_record() -> None:
 
 def test_the_worst_record_uses_up_what_is_allowed() -> None:
     assert audit.neighbours(*one_release()).worst == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_worst_record_uses_up_what_is_allowed_where_gradients_are_bounded_inside(name: str) -> None:
+    subject, x = INSIDE[name]
+    report = audit.neighbours(*subject(**FULL), changes={"worst": lambda record: loud(x)})
+    report.require()
+    assert 0.99 < report.worst <= 1
 
 
 def test_a_loss_that_couples_examples_is_found() -> None:

@@ -119,6 +119,12 @@ class Dirac(Planted):
             raise ConfigurationError(
                 "A local update has no losses to put a Dirac canary into: use neighbours()."
             )
+        if private._strategy.bounds_inside:
+            raise ConfigurationError(
+                f"{type(private._strategy).__name__} bounds gradients inside the network, and a Dirac canary is a loss "
+                "that goes past it: use canary(kind='mislabelled', loss=...), kind='record' with a record of your "
+                "own, or neighbours()."
+            )
         if private._strategy.is_coupled and len(self.records) > 1:
             raise ConfigurationError(
                 "Where whole mini-sets are clipped there is one canary a run: use canary()."
@@ -222,21 +228,30 @@ class Record(Planted):
 
     loss: Callable[..., Tensor] | None = None
     home: Any = None
+    _direction: dict[str, Tensor] = field(default_factory=dict)
+
+    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+        self._direction = self._looked_along(private)  # the same for all that is noised once more
+        return super().released(private, sums, noised)
 
     def scored(self, private: Private, values: Sums) -> Array:
+        return np.array([sum(float((d * values[n].double()).sum()) for n, d in self._direction.items())])
+
+    def _looked_along(self, private: Private) -> dict[str, Tensor]:
+        """S_k m^2 g / (|m g|_k s_k^2) times the divisor: what tells best a shift by S_k along the canary's gradient."""
         assert self.loss is not None
         names = list(private._parameters)
         with torch.enable_grad():
             batch = Fetcher(self.home, private.loader._fetcher._collate_fn)[self.records[:1]]
             loss = self.loss(private._model, *batch).sum()
             found = torch.autograd.grad(loss, [private._parameters[n] for n in names], allow_unused=True)
-        gradient = {n: g for n, g in zip(names, found, strict=True) if g is not None}
-        score = 0.0
+        gradient = {n: g.double() for n, g in zip(names, found, strict=True) if g is not None}
+        direction = {}
         for part in private.parts():
             own = [(n, m) for n, m in entries(part) if n in gradient]
-            length = math.sqrt(sum(float((m * gradient[n].double()).square().sum()) for n, m in own))
+            length = math.sqrt(sum(float((m * gradient[n]).square().sum()) for n, m in own))
             if length == 0 or part.noise_std == 0:
                 continue
-            along = sum(float((m * m * gradient[n].double() * values[n].double()).sum()) for n, m in own)
-            score += part.sensitivity * along * private.divisor / (length * part.noise_std**2)
-        return np.array([score])
+            factor = part.sensitivity * private.divisor / (length * part.noise_std**2)
+            direction.update({n: factor * m * m * gradient[n] for n, m in own})
+        return direction

@@ -61,6 +61,8 @@ class Backprop(Strategy):
     mode: str | None = None
     split: Split = "optimal"
 
+    bounds_inside = True
+
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
             raise ConfigurationError(

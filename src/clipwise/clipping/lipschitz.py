@@ -97,6 +97,8 @@ class Lipschitz(Strategy):
     balanced: bool = False
     input_shape: Sequence[int] | None = None
 
+    bounds_inside = True
+
     def __post_init__(self) -> None:
         if self.norm not in NORMS:
             choices = ", ".join(map(repr, NORMS))

@@ -150,11 +150,13 @@ class Strategy(ABC):
         unit: whose privacy it protects.
         split: how noise is divided over parts.
         is_coupled: whether the bound holds although examples of a batch depend on one another.
+        bounds_inside: whether it bounds gradients inside the network, so that a loss must come from its outputs.
     """
 
     unit: Unit = Unit.RECORD
     split: Split
     is_coupled: bool = False
+    bounds_inside: bool = False
 
     @abstractmethod
     def attach(self, site: Site) -> Clipper:

@@ -21,6 +21,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry
 
 LEDGER, SUBJECT = "ledger", "subject.py"
+KINDS = ("dirac", "mislabelled")
 
 
 def audit(
@@ -29,7 +30,8 @@ def audit(
         str | None,
         typer.Option(
             help="path/to/file.py:function or package.module:function. The function takes no arguments and returns "
-            "(make_run, dataset): make_run(dataset) trains as the run did. By default subject.py:subject in the folder."
+            "(make_run, dataset), or (make_run, dataset, loss) for --kind mislabelled: make_run(dataset) trains as the "
+            "run did, and loss(model, *batch) gives one loss an example. By default subject.py:subject in the folder."
         ),
     ] = None,
     runs: Annotated[
@@ -38,6 +40,13 @@ def audit(
             min=0, help="How often to train with a canary, and as often again without; 0 for no such attack."
         ),
     ] = 100,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="The canary: dirac, the worst gradient there is, or mislabelled, the first record with another label "
+            "(for Lipschitz and Backprop)."
+        ),
+    ] = "dirac",
     canaries: Annotated[
         int, typer.Option(min=0, help="How many canaries to plant in a further, single run; 0 for none.")
     ] = 0,
@@ -70,7 +79,13 @@ def audit(
     file = run / LEDGER if run.is_dir() else run
     claimed = ledger.read(file)
     target = subject if subject is not None else f"{file.parent / SUBJECT}:subject"
-    make_run, dataset = _subject(target)
+    _require_kind(kind)
+    make_run, dataset, loss = _subject(target)
+    if kind == "mislabelled" and runs and loss is None:
+        raise ConfigurationError(
+            f"--kind mislabelled needs a loss: let {target} return (make_run, dataset, loss), where "
+            "loss(model, *batch) gives one loss an example."
+        )
     reports: list[AuditReport] = []
     with running(target):
         compared = auditing.neighbours(make_run, dataset, seed=seed)
@@ -78,7 +93,16 @@ def audit(
         if runs:
             remark(f"Training {runs} times with a canary and {runs} times without.")
             reports.append(
-                auditing.canary(make_run, dataset, runs=runs, delta=delta, confidence=confidence, seed=seed)
+                auditing.canary(
+                    make_run,
+                    dataset,
+                    kind=kind,
+                    loss=loss,
+                    runs=runs,
+                    delta=delta,
+                    confidence=confidence,
+                    seed=seed,
+                )
             )
         if canaries:
             remark(f"Training once with {canaries} canaries.")
@@ -115,15 +139,23 @@ def audit(
     raise typer.Exit(0 if ok else 1)
 
 
-def _subject(target: str) -> tuple[Any, Any]:
+def _require_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigurationError(f"--kind {kind} is not known: use one of {', '.join(KINDS)}.")
+
+
+def _subject(target: str) -> tuple[Any, Any, Any]:
+    """make_run, the data set, and the loss or None."""
     function = load(target)
     with running(target):
         made = function()
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and hasattr(made[1], "__len__"):
-        return made
+    if isinstance(made, tuple) and len(made) in (2, 3) and hasattr(made[1], "__len__"):
+        make_run, dataset, loss = (*made, None)[:3]
+        if callable(make_run) and (loss is None or callable(loss)):
+            return make_run, dataset, loss
     raise ConfigurationError(
         f"{target} must return (make_run, dataset): a function that trains on the data set that it is given, as the "
-        "run did, and such a data set."
+        "run did, and such a data set; or (make_run, dataset, loss)."
     )
 
 
