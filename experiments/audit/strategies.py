@@ -216,8 +216,7 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
         "gets: there it is a record with a loss so large that it is cut to the bound, with an input that is "
         "made for the weights (Lipschitz: no layer makes it shorter), among records that say little. Noised "
         "statistics have a tenth of the privacy of a step, and the canary looks at the gradient alone: "
-        "sqrt(0.9) = 0.95 is the most that it can show of mu = 1. Batch, fixed-size batches and Lipschitz need not "
-        "reach what is claimed of a run: their worst records differ from one step to the next.",
+        "sqrt(0.9) = 0.95 is the most that it can show of mu = 1.",
         "",
         "| strategy | neighbours | one release: mu | runs | run: epsilon claimed | measured | mu claimed "
         "| reachable | measured | runs |",

@@ -35,6 +35,9 @@ def train(dataset, ledger=None):
 def subject():
     return train, DATA
 
+def with_loss():
+    return train, DATA, losses
+
 def example():
     return nn.Linear(4, 2), losses, DATA.tensors
 
@@ -81,6 +84,16 @@ def test_more_than_claimed_ends_with_1(run: Path, monkeypatch: pytest.MonkeyPatc
     assert "MORE THAN CLAIMED" in result.stdout and "Not as declared" in result.stdout
 
 
+def test_a_mislabelled_canary_takes_the_loss_of_the_subject(run: Path) -> None:
+    subject = ["--subject", f"{run}/subject.py:with_loss", "--kind"]
+    result = clipwise("audit", run, *subject, "mislabelled", "--runs", 40)
+    assert result.exit_code == 0, result.output
+    assert "mislabelled canary: 40 runs with it and 40 without, " in result.stdout
+    assert " of 40 guesses right" in result.stdout  # the first 20 of each world do not count
+    refused(clipwise("audit", run, "--kind", "mislabelled"), "(make_run, dataset, loss)")
+    refused(clipwise("audit", run, *subject, "loud"), "--kind loud")
+
+
 def test_another_run_than_the_ledgers_is_refused(run: Path) -> None:
     (run / "subject.py").write_text(SUBJECT.format(steps=2))
     refused(clipwise("audit", run, "--runs", 2), "another run than the ledger's")
@@ -92,7 +105,8 @@ def test_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
         clipwise("audit", run, "--subject", f"{run}/subject.py:nonsense"), "must return (make_run, dataset)"
     )
     (run / "subject.py").unlink()
-    refused(clipwise("audit", run), "there is no file")
+    refused(clipwise("audit", run), "There is no file")
+    refused(clipwise("audit", run), "--subject")
     refused(clipwise("audit", tmp_path / "nowhere"), "cannot be read as a ledger")
 
 

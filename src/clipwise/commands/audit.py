@@ -62,23 +62,23 @@ def audit(
 
     For example:
 
-        clipwise audit runs/mine --subject my_run.py:subject --runs 1000 --plot audit.png
+        clipwise audit runs/mine --subject my_run.py:subject --runs 1000
 
     where my_run.py has, for instance:
 
         def subject():
-            return train, dataset      # train(dataset) calls make_private and trains, as the run did
+            return train, dataset    # train(dataset) trains as the run did
 
     First two neighbouring runs are compared release by release. Then the model is trained again and again, with and
-    without a canary, the worst record there is; how well the two can be told apart bounds epsilon and mu from below.
-    A lower bound above the claim shows a bug; one below it proves nothing. Use synthetic or public records: audits
-    see sums without noise.
+    without a canary (a planted record, by default the worst there is); how well the two can be told apart bounds
+    epsilon and mu from below. A lower bound above the claim shows a bug; one below it proves nothing. Use synthetic or
+    public records: audits see sums without noise.
 
     Exit code 0: within the claim. 1: more than claimed. 2: the audit could not be made.
     """
     file = run / LEDGER if run.is_dir() else run
     claimed = ledger.read(file)
-    target = subject if subject is not None else f"{file.parent / SUBJECT}:subject"
+    target = subject if subject is not None else _usual_subject(file.parent / SUBJECT)
     _require_kind(kind)
     make_run, dataset, loss = _subject(target)
     if kind == "mislabelled" and runs and loss is None:
@@ -137,6 +137,14 @@ def audit(
             style="" if ok else "red",
         )
     raise typer.Exit(0 if ok else 1)
+
+
+def _usual_subject(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigurationError(
+            f"There is no file {path}: say by --subject path/to/file.py:function who returns (make_run, dataset)."
+        )
+    return f"{path}:subject"
 
 
 def _require_kind(kind: str) -> None:
