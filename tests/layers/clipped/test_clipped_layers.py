@@ -92,6 +92,15 @@ def test_no_example_adds_more_than_its_bound(
 
 @every_case
 @every_way
+def test_nobody_may_be_drawn(name: str, mode: str, bound: str) -> None:
+    """An empty batch goes through a layer, and comes out empty."""
+    case = CASES[name]
+    model = clipped(case, mode=mode, bound=bound)
+    assert model(inputs(case, 0)).shape == (0, *model(inputs(case)).shape[1:])
+
+
+@every_case
+@every_way
 def test_a_batch_is_the_sum_of_its_examples(name: str, mode: str, bound: str) -> None:
     case = CASES[name]
     model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -31,7 +32,7 @@ class Matrix(Map):
         return lengths(g)
 
     def position_lengths(self, x: Tensor) -> Tensor:
-        return lengths(x.reshape(-1, x.shape[-1])).view(len(x), 1, -1)
+        return lengths(x.reshape(-1, x.shape[-1])).view(len(x), 1, math.prod(x.shape[1:-1]))
 
     def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
         if lengths_BGP.shape[-1] == 1:

@@ -46,6 +46,8 @@ def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
 
 def lengths(rows: Tensor) -> Tensor:
     """At least |row| of each example, [B]."""
+    if not len(rows):  # a batch may be empty, and no shape follows from nothing
+        return torch.zeros(0, dtype=torch.float64, device=rows.device)
     return squared_norms(rows.reshape(len(rows), -1)).sqrt()
 
 
