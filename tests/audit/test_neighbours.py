@@ -108,6 +108,13 @@ def test_a_worst_record_uses_up_what_is_allowed_where_gradients_are_bounded_insi
     assert 0.99 < report.worst <= 1
 
 
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_step_that_nobody_takes_part_in_is_a_step(name: str) -> None:
+    subject = INSIDE[name][0](sample_rate=0.01, steps=8)
+    report = audit.neighbours(*subject, changes={"as it is": lambda record: record})
+    assert not report.findings and report.history[0].count == 8
+
+
 def test_a_loss_that_couples_examples_is_found() -> None:
     """The probe of the engine is switched off: that of neighbours does not look at gradients at all."""
     make_run, data = run_of(
