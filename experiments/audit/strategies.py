@@ -214,7 +214,9 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
         "",
         "The canary is a Dirac one. Lipschitz and Backprop bound gradients inside the network, past which no canary "
         "gets: there it is a record with a loss so large that it is cut to the bound, with an input that is "
-        "made for the weights (Lipschitz: no layer makes it shorter), among records that say little. Noised "
+        "made for the weights (Lipschitz: no layer makes it shorter), among records that say little. With 20 pilot "
+        "runs in each world these two first showed mu >= 0.79 and 0.92 of one release; now a twentieth of the runs are "
+        "pilots, and the same seeds show what the table says. Noised "
         "statistics have a tenth of the privacy of a step, and the canary looks at the gradient alone: "
         "sqrt(0.9) = 0.95 is the most that it can show of mu = 1.",
         "",

@@ -23,7 +23,8 @@ KINDS = ("dirac", "mislabelled", "record")
 # Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
 THRESHOLDS = (-8.0, -6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 _FOR_MU = 0.8  # of the probability of failure: mu comes from one test, epsilon from all thresholds
-_PILOTS = 20  # runs of each world that only find out where the scores of an ordinary record lie
+# Runs of each world that only find out where the scores of an ordinary record lie: a share of them, and at least some.
+_PILOT_SHARE, _PILOTS = 0.05, 20
 
 
 def canary(
@@ -146,7 +147,8 @@ def require_confidence(confidence: float) -> None:
 
 def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
     """Scores as log-likelihood ratios of two normal laws that the first runs have shown; those runs count no more."""
-    ours, theirs = inside[:_PILOTS], outside[:_PILOTS]
+    pilots = max(_PILOTS, int(_PILOT_SHARE * len(inside)))
+    ours, theirs = inside[:pilots], outside[:pilots]
     spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)
     middle, slope = (ours.mean() + theirs.mean()) / 2, (ours.mean() - theirs.mean()) / spread**2
-    return (inside[_PILOTS:] - middle) * slope, (outside[_PILOTS:] - middle) * slope
+    return (inside[pilots:] - middle) * slope, (outside[pilots:] - middle) * slope
