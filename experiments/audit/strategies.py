@@ -214,9 +214,7 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
         "",
         "The canary is a Dirac one. Lipschitz and Backprop bound gradients inside the network, past which no canary "
         "gets: there it is a record with a loss so large that it is cut to the bound, with an input that is "
-        "made for the weights (Lipschitz: no layer makes it shorter), among records that say little. With 20 pilot "
-        "runs in each world these two first showed mu >= 0.79 and 0.92 of one release; now a twentieth of the runs are "
-        "pilots, and the same seeds show what the table says. Noised "
+        "made for the weights (Lipschitz: no layer makes it shorter), among records that say little. Noised "
         "statistics have a tenth of the privacy of a step, and the canary looks at the gradient alone: "
         "sqrt(0.9) = 0.95 is the most that it can show of mu = 1.",
         "",
@@ -251,7 +249,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     known = {row["name"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
-    for seed, row in enumerate(STRATEGIES):  # so that the rows do not share their noise
+    for seed, row in enumerate(STRATEGIES, start=100):  # so that the rows do not share their noise
         if not asked.only or row.name in asked.only:
             known[row.name] = measured(row, asked.runs, asked.sampled_runs, seed)
             print(json.dumps(known[row.name]), flush=True)
