@@ -244,3 +244,25 @@ def test_no_message_carries_a_value_of_the_data() -> None:
 def test_a_batch_too_small_to_tell_is_refused(batch: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigurationError, match="at least two examples"):
         check(perceptron(), squares, batch)
+
+
+class SharedMask(nn.Module):
+    """One dropout mask for a whole batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(1, x.shape[1]) > 0.5) if self.training else x
+
+
+def test_a_mask_that_examples_share_is_noted_with_its_layer_and_no_refusal() -> None:
+    (note,) = report_on((lambda: perceptron(SharedMask()), cross_entropy, vectors)).notes
+    assert "share their random numbers" in note and "(SharedMask)" in note
+    for own in (nn.Dropout(0.5), nn.Identity()):
+        assert not report_on((lambda own=own: perceptron(own), cross_entropy, vectors)).notes  # type: ignore[misc]
+
+
+def test_random_numbers_that_a_loss_shares_are_noted_too() -> None:
+    def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model, x, y) * (torch.rand(()) + 0.5)
+
+    notes = report_on((perceptron, scaled, vectors)).notes
+    assert any("share their random numbers, first in the loss function" in note for note in notes)

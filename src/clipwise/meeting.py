@@ -26,6 +26,11 @@ class Call:
     inputs: list[Tensor]
     outputs: list[Tensor]
 
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"layer {self.name!r} ({self.kind})" if self.name else f"the model's own forward ({self.kind})"
+
 
 def first_meeting(
     model: nn.Module, before: Callable[[], object], after: Callable[[], object], place: int, size: int
@@ -48,7 +53,24 @@ def first_meeting(
             return None  # which layers run depends on the batch: nothing can be compared
         moved_in = _any_mixed(one.inputs, other.inputs, place, size)
         if not moved_in and _any_mixed(one.outputs, other.outputs, place, size):
-            return f"layer {one.name!r} ({one.kind})" if one.name else f"the model's own forward ({one.kind})"
+            return one.label
+    return None
+
+
+def first_random(model: nn.Module, before: Callable[[], object], after: Callable[[], object]) -> str | None:
+    """The first layer that gives something else for the same input, in two passes with other random numbers."""
+    with recorded(model) as calls:
+        before()
+    with recorded(model) as again:
+        after()
+    for one, other in zip(calls, again, strict=False):
+        pairs = [
+            list(zip(*sides, strict=False))
+            for sides in ((one.inputs, other.inputs), (one.outputs, other.outputs))
+        ]
+        same_in, same_out = (all(torch.equal(a, b) for a, b in sides) for sides in pairs)
+        if same_in and not same_out:
+            return one.label
     return None
 
 

@@ -25,7 +25,7 @@ from clipwise.clipping.backprop import clipped_layers, most_of_each
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
-from clipwise.meeting import first_meeting
+from clipwise.meeting import first_meeting, first_random
 from clipwise.structure import evaluating
 
 Loss = Callable[..., Tensor]
@@ -33,7 +33,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found: `problems` are refusals, `notes` cost time only."""
+    """What `check` found: `problems` are refusals, `notes` are worth knowing and break no guarantee."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     report = Report()
     is_coupled = clipping is not None and clipping.is_coupled
     structure = _clipped_structure if isinstance(clipping, Backprop) else _structure
-    for test in (_coupled_structure,) if is_coupled else (structure, _replacement, _removal):
+    for test in (_coupled_structure,) if is_coupled else (structure, _replacement, _removal, _random_numbers):
         try:
             test(model, loss, batch, size, report)
         except CoupledExamplesError as refusal:
@@ -169,6 +169,22 @@ def _removal(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, repo
                     "loss divided by the number of examples. How many are drawn is secret, and private.step divides "
                     "by a constant of its own: leave the division out."
                 )
+
+
+@torch.no_grad()
+def _random_numbers(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """Say if examples share their random numbers: the same example everywhere, and all losses move as one."""
+    alike = _rows(batch, size, lambda x: x[:1].expand_as(x).clone())
+    one, other = _run(model, loss, alike), _run(model, loss, alike, seed=1)
+    everyone = torch.arange(size)
+    if not _moved(one, other, everyone) or _moved(one, one[:1].expand_as(one), everyone):
+        return
+    where = first_random(model, partial(_run, model, loss, alike), partial(_run, model, loss, alike, seed=1))
+    report.notes.append(
+        f"All examples of a batch share their random numbers, first in {where or 'the loss function'}: a dropout mask "
+        "for the whole batch, for instance. They depend on no example, so the guarantee holds; but a mask for each "
+        "example trains better."
+    )
 
 
 @torch.no_grad()
