@@ -80,12 +80,21 @@ def _understated(facts: Facts) -> list[str]:
 
 
 def _ended_wrongly(facts: Facts) -> list[str]:
+    if _told_anywhere(facts):
+        return []
     found = [line for line in facts.said + facts.said_after if line.startswith("error")]
     if facts.plan.kind in DEADLY and facts.happened and facts.end != -signal.SIGKILL:
         found.append(f"the first life ended with {facts.end}")
     if facts.plan.kind not in DEADLY and facts.end != 0:
         found.append(f"the first life ended with {facts.end}")
     return found
+
+
+def _told_anywhere(facts: Facts) -> bool:
+    """Torch tells of a dead worker from a signal handler: as Ctrl-C does, that may end a run at any line."""
+    return facts.plan.kind == "worker crash" and any(
+        line.startswith("error RuntimeError('DataLoader worker (pid") for line in facts.said
+    )
 
 
 def _lost_checkpoint(facts: Facts) -> list[str]:
@@ -126,7 +135,7 @@ def _not_resumed(facts: Facts) -> list[str]:
 def _changed_what_it_may_not(facts: Facts) -> list[str]:
     plan, found = facts.plan, []
     is_retried = plan.kind == "out of memory" and plan.is_compiled and plan.at != "noise"
-    if plan.kind == "worker crash" and "caught LedgerError" in facts.said:
+    if _told_anywhere(facts) or (plan.kind == "worker crash" and "caught LedgerError" in facts.said):
         return []  # it was told in the middle of a write: as with Ctrl-C, the ledger must be opened again
     if plan.kind in (*HARMLESS, "worker crash") or is_retried:
         extra = 0

@@ -187,8 +187,8 @@ class PrivateLoader:
                 batch = next(arriving)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):  # torch has no type of its own for it
+            except (RuntimeError, EOFError, ConnectionError) as error:
+                if not _is_of_a_dead_worker(error):
                     raise
                 raise StepError(
                     "A worker process of private.loader has died (killed, or out of memory). Nothing was released "
@@ -196,6 +196,16 @@ class PrivateLoader:
                     "num_workers."
                 ) from error
             yield asked.popleft(), batch
+
+
+def _is_of_a_dead_worker(error: Exception) -> bool:
+    """Torch has no type of its own for it: it names the process, or the pipe to it breaks.
+
+    An error of the data set itself comes with words of torch's ("Caught ... in DataLoader worker process ...").
+    """
+    if isinstance(error, RuntimeError):
+        return "DataLoader worker (pid" in str(error)
+    return not str(error).startswith("Caught ")
 
 
 def _as_fetched(batch: Any) -> Any:
