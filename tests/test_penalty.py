@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clipwise import wording
 from clipwise.errors import ConfigurationError, StepError
 from tests.runs import gradients, losses_of, private_run, train
 
@@ -40,3 +41,13 @@ def test_what_is_no_penalty_is_refused(bad: Any) -> None:
         private.step(losses_of(model, next(iter(private.loader))))
     with pytest.raises(ConfigurationError, match="penalty"):
         private_run(penalty=0.1)
+
+
+def test_the_statement_assumes_that_it_looks_at_no_record() -> None:
+    for penalty in (None, ridge):
+        model, private = private_run(penalty=penalty)
+        train(model, private, 1)
+        assert (wording.PENALISED in str(private.statement()).replace("\n" + " " * 15, " ")) is (
+            penalty is not None
+        )
+        assert (wording.PENALISED in private.statement().to_dict()["assumptions"]) is (penalty is not None)

@@ -35,6 +35,7 @@ class About:
         seeded: whether noise and sampling come from a given seed.
         probed: whether the first batches were examined for losses that depend on other examples.
         followed_metric: whether a scheduler that is fed a metric has set the learning rate.
+        penalised: whether a penalty was added to the gradient after the noise.
         versions: of the software that it ran on.
     """
 
@@ -49,6 +50,7 @@ class About:
     seeded: bool | None = None
     probed: bool | None = None
     followed_metric: bool | None = None
+    penalised: bool | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

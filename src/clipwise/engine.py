@@ -744,6 +744,7 @@ class Private:
             seeded=self._seeded,
             probed=self._independence is not None,
             followed_metric=self._hands.follows_metric,
+            penalised=self._penalty is not None,
             versions=versions(),
         )
 

@@ -96,6 +96,8 @@ class Statement:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
         if any(sitting.followed_metric for sitting in self.sittings):
             found.append(wording.FOLLOWED_METRIC)
+        if any(sitting.penalised for sitting in self.sittings):
+            found.append(wording.PENALISED)
         if len(self._releases()) > 1:
             found.append(
                 "how many steps of each kind to take was not decided by looking at what was released"

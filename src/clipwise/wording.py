@@ -68,6 +68,8 @@ SEPARATE = (
 # With a known seed, which numbers a record's rows get depends on who else was drawn.
 RANDOM_LAYERS = "random layers and augmentations, such as dropout, draw from a generator whose seed is secret"
 
+PENALISED = "the penalty that is added after the noise looks at the weights alone, and at no record"
+
 FOLLOWED_METRIC = (
     "the learning rate followed a metric: that metric is of public data or of released values, and not of the "
     "private data"

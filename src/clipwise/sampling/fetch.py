@@ -38,11 +38,8 @@ class Fetcher(Dataset[Any]):
 
     def __getitem__(self, indices: Indices) -> Any:
         if self._tensors is not None:
-            # Once for each device, and without waiting for what the device still does: numbers that leave ordinary
-            # memory are taken before the call returns.
             rows = torch.from_numpy(indices)
-            places = {t.device for t in self._tensors}
-            moved = {place: rows.to(place, non_blocking=True) for place in places}
+            moved = {place: _moved(rows, place) for place in {t.device for t in self._tensors}}
             return [tensor.index_select(0, moved[tensor.device]) for tensor in self._tensors]
         if len(indices) == 0:
             return self.empty()
@@ -85,6 +82,11 @@ class Fetcher(Dataset[Any]):
 
     def _collate(self, records: list[Any]) -> Any:
         return (self._collate_fn or default_collate)(records)
+
+
+def _moved(rows: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Without waiting for what the device still does. Pinned memory stays as it is until the copy is made."""
+    return rows.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else rows.to(place)
 
 
 class _UnknownStructureError(Exception):
