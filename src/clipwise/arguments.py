@@ -42,7 +42,7 @@ def require_public_size(adjacency: Adjacency) -> None:
 
 def noise_kind_of(noise: object) -> str:
     """The kind of noise, refused where what it needs is not there."""
-    if noise not in ("standard", "secure"):
+    if not isinstance(noise, str) or noise not in ("standard", "secure"):
         raise ConfigurationError(f"noise={noise!r} is not known: use 'standard' or 'secure'.")
     if noise == "secure":
         require_cipher()

@@ -947,13 +947,15 @@ def _views(averaged_views: object) -> Views | None:
 
 
 def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
-    if isinstance(averaged, (int, float)):
-        return AveragedParameters(model, averaged)
-    if averaged is not None and not isinstance(averaged, AveragedParameters):
+    if averaged is None or isinstance(averaged, AveragedParameters):
+        return averaged
+    number = isinstance(averaged, (int, float)) and not isinstance(averaged, bool)
+    if not (number and 0 <= averaged < 1):
         raise ConfigurationError(
-            f"averaged must be a number such as 0.999 or an AveragedParameters, not {type(averaged).__name__}."
+            f"averaged must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not "
+            f"{averaged!r}."
         )
-    return averaged
+    return AveragedParameters(model, averaged)
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:

@@ -14,15 +14,24 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import (
+    Adaptive,
+    Backprop,
     Batch,
     BudgetExhausted,
+    ByNorm,
     ClipwiseError,
     Decay,
+    Lipschitz,
+    Multipliers,
+    NoisedStatistics,
     PerExample,
     Private,
+    Public,
     Quantile,
     RandomLayer,
+    Released,
     Sparse,
+    layers,
     make_private,
 )
 from clipwise.privacy import effective_multiplier
@@ -37,11 +46,18 @@ _HUGE = 1e15  # from 1.8e19 on the square is infinite in float32, and such a rec
 
 @dataclass
 class Subject:
-    """A model and data for it; `loss` gives one loss an example."""
+    """A model and data for it, private and public; `loss` gives one loss an example."""
 
+    kind: str
     model: nn.Module
     dataset: Any
-    loss: Callable[..., Tensor]
+    size: int
+    public: TensorDataset
+    outputs: Tensor | None = None  # of the last forward pass
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.outputs = self.model(x)
+        return F.cross_entropy(self.outputs, y, reduction="none")
 
 
 class Tied(nn.Module):
@@ -61,34 +77,92 @@ def _models(kind: str, dtype: torch.dtype) -> nn.Module:
             nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(6, 3)
         ),
         "tied": Tied,
+        "bounded": lambda: nn.Sequential(layers.ClipInput(2.0), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+        "clipped": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)),
+        "normed": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)),
         "twice": lambda: nn.Sequential(shared := nn.Linear(4, 4), nn.Tanh(), shared, nn.Linear(4, 3)),
     }
     return made[kind]().to(dtype)
 
 
 def subject(choice: Choice) -> Subject:
-    kind = choice.dice.choice(("linear", "perceptron", "convolution", "tied", "twice"))
+    kind = choice.dice.choice(
+        ("linear", "perceptron", "perceptron", "convolution", "tied", "twice", "bounded", "clipped", "normed")
+    )
     dtype = choice.dice.choice((torch.float64, torch.float64, torch.float32))
     size = choice.dice.choice((1, 2, 7, 20))
     model = _models(kind, dtype)
-    y = torch.randint(0, 3, (size,))
-    x = torch.randint(0, 7, (size, 3)) if kind == "tied" else 2 * torch.randn(size, 4, dtype=dtype)
+    _prepare(kind, model, choice)
+    x, y = _records(kind, size, dtype)
     if choice.is_likely(0.1):
         next(model.parameters()).requires_grad_(False)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, reduction="none")
-
     dataset: Any = TensorDataset(x, y)
     if choice.is_likely(0.2):
         dataset = [(a, int(b)) for a, b in zip(x, y, strict=True)]
     if choice.is_likely(0.1) and kind != "tied":
         x[choice.dice.randrange(size)] = choice.dice.choice((math.nan, math.inf, _HUGE))
-    return Subject(model, choice.of("dataset", dataset) if choice.is_likely(0.3) else dataset, loss)
+    dataset = choice.of("dataset", dataset) if choice.is_likely(0.3) else dataset
+    return Subject(kind, model, dataset, size, TensorDataset(*_records(kind, 6, dtype)))
 
 
-def strategy(choice: Choice) -> Any:
+def _records(kind: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = torch.randint(0, 7, (size, 3)) if kind == "tied" else 2 * torch.randn(size, 4, dtype=dtype)
+    return x, torch.randint(0, 3, (size,))
+
+
+def _prepare(kind: str, model: nn.Module, choice: Choice) -> None:
+    """What a strategy needs of its model."""
+    if kind == "clipped":
+        layers.clip_inputs(
+            model,
+            input_norm=choice.of("input_norm", 1.0, 3.0),
+            grad_norm=choice.of("grad_norm", 0.1, 1.0),
+            mode=choice.of("mode", "clip", "normalize"),
+        )
+    elif kind == "normed":
+        choice.dice.choice((layers.without_running_statistics, layers.with_released_statistics))(model)
+
+
+def _policy(choice: Choice, on: Subject) -> Any:
+    """Parts by the typical norms of layers."""
+    public = Public(on.public, lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"))
+    source = choice.of("public", public, public, Released())
+    kind = choice.dice.choice((Adaptive, Multipliers, ByNorm))
+    named: dict[Any, dict[str, tuple[Any, ...]]] = {
+        Adaptive: {"kind": ("enhanced", "zhang")},
+        Multipliers: {"kind": ("optimal", "paper")},
+        ByNorm: {"groups": (1, 2)},
+    }
+    return kind(source, **choice.among({"every": ("epoch", 2), **named[kind]}))
+
+
+def _local(model: nn.Module, batch: Any) -> None:
+    """One step of SGD on a copy."""
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.data -= 0.1 * g
+
+
+def strategy(choice: Choice, on: Subject) -> Any:
     """A strategy, whose constructor may refuse."""
+    if on.kind == "bounded" and choice.is_likely(0.8):
+        return Lipschitz(
+            choice.of("max_weight_norm", 1.0, 3.0),
+            choice.of("input_norm", 2.0),
+            **choice.among(
+                {
+                    "norm": ("spectral", "frobenius"),
+                    "fixed": (True, False),
+                    "temperature": (1.0, 2.0),
+                    "split": ("optimal", "equal"),
+                    "tight": (True, False),
+                    "balanced": (True, False),
+                }
+            ),
+        )
+    if on.kind == "clipped" and choice.is_likely(0.8):
+        return Backprop(**choice.among({"split": ("optimal", "equal")}))
     norm = choice.of("max_norm", 0.1, 1.0, 100.0)
     if choice.is_likely(0.15):
         norm = Quantile(
@@ -113,9 +187,21 @@ def strategy(choice: Choice) -> Any:
         options["sparse"] = Sparse(
             **choice.among({"every": ("epoch", 8), "within": (0.5, 2.0), "after": (0, 1)})
         )
+    if choice.is_likely(0.1):
+        options["parts"] = _policy(choice, on)
+    if on.kind == "normed" and choice.is_likely(0.5):
+        options["running_statistics"] = NoisedStatistics(
+            **choice.among({"max_norm": (0.5, 2.0), "momentum": (0.1, 1.0), "share": (0.1, 0.5)})
+        )
+    if choice.is_likely(0.05):
+        return Batch(norm, local_update=choice.of("local_update", _local), **options)
     if choice.is_likely(0.25):
         return Batch(norm, **options, **choice.among({"mini_sets": (1, 2, 4)}))
     return PerExample(norm, **options, **choice.among({"mode": ("clip", "normalize"), "method": METHODS}))
+
+
+def _ridge(model: nn.Module) -> Tensor:
+    return sum((p.square().sum() for p in model.parameters() if p.requires_grad), torch.zeros(()))
 
 
 def begin(choice: Choice, on: Subject) -> Private:
@@ -129,6 +215,9 @@ def begin(choice: Choice, on: Subject) -> Private:
             "seed": (0, 7),  # so that a case can be repeated
             "probe_independence": (True, False),
             "epochs": (1, 3),
+            "noise": ("standard", "secure"),
+            "averaged": (None, 0.5, 0.99),
+            "penalty": (None, _ridge),
         },
         least=("seed",),
     )
@@ -141,10 +230,12 @@ def begin(choice: Choice, on: Subject) -> Private:
         options |= {"epsilon": choice.of("epsilon", 0.5, 8.0), "delta": 1e-5, "epochs": 1}
     else:
         options["noise_multiplier"] = choice.of("noise_multiplier", 0, 0, 0.5, 1.0, 3.0)
+    if choice.is_likely(0.05):
+        options["group"] = choice.of("group", [i % 3 for i in range(on.size)])
     rate = 0.01
     optimizer: Any = torch.optim.SGD(on.model.parameters(), lr=rate)
     return make_private(
-        on.model, optimizer, on.dataset, clipping=strategy(choice), sampling=sampling, **options
+        on.model, optimizer, on.dataset, clipping=strategy(choice, on), sampling=sampling, **options
     )
 
 
@@ -189,7 +280,7 @@ class Loop:
         losses = self.losses()
         before = [p.detach().clone() for p in self.on.model.parameters()]
         model = copy.deepcopy(self.on.model)
-        if not self.private.step(losses):
+        if not self._made(losses):
             return
         self.released += 1
         require(
@@ -198,8 +289,13 @@ class Loop:
         if self.private.noise_multiplier == 0:
             self._require_right(model, before)
 
+    def _made(self, losses: Tensor) -> bool:
+        if getattr(self.private._strategy, "local_update", None) is not None and self.choice.is_likely(0.8):
+            return self.private.step_sets(self.batch)
+        return self.private.step(losses, self.on.outputs)
+
     def by_hand(self) -> None:
-        if self.private.backward(self.losses()):
+        if self.private.backward(self.losses(), self.on.outputs):
             self.released += 1
             self.private.optimizer.step()
             self.private.optimizer.zero_grad()
@@ -219,7 +315,7 @@ class Loop:
                 lambda x: x.sum() * torch.ones_like(x),
             ]
         )
-        self.released += self.private.step(spoil(losses))
+        self.released += self.private.step(spoil(losses), self.on.outputs)
 
     def look(self) -> None:
         parts = self.private.parts()
@@ -264,6 +360,8 @@ class Loop:
             return
         if self.private.loader.max_physical_batch_size is not None or clipping.sparse is not None:
             return
+        if self.private._penalty is not None or self.on.kind in ("clipped", "normed"):
+            return  # more than the clipped sum is in the gradient, or a forward pass is more than a function
         model = model.double()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         total = [torch.zeros_like(p) for _, p in named]

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ def test_other_arguments_are_checked() -> None:
         clipped(mode="scale")
     with pytest.raises(ConfigurationError, match="bound='exact' is not known"):
         clipped(bound="exact")
+    for argument in ("mode", "bound"):  # an array is equal to a word in no one way
+        with pytest.raises(ConfigurationError, match=argument):
+            clipped(**{argument: np.array([1.0, 2.0])})
     with pytest.raises(ConfigurationError, match="no trainable layer '5', only '0', '2'"):
         clipped(uses={"5": 2})
     with pytest.raises(ConfigurationError, match="layer '0' needs a whole number"):

@@ -446,3 +446,17 @@ def test_any_optimizer_goes() -> None:
     train(model, private, 3)
     assert max(norms(model, "spectral")) <= C and data()[0][0].shape == (FEATURES,)
     assert clipwise.Lipschitz is Lipschitz and sgd(model)
+
+
+@pytest.mark.parametrize("argument", ["fixed", "tight", "balanced"])
+def test_switches_are_true_or_false(argument: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{argument} must be True or False"):
+        Lipschitz(C, X, **{argument: 1e300})
+
+
+def test_fixed_bounds_refuse_a_layer_that_is_frozen_in_part() -> None:
+    model = network()
+    model[1].weight.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="fixed=True.*'1' is frozen in part"):
+        run(model, strategy={"fixed": True})
+    run(model)  # bounds from the weights as they are know no such limit

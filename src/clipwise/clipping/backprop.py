@@ -64,7 +64,7 @@ class Backprop(Strategy):
     bounds_inside = True
 
     def __post_init__(self) -> None:
-        if self.mode is not None and self.mode not in MODES:
+        if self.mode is not None and not (isinstance(self.mode, str) and self.mode in MODES):
             raise ConfigurationError(
                 f"mode={self.mode!r} is not known: use one of {', '.join(map(repr, MODES))}."
             )

@@ -100,11 +100,14 @@ class Lipschitz(Strategy):
     bounds_inside = True
 
     def __post_init__(self) -> None:
-        if self.norm not in NORMS:
+        if not isinstance(self.norm, str) or self.norm not in NORMS:
             choices = ", ".join(map(repr, NORMS))
             raise ConfigurationError(f"norm={self.norm!r} is not known: use one of {choices}.")
         if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
             raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        for name in ("fixed", "tight", "balanced"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if self.balanced and self.fixed:
             raise ConfigurationError(
                 "balanced=True does not go with fixed=True, whose bounds follow from max_weight_norm alone: choose a "
@@ -151,7 +154,7 @@ class Lipschitz(Strategy):
         first = next(tensors_in(site.empty_batch()), None) if site.empty_batch is not None else None
         if first is None or first.dim() == 0 or len(first) != 0:
             raise ConfigurationError(
-                "Lipschitz: the shape of one example cannot be read off the data set: give input_shape, for "
+                "Lipschitz: the shape of one example cannot be read off dataset: give input_shape, for "
                 "instance Lipschitz(..., input_shape=(1, 28, 28))."
             )
         return tuple(first.shape[1:])

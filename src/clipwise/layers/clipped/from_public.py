@@ -46,7 +46,7 @@ def norms_from_public(
         quantile: of the norms of the examples, between 0 and 1.
         bound: as `clip_inputs` will have it: what C2 is measured by.
     """
-    if bound not in BOUNDS:
+    if not isinstance(bound, str) or bound not in BOUNDS:
         raise ConfigurationError(f"bound={bound!r} is not known: use one of {', '.join(map(repr, BOUNDS))}.")
     if isinstance(quantile, bool) or not 0 <= quantile <= 1:
         raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")

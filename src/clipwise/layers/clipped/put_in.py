@@ -67,7 +67,7 @@ def clip_inputs(
         The model (another object only if the model itself is such a layer).
     """
     for argument, value, allowed in (("mode", mode, MODES), ("bound", bound, BOUNDS)):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ConfigurationError(
                 f"{argument}={value!r} is not known: use one of {', '.join(map(repr, allowed))}."
             )
