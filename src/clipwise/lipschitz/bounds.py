@@ -137,8 +137,8 @@ def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
         given = [limits[full] for full in op.parameters.values() if full in limits]
         if 0 < len(given) < len(op.parameters):
             raise ConfigurationError(
-                f"Bounds from max_weight_norm alone (fixed=True) need a layer that is trained or frozen as a whole, and "
-                f"{op.where!r} is frozen in part: train all of it, freeze all of it, or take fixed=False."
+                f"Bounds from max_weight_norm alone (fixed=True) need a layer that is trained or frozen as a whole, "
+                f"and {op.where!r} is frozen in part: train all of it, freeze all of it, or take fixed=False."
             )
         if given:
             found[op.name] = op.rule.allowed(max(given))
