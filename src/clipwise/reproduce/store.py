@@ -73,13 +73,13 @@ class Store:
         self._write()
 
     def _write(self) -> None:
-        stored = {
-            "format": FORMAT,
-            "commands": self.commands,
-            "environments": self.environments,
-            "cells": self.cells,
-        }
-        text = json.dumps(stored, indent=1) + "\n"
+        about = {"format": FORMAT, "commands": self.commands, "environments": self.environments}
+        # A run a line: a thousand of them stay readable, and a change shows which ones it is about.
+        runs = [
+            f"  {json.dumps(key)}: {json.dumps(cell, separators=(',', ':'))}" for key, cell in self.cells.items()
+        ]
+        cells = "{\n" + ",\n".join(runs) + "\n }" if runs else "{}"
+        text = json.dumps(about, indent=1).removesuffix("\n}") + f',\n "cells": {cells}\n}}\n'
         replace_file(self._file, lambda file: file.write(text.encode()), mode=0o644)
 
     def _read(self) -> None:
