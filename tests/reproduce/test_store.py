@@ -45,3 +45,11 @@ def test_a_new_result_stays_where_the_old_one_was_shown(tmp_path):
     mine = store(tmp_path, "cpu", run={"unfinished": True})
     mine.add("run", {"accuracy": 0.5})
     assert Store(tmp_path).cells["run"]["shown"] == [{"figure": "cpu"}]
+
+
+def test_a_command_that_made_no_run_is_not_named(tmp_path):
+    mine = store(tmp_path / "a", "cpu")
+    mine.take(store(tmp_path / "b", "cuda", run={"accuracy": 0.5}))
+    again = Store(tmp_path / "a")
+    assert again.commands == ["command on cuda"]
+    assert again.environments == [{"device": "cuda"}]

@@ -35,17 +35,15 @@ class Store:
             self._read()
 
     def begin(self, command: str, environment: dict[str, Any]) -> None:
-        """Note the command that is about to run, and where."""
-        if command not in self.commands:
-            self.commands.append(command)
-        if environment not in self.environments:
-            self.environments.append(environment)
-        self._here = self.environments.index(environment)
+        """Say which command is about to run, and where. Both are noted with the first run that it makes."""
+        self._command, self._environment = command, environment
 
     def add(self, key: str, cell: Cell) -> None:
         """Keep a run, on disk at once. Where an earlier one with this key was shown, this one is."""
+        if self._command not in self.commands:
+            self.commands.append(self._command)
         shown = self.cells.get(key, {}).get("shown", [])
-        self.cells[key] = cell | {"environment": self._here, "shown": shown}
+        self.cells[key] = cell | {"environment": self._place_of(self._environment), "shown": shown}
         self._write()
 
     def show(self, key: str, place: dict[str, Any]) -> None:
@@ -63,14 +61,17 @@ class Store:
                 cell = mine | {"shown": mine["shown"] + [p for p in cell["shown"] if p not in mine["shown"]]}
                 self.cells[key] = cell
                 continue
-            place = other.environments[cell["environment"]]
-            if place not in self.environments:
-                self.environments.append(place)
+            place = self._place_of(other.environments[cell["environment"]])
             earlier = mine["shown"] if mine else []
             shown = earlier + [p for p in cell["shown"] if p not in earlier]
-            self.cells[key] = cell | {"environment": self.environments.index(place), "shown": shown}
+            self.cells[key] = cell | {"environment": place, "shown": shown}
         self.commands += [command for command in other.commands if command not in self.commands]
         self._write()
+
+    def _place_of(self, environment: dict[str, Any]) -> int:
+        if environment not in self.environments:
+            self.environments.append(environment)
+        return self.environments.index(environment)
 
     def _write(self) -> None:
         about = {"format": FORMAT, "commands": self.commands, "environments": self.environments}

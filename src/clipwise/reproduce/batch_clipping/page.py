@@ -36,7 +36,7 @@ def _figure(figure: Figure, shown: Shown) -> list[str]:
     lines = [
         f"## {'Figure ' if figure.name[0].isdigit() else ''}{figure.name}. {figure.title}",
         "",
-        "| run | paper | test accuracy | seeds | epochs | epsilon | adjacency |",
+        "| run | paper | test accuracy | seed | epochs | epsilon | adjacency |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in figure.rows:
