@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import clipwise
-from clipwise import PerExample, Private, accounting, engine, faults, ledger
+from clipwise import PerExample, Private, accounting, faults, ledger, noising
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
 from clipwise.gradients import METHODS
 from clipwise.ledger import MemoryLedger
@@ -538,9 +538,9 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
         order.append(f"noise {shown()} {private._ledger.position}")
         return drawn_noise(*args, **options)
 
-    original, drawn_noise = private._ledger.charge, engine.gaussian
+    original, drawn_noise = private._ledger.charge, noising.gaussian
     monkeypatch.setattr(private._ledger, "charge", charge)
-    monkeypatch.setattr(engine, "gaussian", gaussian)
+    monkeypatch.setattr(noising, "gaussian", gaussian)
     monkeypatch.setattr(faults, "reached", lambda point: order.append(f"{point} {shown()}"))
     first_step(model, private)
     assert order == [
@@ -593,8 +593,8 @@ def test_a_release_that_fails_in_the_middle_is_charged_and_not_mixed_up(
         return real(*args, **options)
 
     failed: list[bool] = []
-    real: Any = engine.gaussian if point == "noise" else faults.reached
-    monkeypatch.setattr(*((engine, "gaussian") if point == "noise" else (faults, "reached")), fails)
+    real: Any = noising.gaussian if point == "noise" else faults.reached
+    monkeypatch.setattr(*((noising, "gaussian") if point == "noise" else (faults, "reached")), fails)
     with pytest.raises(StepError, match="iterator"):
         epoch()
     assert failed

@@ -98,14 +98,14 @@ def test_a_loop_of_ones_own_gets_the_error_and_can_go_on() -> None:
 
 
 def test_what_was_charged_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clipwise import engine
+    from clipwise import noising
 
     model, private = private_run(sampling="fixed-size")
 
     def fails(*_: object, **__: object) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(engine, "gaussian", fails)
+    monkeypatch.setattr(noising, "gaussian", fails)
     with pytest.raises(torch.OutOfMemoryError):
         private.compiled(lambda x, y: losses_of(model, (x, y)))(*next(iter(private.loader)))
     assert private.steps == 1 and not gradients(model)

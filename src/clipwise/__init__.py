@@ -18,7 +18,7 @@ from clipwise.clipping import (
     Released,
     Sparse,
 )
-from clipwise.engine import Private, make_private
+from clipwise.engine import Private
 from clipwise.errors import (
     AuditError,
     BudgetExhausted,
@@ -32,6 +32,7 @@ from clipwise.errors import (
     UnsupportedModelError,
 )
 from clipwise.ledger import FileLedger, MemoryLedger
+from clipwise.make import make_private
 from clipwise.preflight import check
 from clipwise.privacy import Adjacency, Event, Part, Sampling, Spent, Unit
 

@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from clipwise import checkpoint
 from clipwise.clipping import PerExample
 from clipwise.data import digits
-from clipwise.engine import make_private
 from clipwise.errors import ConfigurationError
+from clipwise.make import make_private
 from clipwise.models import small_cnn
 from clipwise.statement import Statement
 

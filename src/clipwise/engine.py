@@ -1,15 +1,15 @@
-"""make_private and Private: the five stages of a private step around a model and an optimizer.
+"""Private: the five stages of a private step around a model and an optimizer.
 
     sample -> bound -> noise -> record -> update
 
-The engine wires and orders; it holds no mathematics. What belongs to one step lives in that step.
+The engine wires and orders; it holds no mathematics. What belongs to one step lives in that step. `make_private`, in
+make.py, makes one.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,20 +20,11 @@ from torch import Tensor, nn
 
 from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
 from clipwise.about import About, versions
-from clipwise.arguments import (
-    adjacency_of,
-    delta_of,
-    multiplier_of,
-    noise_kind_of,
-    planned_steps,
-    require_public_size,
-)
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
 from clipwise.budget import Budget
-from clipwise.clipping import Batch, BatchClipper, Clipper, PerExample, Site, Strategy, noised_parts
+from clipwise.clipping import Batch, BatchClipper, Clipper, Strategy
 from clipwise.clipping.sparse import without
-from clipwise.clipping.strategy import Split
 from clipwise.compiled import CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -44,31 +35,25 @@ from clipwise.errors import (
     StepError,
 )
 from clipwise.layers import PublicStatistics
-from clipwise.ledger import FileLedger, Ledger, MemoryLedger
-from clipwise.noise import NoiseKey, gaussian
-from clipwise.penalty import Penalty, add_penalty, require_penalty
+from clipwise.ledger import FileLedger, Ledger
+from clipwise.noise import NoiseKey
+from clipwise.noising import noised_sums
+from clipwise.parts import parts_of
+from clipwise.penalty import Penalty, add_penalty
 from clipwise.privacy import (
-    Adjacency,
     Event,
     Part,
     Sampling,
     Spent,
-    Unit,
-    effective_multiplier,
 )
-from clipwise.release import noised, scales_of
 from clipwise.sampling import (
-    DRAWN_BY_MINI_SETS,
     ByUser,
     Cut,
     Fetcher,
     Piece,
     PrivateLoader,
     Scheme,
-    make_scheme,
-    mini_sets_of,
 )
-from clipwise.secure import noised_on_grid, on_grid, rounded_gaussian
 from clipwise.statement import Statement
 from clipwise.watch import watched
 
@@ -314,55 +299,12 @@ class Private:
 
     def _next_parts(self) -> tuple[Part, ...]:
         """The noise follows the bounds; the event, and so the multiplier, stays."""
-        return _parts(
+        return parts_of(
             self._clipper, self._parameters, self._event.noise_multiplier, self._strategy.split, self._noise
         )
 
     def _noised(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        """(sum + noise) / L, with L the expected size: for what is drawn is secret.
-
-        A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part
-        without any is a number. A scaled parameter is (m sum + noise) / (m L). Secure noise lies on a grid, and so
-        does the sum that it is put onto.
-        """
-        L = self._clipper.divisor
-        for number, part in enumerate(self._parts):
-            entries = part.parameters or (part.name,)
-            if part.noise_std == 0:
-                total.update({name: total[name].div_(L) for name in entries})
-                continue
-            by_device: dict[torch.device, list[str]] = {}
-            for name in entries:
-                by_device.setdefault(total[name].device, []).append(name)
-            for place, (device, names) in enumerate(by_device.items()):
-                scales = scales_of(part, names)
-                sums = [total.pop(n) for n in names]
-                if part.grid:
-                    steps = partial(self._draw_steps, part.noise_std / part.grid, f"secure/{number}/{place}")
-                    released = noised_on_grid(sums, steps, L, part.grid, scales)
-                else:
-                    draw = partial(self._draw, part.noise_std, f"noise/{number}/{place}", device)
-                    released = noised(sums, draw, L, scales)
-                total.update(zip(names, released, strict=True))
-        return total
-
-    def _draw(
-        self,
-        std: float,
-        label: str,
-        device: torch.device,
-        bucket: int,
-        size: int,
-        dtype: torch.dtype,
-        onto: Tensor | None,
-        divisor: float,
-    ) -> Tensor:
-        key = self._key.derive(f"{label}/{bucket}")
-        return gaussian(key, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
-
-    def _draw_steps(self, ratio: float, label: str, bucket: int, size: int) -> Tensor:
-        """Secure noise, in steps of the grid."""
-        return rounded_gaussian(self._key.derive(f"{label}/{bucket}"), size, ratio)
+        return noised_sums(total, self._parts, self._clipper.divisor, self._key)
 
     # ------------------------------------------------------------- what it cost
 
@@ -717,7 +659,7 @@ class Private:
             "strategy": self._described_strategy(),
             "arithmetic": self._clipper.arithmetic.name,
             "noise": self._noise,
-            "parameters": _signature(self._parameters),
+            "parameters": fingerprint.of_parameters(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
             **({} if self._views is None else {"averaged_views": self._views.count}),
@@ -767,230 +709,6 @@ class Private:
         return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"
 
 
-def make_private(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    dataset: Any,
-    *,
-    clipping: Strategy | None = None,
-    group: Iterable[Hashable] | Tensor | None = None,
-    batch_size: int | None = None,
-    sample_rate: float | None = None,
-    max_batch_size: int | None = None,
-    epochs: float | None = None,
-    steps: int | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    noise_multiplier: float | None = None,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    noise: str = "standard",
-    max_physical_batch_size: int | None = None,
-    averaged_views: int | Views = 1,
-    averaged: float | AveragedParameters | None = None,
-    penalty: Penalty | None = None,
-    seed: int | None = None,
-    ledger: str | os.PathLike[str] | Ledger | None = None,
-    resume_file: str | os.PathLike[str] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
-    probe_independence: bool = True,
-) -> Private:
-    """Make the training of a model private. The model, the optimizer and the data set stay yours.
-
-    Args:
-        model: any module; not wrapped, no hooks, same `state_dict` keys.
-        optimizer: any torch optimizer over the model's trainable parameters.
-        dataset: map-style, with a length. Its length is public.
-        clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
-        group: whose each record is, one id a record. Then users are protected, with all their records: batches are
-            drawn by user, `batch_size` counts users, and a user's records are handed out together, as one mini-set.
-            It takes `Batch`. The number of users is public.
-        batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
-        sample_rate: the probability that an example is in a batch; instead of `batch_size`.
-        max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
-            part is left out. By default so high that this costs no privacy.
-        epochs: how long you will train, or `steps`: what the noise is calibrated for.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned
-            steps just fit; a step beyond what fits raises `BudgetExhausted`.
-        noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
-            debugging, and reports epsilon = inf.
-        sampling: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or "full".
-        adjacency: by default the one that the sampling scheme goes with.
-        noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
-            exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
-            It is drawn on the CPU and needs clipwise[secure]. `clipwise.secure` says what is claimed.
-        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Not for
-            `Batch`, whose pieces are its mini-sets.
-        averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
-            each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
-            of one example. A number K hands each row out K times, for draws of your own. Views come from the operating
-            system, whatever `seed` is.
-        averaged: keep an average of the released parameters, `private.averaged`: the largest weight that the past has
-            in it, such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
-        penalty: a function from the model to a number, such as a norm of its weights, whose gradient is added after the
-            noise, over no batch size. It must not look at the data.
-        seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
-            configuration, model or data set gets other noise from it, as far as those can be seen (of a data
-            set that is not made of tensors, some records); another loss function does not: take a new seed.
-        ledger: a path for the ledger file; in memory if left out.
-        resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
-        collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
-        probe_independence: look, on the first batches, whether a loss depends on other examples' inputs.
-            The inputs that the loader hands out then carry gradients there.
-
-    Returns:
-        The private run: loop over `.loader`, call `.step(losses)`.
-    """
-    parameters = checks.trainable_parameters(model, optimizer)
-    strategy = PerExample() if clipping is None else clipping
-    if not isinstance(strategy, Strategy):
-        raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
-    if not (isinstance(strategy, Batch) and strategy.local_update is not None):
-        checks.require_no_batch_statistics(model, strategy.is_coupled)
-    noise = noise_kind_of(noise)
-    require_penalty(penalty)
-    if not isinstance(probe_independence, bool):
-        raise ConfigurationError(f"probe_independence must be True or False, not {probe_independence!r}.")
-    users = None if group is None else _users(group, strategy)
-    unit = strategy.unit if users is None else Unit.USER
-    records = Fetcher(dataset, collate_fn).dataset_size
-    size = records if users is None else users.units(records)
-    mini_sets = strategy.mini_sets if isinstance(strategy, Batch) else 1
-    scheme = make_scheme(
-        sampling,
-        size,
-        batch_size,
-        sample_rate,
-        max_batch_size=max_batch_size,
-        mini_sets=mini_sets if isinstance(sampling, str) and sampling in DRAWN_BY_MINI_SETS else 1,
-    )
-    cut: Cut | None = users
-    if isinstance(strategy, Batch):
-        cut = users or mini_sets_of(scheme, mini_sets)
-        _require_whole_mini_sets(max_physical_batch_size)
-    relation = adjacency_of(adjacency, scheme.sampling)
-    require_public_size(relation)
-    planned = planned_steps(epochs, steps, scheme)
-    delta = delta_of(delta, epsilon, size)
-    z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
-    empty_batch = Fetcher(dataset, collate_fn).empty
-    clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
-    parts = _parts(clipper, parameters, z, strategy.split, noise)
-    # Rounding in the split must not make the event better than the noise that is drawn.
-    event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
-    header = {"dataset_size": size, "parameters": _signature(parameters)}
-    if watch.current() is not None:  # nothing of a watched run stays
-        ledger = resume_file = None
-    book = _ledger(ledger, header)
-    if resume_file is None and isinstance(book, FileLedger):
-        resume_file = book.path.with_name(book.path.name + ".resume")
-    try:
-        return Private(
-            model=model,
-            optimizer=optimizer,
-            parameters=parameters,
-            dataset=dataset,
-            scheme=scheme,
-            strategy=strategy,
-            clipper=clipper,
-            parts=parts,
-            event=event,
-            noise=noise,
-            budget=Budget(epsilon, delta, planned) if epsilon is not None and planned is not None else None,
-            delta=delta,
-            ledger=book,
-            resume_file=None if resume_file is None else Path(resume_file),
-            seed=seed,
-            cut=cut,
-            public_statistics=PublicStatistics.find(model),
-            views=_views(averaged_views),
-            averages=_averages(averaged, model),
-            penalty=penalty,
-            loader_options={
-                "max_physical_batch_size": max_physical_batch_size,
-                "num_workers": num_workers,
-                "pin_memory": pin_memory,
-                "prefetch_factor": prefetch_factor,
-            },
-            collate_fn=collate_fn,
-            probe=probe_independence and not strategy.is_coupled,
-        )
-    except BaseException:
-        if not isinstance(ledger, Ledger):
-            book.close()
-        raise
-
-
-def _parts(
-    clipper: Clipper, parameters: Mapping[str, nn.Parameter], multiplier: float, split: Split, noise: str
-) -> tuple[Part, ...]:
-    """What a release holds, with its noise; secure noise adds what the rounding of sums can move."""
-    parts = noised_parts(clipper.bounds, parameters, multiplier, split, clipper.divisor)
-    if noise != "secure":
-        return parts
-    beside = {b.name: b.size or 1 for b in clipper.bounds if not b.parameters}  # a count is one number
-    return on_grid(parts, beside | {name: p.numel() for name, p in parameters.items()})
-
-
-def _views(averaged_views: object) -> Views | None:
-    if isinstance(averaged_views, Views):
-        return averaged_views
-    if isinstance(averaged_views, bool) or not isinstance(averaged_views, int) or averaged_views < 1:
-        raise ConfigurationError(
-            f"averaged_views={averaged_views!r} is not possible: give a whole number of at least 1, or "
-            "clipwise.augment.Views(K, ...)."
-        )
-    return None if averaged_views == 1 else Views(averaged_views)
-
-
-def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
-    if averaged is None or isinstance(averaged, AveragedParameters):
-        return averaged
-    number = isinstance(averaged, (int, float)) and not isinstance(averaged, bool)
-    if not (number and 0 <= averaged < 1):
-        raise ConfigurationError(
-            f"averaged must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not "
-            f"{averaged!r}."
-        )
-    return AveragedParameters(model, averaged)
-
-
-def _users(group: Any, strategy: Strategy) -> ByUser:
-    """Whose records are where; refused by a strategy that does not bound what a user does."""
-    if not isinstance(strategy, Batch):
-        raise ConfigurationError(
-            f"group= protects users with all their records, and {type(strategy).__name__} bounds what a single record "
-            "does: a user with many records would not be protected. Use Batch(max_norm=...), which clips the mean "
-            "gradient of each user."
-        )
-    if strategy.mini_sets != 1:
-        raise ConfigurationError(
-            f"mini_sets={strategy.mini_sets} with group=: each user is a mini-set, and batch_size says how many of "
-            "them are expected in a step. Leave mini_sets out."
-        )
-    return ByUser(group)
-
-
-def _require_whole_mini_sets(max_physical_batch_size: int | None) -> None:
-    if max_physical_batch_size is not None:
-        raise ConfigurationError(
-            "max_physical_batch_size would cut mini-sets, and Batch clips each as a whole: leave it out and use "
-            "Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
-        )
-
-
-def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str, Any]) -> Ledger:
-    if ledger is None:
-        return MemoryLedger()
-    if isinstance(ledger, Ledger):
-        return ledger
-    Path(ledger).parent.mkdir(parents=True, exist_ok=True)
-    return FileLedger(ledger, header=header)
-
-
 def _plain(value: Any) -> Any:
     """A setting of an optimizer in types that JSON and `weights_only=True` know."""
     if isinstance(value, Tensor):
@@ -998,7 +716,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
-
-
-def _signature(parameters: Mapping[str, nn.Parameter]) -> str:
-    return fingerprint.of_configuration({name: list(p.shape) for name, p in parameters.items()})

@@ -28,6 +28,11 @@ def of_configuration(configuration: Mapping[str, Any]) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def of_parameters(parameters: Mapping[str, nn.Parameter]) -> str:
+    """A digest of the names and shapes of what is trained."""
+    return of_configuration({name: list(p.shape) for name, p in parameters.items()})
+
+
 def of_data(dataset: Any) -> bytes:
     """A digest of a data set: all of a TensorDataset, some items of any other."""
     digest = blake2b(digest_size=32)

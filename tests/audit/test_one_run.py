@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise import Batch, PerExample, audit, engine, noise
+from clipwise import Batch, PerExample, audit, noise, noising
 from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError
 from tests.audit.bug import Subject, losses
@@ -48,7 +48,7 @@ def test_noise_that_is_far_too_small_is_ruled_out(monkeypatch: pytest.MonkeyPatc
     def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
         return noise.gaussian(key, size, std / 200, **options)
 
-    monkeypatch.setattr(engine, "gaussian", smaller)
+    monkeypatch.setattr(noising, "gaussian", smaller)
     report = audit.one_run(*wide(noise_multiplier=2.0), canaries=CANARIES, confidence=0.999)
     assert not report.ok and report.measured.right == report.measured.guesses
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 import clipwise
-from clipwise import engine, faults, ledger
+from clipwise import faults, ledger, noising
 from clipwise.errors import LedgerBusyError
 from tests.faults.life import EXAMPLES, Run, make_visible, records
 from tests.faults.plan import Plan
@@ -43,6 +43,7 @@ _BOOKKEEPING = {
         "checkpoint.py",
         "noise.py",
         "release.py",
+        "noising.py",
         "sampling/loader.py",
     )
 }
@@ -276,7 +277,7 @@ def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
         raise torch.OutOfMemoryError("out of memory (a fault of the test)")
 
     if plan.at == "noise":
-        honest = engine.gaussian
+        honest = noising.gaussian
         turns = itertools.count(1)
 
         def gaussian(*arguments: Any, **options: Any) -> Tensor:
@@ -284,7 +285,7 @@ def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
                 fail()
             return honest(*arguments, **options)
 
-        engine.gaussian = gaussian  # type: ignore[assignment]
+        noising.gaussian = gaussian  # type: ignore[assignment]
         return run
     if plan.at == "forward":
         forward = run.model.forward

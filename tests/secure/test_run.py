@@ -225,10 +225,10 @@ def drawn_keys(private: Private, monkeypatch: pytest.MonkeyPatch) -> list[bytes]
     def watched(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda key, *rest, **options: seen.append(key) or draw(key, *rest, **options)
 
-    from clipwise import engine
+    from clipwise import noising
 
     for name in ("gaussian", "rounded_gaussian"):
-        monkeypatch.setattr(engine, name, watched(getattr(engine, name)))
+        monkeypatch.setattr(noising, name, watched(getattr(noising, name)))
     return seen
 
 

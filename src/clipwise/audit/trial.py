@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import engine
 from clipwise.clipping import PerExample, Strategy
 from clipwise.errors import ConfigurationError
+from clipwise.make import make_private
 
 STEPS = 6
 
@@ -47,7 +47,7 @@ def run_of(
         own = copy.deepcopy(model)
         trained = [p for p in own.parameters() if p.requires_grad]
         chosen = {"sample_rate": 0.5, "noise_multiplier": 1.0, "steps": STEPS} | options
-        private = engine.make_private(
+        private = make_private(
             own,
             torch.optim.SGD(trained, lr=0.01),
             dataset,

@@ -21,8 +21,9 @@ from clipwise.bench.graphs import compiled_steps, graphed_steps
 from clipwise.bench.peer import opacus_steps
 from clipwise.bench.workload import Workload, losses_of
 from clipwise.clipping import PerExample
-from clipwise.engine import Private, make_private
+from clipwise.engine import Private
 from clipwise.errors import ConfigurationError
+from clipwise.make import make_private
 from clipwise.noise import NoiseKey, gaussian
 
 MAX_NORM = 1.0

@@ -77,7 +77,8 @@ class Store:
         about = {"format": FORMAT, "commands": self.commands, "environments": self.environments}
         # A run a line: a thousand of them stay readable, and a change shows which ones it is about.
         runs = [
-            f"  {json.dumps(key)}: {json.dumps(cell, separators=(',', ':'))}" for key, cell in self.cells.items()
+            f"  {json.dumps(key)}: {json.dumps(cell, separators=(',', ':'))}"
+            for key, cell in self.cells.items()
         ]
         cells = "{\n" + ",\n".join(runs) + "\n }" if runs else "{}"
         text = json.dumps(about, indent=1).removesuffix("\n}") + f',\n "cells": {cells}\n}}\n'

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from clipwise import engine, noise
+from clipwise import noise, noising
 from clipwise.noise import NoiseKey, gaussian
 from tests.audit.bug import Bug
 
@@ -16,7 +16,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     def cut(key: bytes, size: int, std: float, **options: Any) -> Any:
         return gaussian(key, size, std, **options).clamp(-5.8 * std, 5.8 * std)
 
-    patch.setattr(engine, "gaussian", cut)
+    patch.setattr(noising, "gaussian", cut)
     patch.setattr(noise, "gaussian", cut)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from clipwise import PerExample, engine
+from clipwise import PerExample, make
 from clipwise.clipping import strategy
 from tests.audit.bug import Bug, one_release, small
 
@@ -18,7 +18,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
         return [z * s for s in sensitivities]
 
     patch.setattr(strategy, "split_noise", each_alone)
-    patch.setattr(engine, "effective_multiplier", lambda parts: math.inf)
+    patch.setattr(make, "effective_multiplier", lambda parts: math.inf)
 
 
 by_tensor = PerExample(max_norm=1.0, parts="tensor")  # four parts

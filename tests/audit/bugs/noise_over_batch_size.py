@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from clipwise import engine
+from clipwise import noising
 from clipwise.noise import gaussian
 from tests.audit.bug import Bug
 
@@ -13,7 +13,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
         return gaussian(key, size, std / 16, **options)
 
-    patch.setattr(engine, "gaussian", smaller)
+    patch.setattr(noising, "gaussian", smaller)
 
 
 BUG = Bug("noise divided by the batch size", plant, ("neighbours", "canary"))
