@@ -136,6 +136,7 @@ class CompiledStep:
         if self._replayed < _LOOK_AGAIN_AFTER:
             return True
         self._replayed = 0
+        self._private._clipper.look_again()
         return False
 
     def _capture(self, batch: Sequence[Any]) -> None:
@@ -247,8 +248,8 @@ class _Captured:
 
     def _gather_piece(self) -> None:
         """Forward, backward, clip: what the first graph holds."""
-        losses = checks.require_losses(self._loss(*self._inputs), self._size)
         with self._private._clipper.putting_aside() as aside:
+            losses = checks.require_losses(self._loss(*self._inputs), self._size)
             clipped = self._private._clipper.clipped_sum(losses, self._real_B)
         self._sums = self._in_order(clipped)
         happened = aside.happened()

@@ -101,7 +101,8 @@ def _clipped_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size:
     layers = clipped_layers(model)
     losses, parameters = _examined(model, loss, batch, size)
     most_of_each(parameters, layers)
-    require_rows_of_examples(losses, clipped_nodes(losses, parameters), parameters)
+    nodes, _ = clipped_nodes(losses, parameters)
+    require_rows_of_examples(losses, nodes, parameters)
 
 
 def _examined(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
+from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
@@ -18,6 +18,7 @@ from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers
 from clipwise.layers.clipped.scales import MODES
+from clipwise.layers.clipped.switch import noting
 from clipwise.privacy import Adjacency, Unit
 
 _PROBED_BATCHES = 2
@@ -102,8 +103,6 @@ class Backprop(Strategy):
 class BackpropClipper(Clipper):
     """`Backprop` for one model."""
 
-    is_capturable = False
-
     def __init__(self, site: Site, layers: Mapping[str, ClippedLayer]) -> None:
         self._parameters, self._layers = site.parameters, layers
         self.arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
@@ -114,18 +113,24 @@ class BackpropClipper(Clipper):
             Bound(name, (name,), factor * most)
             for name, most in most_of_each(site.parameters, layers).items()
         )
-        self._to_probe, self._since_probe = _PROBED_BATCHES, 0
+        self._to_probe: dict[Wiring, int] = {}
+        self._since_probe = 0
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
-        """One backward pass of the summed losses."""
-        assert real_B is None  # batches are not filled up: is_capturable is False
+        """One backward pass of the summed losses.
+
+        A row that only fills up a batch weighs 0: its upstream gradient is 0 in every layer, and 0 stays 0 whatever it
+        is scaled by.
+        """
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
-        nodes = clipped_nodes(losses, self._parameters)
-        self._probe(losses, nodes)
+        nodes, wiring = clipped_nodes(losses, self._parameters)
+        if real_B is None:  # else it is a step that is captured, after ordinary ones, and may not wait for the device
+            self._probe(losses, nodes, wiring)
+        weights_B = torch.ones_like(losses) if real_B is None else real_B.to(losses.dtype)
         with self.arithmetic.products():
             found = torch.autograd.grad(
-                losses, list(self._parameters.values()), torch.ones_like(losses), allow_unused=True
+                losses, list(self._parameters.values()), weights_B, allow_unused=True
             )
         sums = dict(zip(self._parameters, found, strict=True))
         for name, total in sums.items():
@@ -138,8 +143,16 @@ class BackpropClipper(Clipper):
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
-        """Nothing is put aside: a step of this strategy is never captured."""
-        yield PutAside()
+        """In this block examples that are not finite are noted, not cleared: see layers/clipped/switch.py."""
+        aside = PutAside()
+        with noting() as factors:
+            yield aside
+        if factors:
+            aside.any(torch.cat(factors) == 0)
+
+    def look_again(self) -> None:
+        """The next ordinary step probes."""
+        self._since_probe = _PROBED_AGAIN
 
     def state_dict(self) -> dict[str, Any]:
         """What the layers clip to. It does not change, and tells one run from another."""
@@ -149,13 +162,14 @@ class BackpropClipper(Clipper):
             }
         }
 
-    def _probe(self, losses: Tensor, nodes: list[Any]) -> None:
-        """On the first batches, and now and then: a single example shows nothing."""
+    def _probe(self, losses: Tensor, nodes: list[Any], wiring: Wiring) -> None:
+        """On the first batches of every wiring, and now and then: a single example shows nothing."""
         self._since_probe += 1
-        if len(losses) < 2 or not (self._to_probe or self._since_probe >= _PROBED_AGAIN):
+        left = self._to_probe.setdefault(wiring, _PROBED_BATCHES)
+        if len(losses) < 2 or not (left or self._since_probe >= _PROBED_AGAIN):
             return
         require_rows_of_examples(losses, nodes, self._parameters)
-        self._to_probe, self._since_probe = max(0, self._to_probe - 1), 0
+        self._to_probe[wiring], self._since_probe = max(0, left - 1), 0
 
 
 def clipped_layers(model: nn.Module) -> dict[str, ClippedLayer]:

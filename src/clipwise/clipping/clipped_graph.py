@@ -16,16 +16,19 @@ from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
 Node = Any
+Wiring = int  # tells graphs of different operations apart, or of the same ones in another order
 
 
-def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[Node]:
-    """The nodes of clipped layers behind the losses, or an error that says what bypasses them."""
+def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> tuple[list[Node], Wiring]:
+    """The nodes of clipped layers behind the losses, or an error that says what bypasses them; and the wiring."""
     names = {id(p): name for name, p in parameters.items()}
     root: Node = losses.grad_fn
     entered, stack, found = {root}, [root], []
+    kinds: list[object] = []
     while stack:
         node = stack.pop()
         layer = _layer_of(node)
+        kinds.append(node.name() if layer is None else (layer.name, node.role.name))
         if layer is not None:
             found.append(node)
         for child, _ in node.next_functions:
@@ -42,7 +45,7 @@ def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[Node
                 stack.append(child)
     _require_uses(found)
     _require_examples(found, len(losses))
-    return found
+    return found, hash(tuple(kinds))
 
 
 def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapping[str, Tensor]) -> None:

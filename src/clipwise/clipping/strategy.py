@@ -127,6 +127,9 @@ class Clipper(ABC):
     def putting_aside(self) -> AbstractContextManager[PutAside]:
         """In this block nothing waits for the device: what hardly ever happens is put aside, to be looked at."""
 
+    def look_again(self) -> None:  # noqa: B027 (most strategies look by themselves)
+        """The next ordinary step makes all of its checks: those before it were replayed."""
+
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         """Adapt to what a step released, the gradient and what is beside it: noised, over the divisor.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.gradients.forms import squared_norms
+from clipwise.layers.clipped import switch
 
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
@@ -70,8 +71,8 @@ def surely_none(flags_B: Tensor) -> bool:
 
 
 def cleaned(t: Tensor, counts_B: Tensor, axis: int = 0) -> Tensor:
-    """0 in rows that do not count, for 0 times NaN is NaN."""
-    if surely_none(~counts_B):
+    """0 in rows that do not count, for 0 times NaN is NaN; as they are where somebody else sees to them."""
+    if switch.noted(counts_B) or surely_none(~counts_B):
         return t
     shape = [1] * t.dim()
     shape[axis] = -1

@@ -1,7 +1,12 @@
-"""Whether upstream gradients are clipped in a backward pass, and who looks at them.
+"""Whether upstream gradients are clipped in a backward pass, and who looks at them; whether examples are cleared.
 
 They are, unless somebody examines a graph: a probe (gradients/layout.py) needs a backward pass that is linear in the
 weights of the losses, and a clip is not. One switch for all threads, since torch runs backward passes on its own.
+
+An example that is not finite counts as 0: its factor is 0, and its rows are cleared, for 0 times NaN is NaN. To clear
+them takes a copy of the layer's input, or a wait for the device to say that there is nothing to clear. A step that is
+captured (compiled.py) does neither. It notes the factors, and if one of them is 0, what was summed is thrown away
+before anything is charged or released, and an ordinary step, which clears, sums again.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ Watcher = Callable[[Any, Tensor], None]  # a node of the graph, and the gradient
 
 _suspended = 0
 _watcher: Watcher | None = None
+_noted: list[Tensor] | None = None
 
 
 @contextmanager
@@ -40,3 +46,22 @@ def saw(node: Any, g: Tensor) -> None:
     """Called by every clipped layer in a backward pass."""
     if _watcher is not None:
         _watcher(node, g)
+
+
+@contextmanager
+def noting() -> Iterator[list[Tensor]]:
+    """In this block examples that do not count are not cleared: what they are scaled by, 0, is noted in the list."""
+    global _noted
+    before, _noted = _noted, []
+    try:
+        yield _noted
+    finally:
+        _noted = before
+
+
+def noted(factor_B: Tensor) -> bool:
+    """Whether somebody sees to examples with a factor of 0 (or False), so that their rows may stay as they are."""
+    if _noted is None:
+        return False
+    _noted.append(factor_B.double())
+    return True
