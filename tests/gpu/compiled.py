@@ -1,7 +1,7 @@
 """Compiled steps on a GPU, without pytest: `python -m tests.gpu.compiled [--rehearse]`.
 
 Steps replayed from CUDA graphs against ordinary ones: the same sums for several models, samplings, optimizers and
-sizes; the same noise from the same key, another at each step, of the stated size; an example that is not finite; and
+sizes, for per-example and for backpropagation clipping; the same noise from the same key, another at each step, of the stated size; an example that is not finite; and
 sums in TensorFloat-32 within the stated sensitivity where positions cancel. Exit code 1 if anything fails.
 
 --rehearse runs on a CPU what can be: a graph is then a function that is called again, and TF32 is IEEE.
@@ -13,7 +13,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import PerExample, Private, compiled, make_private
+from clipwise import Backprop, PerExample, Private, compiled, layers, make_private
 from clipwise.compiled import CaptureWarning, CompiledStep
 from clipwise.gradients.forms import Budget, Outer, Rows
 from clipwise.gradients.precision import TF32
@@ -77,6 +77,19 @@ class Language(nn.Module):
         return x @ self.table.weight.T
 
 
+class Untied(nn.Module):
+    """A table, a layer of attention as torch has it, and a head of its own."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, width)
+        self.block = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.table(ids)))
+
+
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(30, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, CLASSES))
 
@@ -94,19 +107,34 @@ def convolutional() -> nn.Module:
     )
 
 
+def with_same_padding() -> nn.Module:
+    """Even kernels, which pad on one side alone; no bias; a pool that leaves odd sizes."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 2, padding="same", bias=False),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 2, padding="same"),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 36, CLASSES, bias=False),
+    )
+
+
 # (model, one record)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (perceptron, (30,)),
     "convolutional": (convolutional, (3, 12, 12)),
+    "same padding": (with_same_padding, (3, 12, 12)),
     "recurrent": (Recurrent, (10, 8)),
     "language": (Language, (12,)),
+    "untied": (Untied, (12,)),
 }
 
 
 def records(name: str) -> TensorDataset:
     random = torch.Generator().manual_seed(1)
     shape = MODELS[name][1]
-    if name == "language":
+    if name in ("language", "untied"):
         x = torch.randint(0, VOCABULARY, (SIZE, *shape), generator=random)
         return TensorDataset(x, x.roll(-1, 1))
     return TensorDataset(
@@ -172,10 +200,14 @@ def run(
     scheduled: bool = False,
     dataset: TensorDataset | None = None,
     size: int | None = None,
+    clipped: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, CompiledStep | None]:
-    """Train one model; the two kinds of steps see the same batches."""
+    """Train one model; the two kinds of steps see the same batches. `clipped`: how layers are, for Backprop."""
     model = build(name)
+    if clipped is not None:
+        model = layers.clip_inputs(model, **clipped)
+        options["clipping"] = Backprop()
     own = torch.optim.SGD(model.parameters(), 0.2) if optimizer is None else optimizer(model)
     defaults = {"noise_multiplier": 0, "batch_size": BATCH, "clipping": PerExample(1.0), "seed": 3}
     private = make_private(model, own, dataset or records(name), **(defaults | options))
@@ -260,6 +292,27 @@ def check_not_finite() -> Verdicts:
         dataset = TensorDataset(x, y)
         yield from compared(f"{value}", "perceptron", dataset=dataset)
         yield from compared(f"{value} in pieces", "perceptron", dataset=dataset, max_physical_batch_size=5)
+
+
+def check_backprop() -> Verdicts:
+    """Backpropagation clipping: every bound and mode, sizes, examples that are not finite."""
+    for name in ("perceptron", "convolutional", "same padding", "recurrent", "untied"):
+        for mode in ("clip", "normalize"):
+            for bound in ("upstream", "gradient"):
+                clipped = {"input_norm": 2.0, "grad_norm": 0.5, "mode": mode, "bound": bound}
+                yield from compared(f"backprop, {name}, {mode}, {bound}", name, clipped=clipped)
+    clipped = {"input_norm": 2.0, "grad_norm": 0.5}
+    for size, physical in ((2, None), (200, None), (4, 9)):
+        what = f"backprop, pieces of {size}, physical {physical}"
+        options: dict[str, Any] = {"size": size, "max_physical_batch_size": physical, "clipped": clipped}
+        yield from compared(what, "same padding", **options)
+    yield from compared("backprop, rare and empty draws", "perceptron", batch_size=2, clipped=clipped)
+    for name in ("perceptron", "same padding"):
+        x, y = records(name).tensors
+        x = x.clone()
+        x[::10] = math.nan
+        dataset = TensorDataset(x, y)
+        yield from compared(f"backprop, {name}, not finite", name, dataset=dataset, clipped=clipped)
 
 
 def check_noise() -> Verdicts:
@@ -414,6 +467,7 @@ CHECKS = (
     check_sizes,
     check_optimizers,
     check_not_finite,
+    check_backprop,
     check_noise,
     check_tf32,
     check_resumed,

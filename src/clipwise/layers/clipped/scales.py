@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.gradients.forms import squared_norms
+from clipwise.kernels.factors import Limits
 from clipwise.layers.clipped import switch
 
 MODES = ("clip", "normalize")
@@ -26,6 +27,7 @@ _LARGEST = 2.0**100
 _LEFT_OF_MASS = 2.0**-6
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
+LIMITS = Limits(AIM, _LARGEST, _LEAST, _SMALLEST)  # for kernels with the same formulas
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,13 @@ class Training:
             max_physical_batch_size=piece_of(images),
         )
         self._batches = self._drawn(self.private)
+        self._private_step = self.private.compiled(partial(losses_of, self.model))
 
     def step(self) -> None:
         """One update."""
         self.model.train()
         if self.private is not None:
-            while not self.private.step(losses_of(self.model, *next(self._batches))):
+            while not self._private_step(*next(self._batches)):
                 pass  # a piece of the batch
             return
         losses = losses_of(self.model, *next(self._batches))
@@ -167,7 +169,8 @@ def strategy(trial: Trial) -> Strategy:
 
 def _optimizer(trial: Trial, model: nn.Module) -> torch.optim.Optimizer:
     if trial.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), trial.learning_rate)
+        on_device = next(model.parameters()).is_cuda  # then its step can be captured too
+        return torch.optim.Adam(model.parameters(), trial.learning_rate, capturable=on_device)
     rate = trial.learning_rate / _most(trial, model)
     return torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -81,7 +82,9 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
     )
     private = clipwise.make_private(
         model,
-        torch.optim.Adam(model.parameters(), claim.learning_rate),
+        torch.optim.Adam(
+            model.parameters(), claim.learning_rate, capturable=images.train.tensors[0].is_cuda
+        ),
         images.train,
         clipping=clipwise.Backprop(split="equal"),
         batch_size=claim.batch_size,
@@ -91,10 +94,11 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
         delta=DELTA,
         max_physical_batch_size=piece_of(images),
     )
+    step = private.compiled(partial(losses_of, model))
     for _ in range(claim.epochs):
         for x, y in private.loader:
             require_time(deadline)
-            private.step(losses_of(model, x, y))
+            step(x, y)
     seconds = round(time.perf_counter() - start, 2)
     accuracy, loss = judged(model, images.held_out)
     told = {"accuracy": accuracy, "loss": round(loss, 5), "seconds": seconds, "steps": private.steps}

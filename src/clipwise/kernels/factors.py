@@ -1,0 +1,216 @@
+"""From what was measured to what examples are scaled by, one launch each: the formulas of layers/clipped/scales.py.
+
+    input_factors      |x| and s = min(1, C / |x|)
+    gradient_factors   nu = min(1, C / n) or C / n, with n = m (a |first| op b |second|), op the smaller or the larger
+
+All in float64. Whoever is not finite has a factor of 0. Legend: B examples, K channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipwise.kernels import usable
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+
+_EXAMPLES = 128  # of a program that only looks at numbers
+_TILE = 2048  # entries of a tile that is summed over
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of layers/clipped/scales.py: a scaled vector aims at `aim` of its bound, and so on."""
+
+    aim: float
+    largest: float
+    least: float
+    smallest: float
+
+
+@dataclass(frozen=True)
+class Norms:
+    """n of each example: a |first| or b |second|, the smaller or the larger one; times m.
+
+    Args:
+        first: rows [B, K], or None.
+        second: rows [B, K], or where `has_squares` squares to be added up, or None.
+        first_times: a.
+        second_times: b.
+        takes_larger: which one.
+        times: m, one number an example.
+    """
+
+    first: Tensor | None = None
+    second: Tensor | None = None
+    has_squares: bool = False
+    first_times: float = 1.0
+    second_times: float = 1.0
+    takes_larger: bool = False
+    times: Tensor | None = None
+
+    def of_examples(self) -> Tensor:
+        """n, [B] in float64."""
+        found = []
+        if self.first is not None:
+            found.append(self.first_times * torch.linalg.vector_norm(self.first, dim=1, dtype=torch.float64))
+        if self.second is not None:
+            squares = self.second if self.has_squares else self.second.double().square()
+            found.append(self.second_times * squares.double().sum(1).sqrt())
+        norm_B: Tensor = found[0]
+        if len(found) > 1:
+            norm_B = torch.maximum(*found) if self.takes_larger else torch.minimum(*found)
+        return norm_B if self.times is None else norm_B * self.times
+
+
+def input_factors(square_B: Tensor, bound: float, limits: Limits) -> tuple[Tensor, Tensor]:
+    """|x| and s of each example, from |x|^2."""
+    if not usable(square_B) or square_B.numel() == 0:
+        return input_factors_in_torch(square_B, bound, limits)
+    B = len(square_B)
+    norm_B, scale_B = torch.empty_like(square_B), torch.empty_like(square_B)
+    with device_of(square_B):
+        _write_input_factors[(blocks(B, _EXAMPLES),)](
+            square_B, norm_B, scale_B, B, bound, limits.aim * bound, EXAMPLES=_EXAMPLES
+        )
+    return norm_B, scale_B
+
+
+def input_factors_in_torch(square_B: Tensor, bound: float, limits: Limits) -> tuple[Tensor, Tensor]:
+    """The twin of `input_factors`."""
+    norm_B = square_B.sqrt()
+    scale_B = torch.where(norm_B <= bound, 1.0, limits.aim * bound / norm_B)
+    return norm_B, torch.where(torch.isfinite(norm_B), scale_B, 0.0)
+
+
+def gradient_factors(norms: Norms, bound: float | None, normalizes: bool, limits: Limits) -> Tensor:
+    """nu of each example; without a bound 1, or 0 for whoever is not finite."""
+    looked_at = norms.first if norms.first is not None else norms.second
+    assert looked_at is not None
+    if not usable(looked_at) or looked_at.numel() == 0:
+        return gradient_factors_in_torch(norms, bound, normalizes, limits)
+    B, K = looked_at.shape
+    columns = min(power_of_two(K), _TILE)
+    rows = max(1, min(_TILE // columns, power_of_two(B)))
+    first, second = (looked_at if t is None else t for t in (norms.first, norms.second))
+    nu_B = torch.empty(B, dtype=torch.float64, device=looked_at.device)
+    with device_of(looked_at):
+        _write_gradient_factors[(blocks(B, rows),)](
+            first,
+            second,
+            nu_B if norms.times is None else norms.times,
+            nu_B,
+            B,
+            K,
+            *first.stride(),
+            *second.stride(),
+            norms.first_times,
+            norms.second_times,
+            0.0 if bound is None else limits.aim * bound,
+            limits.largest if normalizes else 1.0,
+            limits.least,
+            limits.smallest,
+            HAS_FIRST=norms.first is not None,
+            HAS_SECOND=norms.second is not None,
+            HAS_SQUARES=norms.has_squares,
+            TAKES_LARGER=norms.takes_larger,
+            TIMES=norms.times is not None,
+            CLIPS=bound is not None,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
+    return nu_B
+
+
+def gradient_factors_in_torch(norms: Norms, bound: float | None, normalizes: bool, limits: Limits) -> Tensor:
+    """The twin of `gradient_factors`."""
+    norm_B = norms.of_examples()
+    if bound is None:
+        return torch.isfinite(norm_B).double()
+    nu_B = (limits.aim * bound / norm_B).clamp(max=limits.largest if normalizes else 1.0)
+    nu_B = torch.where(norm_B <= limits.least, 1.0, nu_B)
+    return torch.where(torch.isfinite(norm_B) & (nu_B >= limits.smallest), nu_B, 0.0)
+
+
+@jit
+def _write_input_factors(
+    square_B: Pointer,
+    norm_B: Pointer,
+    scale_B: Pointer,
+    B: int,
+    bound: float,
+    aimed: float,
+    EXAMPLES: constexpr,
+) -> None:
+    """Of EXAMPLES examples."""
+    b = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
+    norm = tl.sqrt(tl.load(square_B + b, mask=b < B, other=0.0))
+    scale = tl.where(norm <= bound, 1.0, aimed / norm)
+    scale = tl.where(norm < float("inf"), scale, 0.0)  # false for NaN
+    tl.store(norm_B + b, norm, mask=b < B)
+    tl.store(scale_B + b, scale, mask=b < B)
+
+
+@jit
+def _write_gradient_factors(
+    first: Pointer,
+    second: Pointer,
+    times_B: Pointer,
+    nu_B: Pointer,
+    B: int,
+    K: int,
+    first_B: int,
+    first_K: int,
+    second_B: int,
+    second_K: int,
+    first_times: float,
+    second_times: float,
+    aimed: float,
+    most: float,
+    least: float,
+    smallest: float,
+    HAS_FIRST: constexpr,
+    HAS_SECOND: constexpr,
+    HAS_SQUARES: constexpr,
+    TAKES_LARGER: constexpr,
+    TIMES: constexpr,
+    CLIPS: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+) -> None:
+    """Of ROWS examples."""
+    b_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first_RK = tl.zeros([ROWS, COLUMNS], tl.float64)
+    second_RK = tl.zeros([ROWS, COLUMNS], tl.float64)
+    for k in range(0, K, COLUMNS):
+        k_K = (k + tl.arange(0, COLUMNS)).to(tl.int64)
+        inside_RK = (b_R < B)[:, None] & (k_K < K)[None, :]
+        if HAS_FIRST:
+            at_RK = first + b_R[:, None] * first_B + k_K[None, :] * first_K
+            value_RK = tl.load(at_RK, mask=inside_RK, other=0.0).to(tl.float64)
+            first_RK += value_RK * value_RK
+        if HAS_SECOND:
+            at_RK = second + b_R[:, None] * second_B + k_K[None, :] * second_K
+            value_RK = tl.load(at_RK, mask=inside_RK, other=0.0).to(tl.float64)
+            second_RK += value_RK if HAS_SQUARES else value_RK * value_RK
+    norm_R = tl.sqrt(tl.sum(first_RK, axis=1)) * first_times
+    if HAS_SECOND:
+        other_R = tl.sqrt(tl.sum(second_RK, axis=1)) * second_times
+        if not HAS_FIRST:
+            norm_R = other_R
+        elif TAKES_LARGER:
+            norm_R = tl.where(norm_R < other_R, other_R, norm_R) + 0.0 * other_R  # not finite if one is not
+        else:
+            norm_R = tl.where(norm_R < other_R, norm_R, other_R)
+    if TIMES:
+        norm_R = norm_R * tl.load(times_B + b_R, mask=b_R < B, other=0.0)
+    is_finite_R = norm_R < float("inf")  # false for NaN
+    nu_R = tl.where(is_finite_R, 1.0, 0.0).to(tl.float64)
+    if CLIPS:
+        wanted_R = aimed / norm_R
+        wanted_R = tl.where(wanted_R < most, wanted_R, most)
+        wanted_R = tl.where(norm_R <= least, 1.0, wanted_R)
+        nu_R = tl.where(is_finite_R & (wanted_R >= smallest), wanted_R, 0.0)
+    tl.store(nu_B + b_R, nu_R.to(tl.float64), mask=b_R < B)

@@ -1,0 +1,162 @@
+"""What is summed over the positions of an upstream gradient, in one reading of it.
+
+    sum_r g_kr,   sum_r |g_kr|,   sum_r l_r |g_kr|,   sum_r g_kr^2      of each example and channel k
+
+Squares run in float64, where that of a float32 is exact; the others in float32, in blocks: with n terms they err by less
+than (n / 64 + 16) 2^-24 of the sum of their sizes.
+
+Legend: B examples, K channels, R positions, G groups of channels, each with a length l of every position; S splits of
+the positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipwise.kernels import usable
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, tl
+from clipwise.kernels.tiles import tile_of
+
+_PROGRAMS = 256  # about how many keep a large GPU busy
+
+
+class Measures(NamedTuple):
+    """Those that were asked for, [B, K] each."""
+
+    total: Tensor | None
+    mass: Tensor | None
+    weighted: Tensor | None
+    square: Tensor | None
+
+
+def measures(
+    g_BKR: Tensor,
+    lengths_BGR: Tensor | None = None,
+    *,
+    total: bool = False,
+    mass: bool = False,
+    square: bool = False,
+) -> Measures:
+    """The sums that are asked for; the weighted one if there are lengths."""
+    if not usable(g_BKR) or g_BKR.numel() == 0 or g_BKR.dtype == torch.float64:
+        return measures_in_torch(g_BKR, lengths_BGR, total=total, mass=mass, square=square)
+    B, K, R = g_BKR.shape
+    kept, reduced = tile_of(g_BKR)
+    programs = B * blocks(K, kept)
+    splits = max(1, min(blocks(_PROGRAMS, programs), blocks(R, 4 * reduced)))
+    per_split = blocks(blocks(R, splits), reduced) * reduced
+    wanted = (total, mass, lengths_BGR is not None, square)
+    # Every split writes its own sums, which are added in one order: atomics would not repeat.
+    partial = [
+        torch.empty(splits, B, K, dtype=dtype, device=g_BKR.device) if is_wanted else None
+        for is_wanted, dtype in zip(wanted, (*[torch.float32] * 3, torch.float64), strict=True)
+    ]
+    by_group = g_BKR if lengths_BGR is None else lengths_BGR  # a stand-in where nothing reads it
+    with device_of(g_BKR):
+        _write_measures[(programs, splits)](
+            g_BKR,
+            by_group,
+            *(by_group if t is None else t for t in partial),
+            B,
+            K,
+            R,
+            per_split,
+            K // (1 if lengths_BGR is None else lengths_BGR.shape[1]),
+            *g_BKR.stride(),
+            *by_group.stride(),
+            *wanted,
+            KEPT=kept,
+            REDUCED=reduced,
+        )
+    return Measures(*(None if t is None else t[0] if splits == 1 else t.sum(0) for t in partial))
+
+
+def measures_in_torch(
+    g_BKR: Tensor,
+    lengths_BGR: Tensor | None = None,
+    *,
+    total: bool = False,
+    mass: bool = False,
+    square: bool = False,
+) -> Measures:
+    """The twin of `measures`, the same up to the order of its sums."""
+    g_BKR = g_BKR if g_BKR.dtype == torch.float64 else g_BKR.float()
+    weighted_BK = None
+    if lengths_BGR is not None:
+        by_group = g_BKR.abs().unflatten(1, (lengths_BGR.shape[1], -1))
+        weighted_BK = (by_group * lengths_BGR.to(g_BKR.dtype).unsqueeze(2)).sum(3).flatten(1)
+    return Measures(
+        g_BKR.sum(2) if total else None,
+        g_BKR.abs().sum(2) if mass else None,
+        weighted_BK,
+        g_BKR.double().square().sum(2) if square else None,
+    )
+
+
+@jit
+def _write_measures(
+    g: Pointer,
+    lengths: Pointer,
+    total_SBK: Pointer,
+    mass_SBK: Pointer,
+    weighted_SBK: Pointer,
+    square_SBK: Pointer,
+    B: int,
+    K: int,
+    R: int,
+    per_split: int,
+    per_group: int,
+    g_B: int,
+    g_K: int,
+    g_R: int,
+    l_B: int,
+    l_G: int,
+    l_R: int,
+    TOTAL: constexpr,
+    MASS: constexpr,
+    WEIGHTED: constexpr,
+    SQUARE: constexpr,
+    KEPT: constexpr,
+    REDUCED: constexpr,
+) -> None:
+    """The sums of KEPT channels over one split of the positions of one example. g_K is g's stride along K."""
+    tiles = tl.cdiv(K, KEPT)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    split = tl.program_id(1)
+    kept_K = tl.program_id(0) % tiles * KEPT + tl.arange(0, KEPT)
+    is_kept_K = kept_K < K
+    kept_K = kept_K.to(tl.int64)
+    total_KR = tl.zeros([KEPT, REDUCED], tl.float32)
+    mass_KR = tl.zeros([KEPT, REDUCED], tl.float32)
+    weighted_KR = tl.zeros([KEPT, REDUCED], tl.float32)
+    square_KR = tl.zeros([KEPT, REDUCED], tl.float64)
+    for r in range(0, per_split, REDUCED):
+        r_R = split * per_split + r + tl.arange(0, REDUCED)
+        inside_KR = is_kept_K[:, None] & (r_R < R)[None, :]
+        r_R = r_R.to(tl.int64)
+        at_KR = g + b * g_B + kept_K[:, None] * g_K + r_R[None, :] * g_R
+        g_KR = tl.load(at_KR, mask=inside_KR, other=0.0).to(tl.float32)
+        if TOTAL:
+            total_KR += g_KR
+        if MASS:
+            mass_KR += tl.abs(g_KR)
+        if WEIGHTED:
+            group_K = kept_K // per_group
+            at_KR = lengths + b * l_B + group_K[:, None] * l_G + r_R[None, :] * l_R
+            length_KR = tl.load(at_KR, mask=inside_KR, other=0.0).to(tl.float32)
+            weighted_KR += length_KR * tl.abs(g_KR)
+        if SQUARE:
+            exact_KR = g_KR.to(tl.float64)
+            square_KR += exact_KR * exact_KR
+    at_K = (split * B + b) * K + kept_K
+    if TOTAL:
+        tl.store(total_SBK + at_K, tl.sum(total_KR, axis=1), mask=is_kept_K)
+    if MASS:
+        tl.store(mass_SBK + at_K, tl.sum(mass_KR, axis=1), mask=is_kept_K)
+    if WEIGHTED:
+        tl.store(weighted_SBK + at_K, tl.sum(weighted_KR, axis=1), mask=is_kept_K)
+    if SQUARE:
+        tl.store(square_SBK + at_K, tl.sum(square_KR, axis=1), mask=is_kept_K)

@@ -1,0 +1,66 @@
+"""sum_b w_b row_b in one reading of the rows; a row with a weight of 0 counts nothing, whatever it holds.
+
+Sums run in float32. Legend: B rows of K entries, S splits of the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipwise.kernels import usable
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+
+_COLUMNS, _ROWS = 64, 32  # of a tile
+_PROGRAMS = 512  # about how many keep a large GPU busy
+
+
+def weighted_sum(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
+    """[K], in the type of the rows."""
+    if not usable(rows_BK) or rows_BK.numel() == 0 or rows_BK.dtype == torch.float64:
+        return weighted_sum_in_torch(rows_BK, weight_B)
+    B, K = rows_BK.shape
+    columns = min(_COLUMNS, power_of_two(K))
+    programs = blocks(K, columns)
+    splits = max(1, min(blocks(_PROGRAMS, programs), blocks(B, _ROWS)))
+    per_split = blocks(blocks(B, splits), _ROWS) * _ROWS
+    partial_SK = torch.empty(splits, K, dtype=torch.float32, device=rows_BK.device)
+    with device_of(rows_BK):
+        _write_sums[(programs, splits)](
+            rows_BK, weight_B, partial_SK, B, K, per_split, *rows_BK.stride(), ROWS=_ROWS, COLUMNS=columns
+        )
+    found: Tensor = partial_SK[0] if splits == 1 else partial_SK.sum(0)
+    return found.to(rows_BK.dtype)
+
+
+def weighted_sum_in_torch(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
+    """The twin of `weighted_sum`, the same up to the order of its sum."""
+    weight_B1 = weight_B.to(torch.promote_types(rows_BK.dtype, torch.float32))[:, None]
+    return torch.where(weight_B1 > 0, rows_BK * weight_B1, 0).sum(0).to(rows_BK.dtype)
+
+
+@jit
+def _write_sums(
+    rows: Pointer,
+    weight_B: Pointer,
+    partial_SK: Pointer,
+    B: int,
+    K: int,
+    per_split: int,
+    rows_B: int,
+    rows_K: int,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+) -> None:
+    """COLUMNS sums over one split of the rows."""
+    k_K = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_there_K = k_K < K
+    k_K = k_K.to(tl.int64)
+    sum_RK = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, per_split, ROWS):
+        b_R = tl.program_id(1) * per_split + first + tl.arange(0, ROWS)
+        weight_R = tl.load(weight_B + b_R, mask=b_R < B, other=0.0).to(tl.float32)
+        inside_RK = (weight_R > 0.0)[:, None] & is_there_K[None, :]
+        at_RK = rows + b_R.to(tl.int64)[:, None] * rows_B + k_K[None, :] * rows_K
+        sum_RK += tl.load(at_RK, mask=inside_RK, other=0.0).to(tl.float32) * weight_R[:, None]
+    tl.store(partial_SK + tl.program_id(1).to(tl.int64) * K + k_K, tl.sum(sum_RK, axis=0), mask=is_there_K)
