@@ -41,9 +41,10 @@ def ratios(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[str, list[f
 
     def look(node: Any, g: Tensor) -> None:
         role = node.role
-        inputs, weight, _, _, lengths_BGP = node.saved_tensors
+        seen, weight, _, _, lengths_BGP = node.saved_tensors
+        inputs = role.map.of_input(seen)
         true = [
-            float(role.map.pull_back(g[i : i + 1], inputs[i : i + 1], weight, False, True)[1].norm())
+            float(role.map.pull_back(g[i : i + 1], seen[i : i + 1], weight, False, True)[1].norm())
             for i in range(len(g))
         ]
         mass_Bc = role.map.over_positions(g.abs())

@@ -173,9 +173,7 @@ def test_what_is_not_finite_is_noted_and_not_cleared(where: str) -> None:
     assert not switch.noted(torch.zeros(1))  # only in that block
 
 
-def test_a_step_that_looks_again_probes(
-    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_looks_again_probes(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_LOOK_AGAIN_AFTER", 3)
     probed: list[int] = []
     probe = backprop.require_rows_of_examples

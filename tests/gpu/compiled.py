@@ -1,8 +1,9 @@
 """Compiled steps on a GPU, without pytest: `python -m tests.gpu.compiled [--rehearse]`.
 
 Steps replayed from CUDA graphs against ordinary ones: the same sums for several models, samplings, optimizers and
-sizes, for per-example and for backpropagation clipping; the same noise from the same key, another at each step, of the stated size; an example that is not finite; and
-sums in TensorFloat-32 within the stated sensitivity where positions cancel. Exit code 1 if anything fails.
+sizes, for per-example and for backpropagation clipping; the same noise from the same key, another at each step, of the
+stated size; an example that is not finite; and sums in TensorFloat-32 within the stated sensitivity where positions
+cancel. Exit code 1 if anything fails.
 
 --rehearse runs on a CPU what can be: a graph is then a function that is called again, and TF32 is IEEE.
 """

@@ -111,7 +111,7 @@ def test_whoever_is_not_finite_has_no_factor(way, value):
                   Norms(fine, times=bad[:, 2].double())):  # fmt: skip
         for bound in (1.0, None):
             found = way(norms, bound, True, LIMITS)
-            assert found[0] > 0 and (found[1] == 0 or value == -math.inf and norms.times is not None)
+            assert found[0] > 0 and (found[1] == 0 or (value == -math.inf and norms.times is not None))
 
 
 def test_limits_are_those_of_the_layers():

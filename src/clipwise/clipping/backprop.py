@@ -125,13 +125,13 @@ class BackpropClipper(Clipper):
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         nodes, wiring = clipped_nodes(losses, self._parameters)
-        if real_B is None:  # else it is a step that is captured, after ordinary ones, and may not wait for the device
+        if (
+            real_B is None
+        ):  # else it is a step that is captured, after ordinary ones, and may not wait for the device
             self._probe(losses, nodes, wiring)
         weights_B = torch.ones_like(losses) if real_B is None else real_B.to(losses.dtype)
         with self.arithmetic.products():
-            found = torch.autograd.grad(
-                losses, list(self._parameters.values()), weights_B, allow_unused=True
-            )
+            found = torch.autograd.grad(losses, list(self._parameters.values()), weights_B, allow_unused=True)
         sums = dict(zip(self._parameters, found, strict=True))
         for name, total in sums.items():
             if total is None:

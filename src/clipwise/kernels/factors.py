@@ -30,7 +30,7 @@ class Limits:
     smallest: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Norms:
     """n of each example: a |first| or b |second|, the smaller or the larger one; times m.
 

@@ -16,7 +16,9 @@ from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit
 from clipwise.kernels.tiles import tile_of
 
 
-def scaled(t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def scaled(
+    t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """A new tensor laid out as t, or `out`, which may be t itself."""
     if not usable(t_BKR) or t_BKR.numel() == 0 or t_BKR.dtype == torch.float64:
         return scaled_in_torch(t_BKR, factor_B, bias_K, out)

@@ -23,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipwise.gradients.forms import at_least_float32
+from clipwise.kernels.measures import measures
+from clipwise.layers.clipped import passes
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
 from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, weighted_channels
@@ -47,17 +50,32 @@ class Convolution(Map):
         # What torch's own operation pads with: zeros, as many before as after.
         self.is_direct = self.mode == "zeros" and all(a == b for a, b in self.around)
         self.inner = tuple(a for a, _ in self.around) if self.is_direct else (0,) * len(self.kernel)
+        # Zeros that torch does not add by itself are added once, and kept: they change neither lengths nor products.
+        self.adds_zeros = self.mode == "zeros" and not self.is_direct
+        self.repeats = self.mode != "zeros" and any(listed)
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+    def seen(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.listed) if self.adds_zeros else x
+
+    def of_input(self, seen: Tensor) -> Tensor:
+        if self.adds_zeros:
+            for axis, (before, after) in enumerate(self.around, start=2):
+                seen = seen.narrow(axis, before, seen.shape[axis] - before - after)
+        return seen
+
+    def forward(self, seen: Tensor, weight: Tensor) -> Tensor:
         convolve = _CONVOLVE[len(self.kernel)]
-        return convolve(self._padded(x), weight, None, self.stride, self.inner, self.dilation, self.groups)
+        padded = F.pad(seen, self.listed, self.mode) if self.repeats else seen
+        return convolve(padded, weight, None, self.stride, self.inner, self.dilation, self.groups)
 
     def pull_back(
-        self, h: Tensor, x: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+        self, h: Tensor, seen: Tensor, weight: Tensor, of_input: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        with torch.enable_grad():
-            start = x.detach().requires_grad_(of_input and not self.is_direct)
-            padded = self._padded(start)
+        start = padded = seen
+        if self.repeats:
+            with torch.enable_grad():
+                start = seen.detach().requires_grad_(of_input)
+                padded = F.pad(start, self.listed, self.mode)
         dx, dw, _ = torch.ops.aten.convolution_backward(
             h,
             padded.detach(),
@@ -71,20 +89,32 @@ class Convolution(Map):
             self.groups,
             [of_input, of_weight, False],
         )
-        if of_input and not self.is_direct:
+        if of_input and self.repeats:
             (dx,) = torch.autograd.grad(padded, start, dx)
         return (dx if of_input else None), (dw if of_weight else None)
 
     def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
         assert mass_Bc is not None
-        most, cover = self.counts(tuple(x_shape[2:]))
-        return torch.minimum(math.sqrt(most) * lengths(mass_Bc), math.sqrt(cover) * lengths(g))
+        a, b = self.upstream_times(x_shape)
+        return torch.minimum(a * lengths(mass_Bc), b * lengths(g))
 
-    def position_lengths(self, x: Tensor) -> Tensor:
+    def upstream_times(self, x_shape: torch.Size) -> tuple[float, float]:
+        most, cover = self.counts(tuple(x_shape[2:]))
+        return math.sqrt(most), math.sqrt(cover)
+
+    def squares(self, x: Tensor) -> Tensor:
         by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
+        if passes.fits(x):
+            found = measures(by_group.flatten(3).flatten(0, 1).mT, square=True).square
+            assert found is not None
+            return found.view(len(x), self.groups, *x.shape[2:])
+        by_group = at_least_float32(by_group)
         # A square below the smallest number is lost.
-        squares = by_group.square().sum(2).double() + by_group.shape[2] * torch.finfo(x.dtype).tiny
-        squares = self._padded(squares, every=True)
+        return by_group.square().sum(2).double() + by_group.shape[2] * torch.finfo(by_group.dtype).tiny
+
+    def window_lengths(self, squares: Tensor) -> Tensor:
+        if any(self.listed):
+            squares = F.pad(squares, self.listed, "constant" if self.mode == "zeros" else self.mode)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             squares = squares.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d].sum(-1)
         return squares.flatten(2).sqrt()
@@ -98,6 +128,9 @@ class Convolution(Map):
     def has_positions(self, g: Tensor) -> bool:
         return True
 
+    def channels(self, z: Tensor) -> Tensor:
+        return z.flatten(2)
+
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
         return bias.view(-1, *[1] * (z.dim() - 2))
 
@@ -110,12 +143,6 @@ class Convolution(Map):
             )
         ]
         return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
-
-    def _padded(self, x: Tensor, every: bool = False) -> Tensor:
-        """With what torch's own operation does not pad, or with all."""
-        if not any(self.listed) or (self.is_direct and not every):
-            return x
-        return F.pad(x, self.listed, "constant" if self.mode == "zeros" else self.mode)
 
 
 @lru_cache(maxsize=1024)

@@ -51,7 +51,7 @@ class ClippedLookup(torch.autograd.Function):
             if switch.is_clipping()
             else torch.isfinite(norm_B).double()
         )
-        h_BTd = cleaned(g_BTd, nu_B > 0) * along(nu_B, g_BTd)
+        h_BTd = cleaned(g_BTd, nu_B) * along(nu_B, g_BTd)
         table = h_BTd.new_zeros(ctx.rows, g.shape[-1])
         return None, table.index_add_(0, ids_BT.flatten(), h_BTd.flatten(0, 1)), None, None
 

@@ -57,7 +57,8 @@ def norms_from_public(
     def measure(node: Any, g: Tensor) -> None:
         role = node.role
         if isinstance(role, MapRole):
-            x, *_ = node.saved_tensors
+            seen, *_ = node.saved_tensors
+            x = role.map.of_input(seen)
             inputs_B, upstream_B = lengths(x), _upstream(role.map, g, x, bound, quantile)
         else:
             inputs_B, upstream_B = None, lengths(g.movedim(node.axis, 0))

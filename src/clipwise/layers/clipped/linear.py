@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipwise.gradients.forms import squared_norms
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
 from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, weighted_channels
@@ -17,22 +18,34 @@ from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, we
 class Matrix(Map):
     """x_t -> W x_t at every position t: |dW| = |sum_t g_t x_t^T| <= |x| |g|, with equality at one position."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        z: Tensor = F.linear(x, weight)
+    def forward(self, seen: Tensor, weight: Tensor) -> Tensor:
+        z: Tensor = F.linear(seen, weight)
         return z
 
     def pull_back(
-        self, h: Tensor, x: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+        self, h: Tensor, seen: Tensor, weight: Tensor, of_input: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         dx: Tensor | None = h @ weight if of_input else None
-        dw: Tensor | None = h.reshape(-1, h.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if of_weight else None
+        dw: Tensor | None = None
+        if of_weight:
+            dw = h.reshape(-1, h.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
         return dx, dw
 
     def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
         return lengths(g)
 
-    def position_lengths(self, x: Tensor) -> Tensor:
-        return lengths(x.reshape(-1, x.shape[-1])).view(len(x), 1, math.prod(x.shape[1:-1]))
+    def upstream_times(self, x_shape: torch.Size) -> tuple[float | None, float]:
+        return None, 1.0
+
+    def squares(self, x: Tensor) -> Tensor:
+        square = squared_norms(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        return square.view(len(x), 1, math.prod(x.shape[1:-1]))
+
+    def window_lengths(self, squares: Tensor) -> Tensor:
+        return squares.sqrt()
+
+    def channels(self, z: Tensor) -> Tensor:
+        return z.unsqueeze(-1) if z.dim() == 2 else z.flatten(1, -2).mT
 
     def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
         if lengths_BGP.shape[-1] == 1:

@@ -7,7 +7,7 @@
                dx_i = (I - u_i u_i^T) W^T h_i u_i = x_i / |x_i| where the input was clipped, else 0
 
 The input is clipped by scaling the *output*, which is the same, since the map is linear: so the clipped input is never
-written, and the node keeps the input that the layer before it keeps anyhow.
+written, and the node keeps the input that the layer before it keeps anyhow (or the padded one, as torch does).
 
 Weights and bias have different clips. What is passed on to the layer before is, with mode "clip", the gradient with the
 weights' clip, as if it had been clipped on its way. With mode "normalize" it is the gradient as it came: h / nu, for
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clipwise.layers.clipped import switch
+from clipwise.layers.clipped import passes, switch
 from clipwise.layers.clipped.layer import Role
 from clipwise.layers.clipped.scales import (
+    Constants,
     along,
     cleaned,
     input_scales,
@@ -41,23 +42,47 @@ from clipwise.layers.clipped.scales import (
 class Map(ABC):
     """A map that is linear in its input and in its weights. Inputs are [B, ...]."""
 
+    def seen(self, x: Tensor) -> Tensor:
+        """What the map looks at: the input, or a new tensor with zeros around it. It is what is kept of the input."""
+        return x
+
+    def of_input(self, seen: Tensor) -> Tensor:
+        """The part of `seen` that is the input."""
+        return seen
+
     @abstractmethod
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, seen: Tensor, weight: Tensor) -> Tensor:
         """W x, a new tensor."""
 
     @abstractmethod
     def pull_back(
-        self, h: Tensor, x: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+        self, h: Tensor, seen: Tensor, weight: Tensor, of_input: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """W^T h and sum_i h_i x_i^T."""
+        """W^T h, laid out as `seen`, and sum_i h_i x_i^T."""
 
     @abstractmethod
     def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
         """n_i such that |dW_i| <= |x_i| n_i, [B]. `mass_Bc` is sum_p |g_cp|, where there are positions."""
 
     @abstractmethod
+    def upstream_times(self, x_shape: torch.Size) -> tuple[float | None, float]:
+        """a and b such that n_i is the smaller of a |mass_i| and b |g_i|; None for a where only |g_i| counts."""
+
+    @abstractmethod
+    def squares(self, x: Tensor) -> Tensor:
+        """Of every place of the input, summed over a group of channels: [B, G, ...] in float64."""
+
+    @abstractmethod
+    def window_lengths(self, squares: Tensor) -> Tensor:
+        """From these: the length of what each output position looks at, in each group of channels: [B, G, P]."""
+
     def position_lengths(self, x: Tensor) -> Tensor:
         """The length of what each output position looks at, in each group of channels: [B, G, P]."""
+        return self.window_lengths(self.squares(x))
+
+    @abstractmethod
+    def channels(self, z: Tensor) -> Tensor:
+        """Outputs, or their gradients, as [B, c, P]: a view wherever there can be one."""
 
     @abstractmethod
     def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
@@ -91,69 +116,96 @@ class ClippedMap(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
         ctx.role, ctx.examples, ctx.axis = role, len(x), 0
         w, b = (weight, bias) if role.rows is None else (weight[role.rows], _part(bias, role.rows))
-        norm_B = lengths(x)
-        scale_B = input_scales(norm_B, role.constants.input_norm)
-        z = role.map.forward(x, w)
-        z = cleaned(z, scale_B > 0)
-        s = along(scale_B, z)
-        z = z.mul_(s) if b is None else torch.addcmul(role.map.bias_view(b.to(z.dtype), z), z, s, out=z)
-        by_gradient = role.constants.bound == "gradient" and weight.requires_grad
-        # Written here, while the input is at hand: it is cleaned there as well.
-        lengths_BGP = role.map.position_lengths(cleaned(x, scale_B > 0)) if by_gradient else None
-        ctx.save_for_backward(x, weight, norm_B, scale_B, lengths_BGP)
-        ctx.bias_shape = None if bias is None else bias.shape
+        by_gradient = role.constants.bound == "gradient" and weight.requires_grad and len(x) > 0
+        squares = role.map.squares(x) if by_gradient else None
+        norm_B, scale_B = _input_scales(x, squares, role.constants.input_norm)
+        lengths_BGP = None if squares is None else role.map.window_lengths(squares)
+        seen = role.map.seen(x)
+        z = role.map.forward(seen, w)
+        if passes.fits(z):
+            z = passes.scaled_output(role.map, z, scale_B, b)
+        else:
+            z = cleaned(z, scale_B)
+            s = along(scale_B, z)
+            z = z.mul_(s) if b is None else torch.addcmul(role.map.bias_view(b.to(z.dtype), z), z, s, out=z)
+        ctx.is_clean = seen is not x  # then it is ours
+        if ctx.is_clean:
+            seen = passes.cleared(seen, scale_B) if passes.fits(seen) else cleaned(seen, scale_B)
+        ctx.save_for_backward(seen, weight, norm_B, scale_B, lengths_BGP)
+        ctx.x_shape, ctx.bias_shape = x.shape, None if bias is None else bias.shape
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         role: MapRole = ctx.role
-        x, weight, norm_B, scale_B, lengths_BGP = ctx.saved_tensors
+        seen, weight, norm_B, scale_B, lengths_BGP = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         switch.saw(ctx, g)
-        g = g.to(
-            weight.dtype
-        )  # under autocast it may come in bfloat16: sums are formed in that of the weights
+        # Under autocast it may come in bfloat16: sums are formed in the type of the weights.
+        g = g.to(weight.dtype)
         w = weight if role.rows is None else weight[role.rows]
         c, clips = role.constants, switch.is_clipping()
-        db = None
-        is_measured = needs_b or (needs_w and lengths_BGP is None)
-        mass_Bc = role.map.over_positions(g.abs()) if is_measured and role.map.has_positions(g) else None
-        if needs_b:
-            db = weighted_rows(role.map.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips)
-            db = db if role.rows is None else _placed(db, ctx.bias_shape, role.rows)
+        is_fused = passes.fits(g)
+        factors_of = passes.upstream_factors if is_fused else _upstream_factors
+        nu_B, db = factors_of(
+            role.map, c, g, ctx.x_shape, scale_B, lengths_BGP, clips, clips and needs_w, needs_b
+        )
+        if db is not None and role.rows is not None:
+            db = _placed(db, ctx.bias_shape, role.rows)
         if not (needs_x or needs_w):
             return None, None, db, None
-        nu_B = _weight_scales(role, g, mass_Bc, x.shape, scale_B, lengths_BGP, clips and needs_w)
         total_B = nu_B * scale_B
-        counts_B = total_B > 0
-        h = cleaned(g, counts_B) * along(total_B, g)
-        x_in = cleaned(x.to(weight.dtype), scale_B > 0)
-        dx, dw = role.map.pull_back(h, x_in, w, needs_x, needs_w)
+        if is_fused:
+            h = passes.scaled_gradient(role.map, g, total_B)
+        else:
+            h = cleaned(g, total_B) * along(total_B, g)
+        x = seen.to(weight.dtype)
+        x = x if ctx.is_clean or (is_fused and not needs_w) else cleaned(x, scale_B)
+        dx, dw = role.map.pull_back(h, x, w, needs_x, needs_w)
+        del h
+        if dx is not None and is_fused:
+            dx = passes.along_the_sphere(dx, x, norm_B, scale_B, nu_B if c.mode == "normalize" else None)
+        elif dx is not None:
+            dx = along_the_sphere(passed_on(dx, nu_B, c.mode), x, norm_B, scale_B)
         if dx is not None:
-            dx = along_the_sphere(passed_on(dx, nu_B, c.mode), x_in, norm_B, scale_B).to(x.dtype)
+            dx = role.map.of_input(dx).to(seen.dtype)
         if dw is not None and role.rows is not None:
             dw = _placed(dw, weight.shape, role.rows)
         return dx, dw, db, None
 
 
-def _weight_scales(
-    role: MapRole,
+def _input_scales(x: Tensor, squares: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
+    """|x| and s of each example."""
+    if passes.fits(x):
+        return passes.input_scales_of(x, squares, input_norm)
+    norm_B = lengths(x) if squares is None else squares.flatten(1).sum(1).sqrt()
+    return norm_B, input_scales(norm_B, input_norm)
+
+
+def _upstream_factors(
+    of: Map,
+    c: Constants,
     g: Tensor,
-    mass_Bc: Tensor | None,
     x_shape: torch.Size,
     scale_B: Tensor,
     lengths_BGP: Tensor | None,
     clips: bool,
-) -> Tensor:
-    """nu_i, so that no example's part of dW is longer than C1 C2."""
-    c = role.constants
-    if not clips:
-        return torch.isfinite(lengths(g)).double()
-    if lengths_BGP is None:
-        return upstream_scales(role.map.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.mode)
-    norm_B = role.map.gradient_norm(g, lengths_BGP) * scale_B  # lengths are those of the input as it came
-    return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
+    clips_weights: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
+    is_measured = needs_bias or (clips_weights and lengths_BGP is None)
+    mass_Bc = of.over_positions(g.abs()) if is_measured and of.has_positions(g) else None
+    db = weighted_rows(of.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips) if needs_bias else None
+    if not clips_weights:
+        nu_B = torch.isfinite(lengths(g)).double()
+    elif lengths_BGP is None:
+        nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.mode)
+    else:
+        norm_B = of.gradient_norm(g, lengths_BGP) * scale_B  # lengths are those of the input as it came
+        nu_B = upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
+    return nu_B, db
 
 
 def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:

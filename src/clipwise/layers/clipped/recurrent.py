@@ -70,7 +70,7 @@ class ClippedRecurrence(torch.autograd.Function):
         ctx.kind = kind = str(role.layer.layer.mode)
         norm_B = lengths(x_TBd.transpose(0, 1))
         scale_B = input_scales(norm_B, role.constants.input_norm)
-        x_in = cleaned(x_TBd, scale_B > 0, _TIMES_FIRST) * along(scale_B, x_TBd, _TIMES_FIRST)
+        x_in = cleaned(x_TBd, scale_B, _TIMES_FIRST) * along(scale_B, x_TBd, _TIMES_FIRST)
         weights = [w_ih, w_hh] if b_ih is None else [w_ih, w_hh, b_ih, b_hh]
         state: Any = (h0_BH[None], c0_BH[None]) if kind == "LSTM" else h0_BH[None]
         found = _FORWARD[kind](x_in, state, weights, b_ih is not None, 1, 0.0, False, False, False)
@@ -104,7 +104,7 @@ class ClippedRecurrence(torch.autograd.Function):
             return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
 
         def weighted(g: Tensor, nu_B: Tensor) -> Tensor:
-            return cleaned(g, nu_B > 0) * along(nu_B, g)
+            return cleaned(g, nu_B) * along(nu_B, g)
 
         nu_B = scales(inputs, x_BTd if c.bound == "gradient" else None)
         into_x = weighted(inputs, nu_B)

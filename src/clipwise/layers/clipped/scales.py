@@ -24,7 +24,7 @@ BOUNDS = ("upstream", "gradient")
 AIM = 1 - 2.0**-10
 _SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be rounded by more than 2^-24: 0 instead
 _LARGEST = 2.0**100
-_LEFT_OF_MASS = 2.0**-6
+LEFT_OF_MASS = 2.0**-6
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
 LIMITS = Limits(AIM, _LARGEST, _LEAST, _SMALLEST)  # for kernels with the same formulas
@@ -72,9 +72,12 @@ def surely_none(flags_B: Tensor) -> bool:
     return not flags_B.is_cuda and not bool(flags_B.any())
 
 
-def cleaned(t: Tensor, counts_B: Tensor, axis: int = 0) -> Tensor:
-    """0 in rows that do not count, for 0 times NaN is NaN; as they are where somebody else sees to them."""
-    if switch.noted(counts_B) or surely_none(~counts_B):
+def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
+    """0 in rows whose factor is 0 (or False), for 0 times NaN is NaN; as they are where somebody else sees to them."""
+    if switch.noted(factor_B):
+        return t
+    counts_B = factor_B > 0
+    if surely_none(~counts_B):
         return t
     shape = [1] * t.dim()
     shape[axis] = -1
@@ -102,9 +105,9 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: s
         nu_B = torch.isfinite(norm_B).double()
     else:
         if mass_Bn is not None:
-            norm_B = torch.maximum(norm_B, _LEFT_OF_MASS * lengths(mass_Bn))
+            norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
         nu_B = upstream_scales(norm_B, bound, mode)
-    return (cleaned(rows_Bn, nu_B > 0) * along(nu_B, rows_Bn)).sum(0)
+    return (cleaned(rows_Bn, nu_B) * along(nu_B, rows_Bn)).sum(0)
 
 
 def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:

@@ -82,9 +82,7 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
     )
     private = clipwise.make_private(
         model,
-        torch.optim.Adam(
-            model.parameters(), claim.learning_rate, capturable=images.train.tensors[0].is_cuda
-        ),
+        torch.optim.Adam(model.parameters(), claim.learning_rate, capturable=images.train.tensors[0].is_cuda),
         images.train,
         clipping=clipwise.Backprop(split="equal"),
         batch_size=claim.batch_size,

@@ -1,0 +1,139 @@
+"""The passes that a clipped map makes over inputs, outputs and gradients, by kernels: each reads what it needs once.
+
+Where `fits` says no (on a CPU, in float64, without Triton) maps.py does the same with torch's operations.
+
+    forward    |x|^2                       one reading of x (of squares a pixel, where these are wanted anyhow)
+               z <- s z + b                in place
+    backward   sums over positions of g    one reading of g
+               h = s nu g                  one reading, one writing: g belongs to autograd
+               dx <- (I - u u^T) dx / nu   in place
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from clipwise import kernels
+from clipwise.kernels.factors import Norms, gradient_factors, input_factors
+from clipwise.kernels.measures import measures
+from clipwise.kernels.scaled import scaled
+from clipwise.kernels.squares import row_squares
+from clipwise.kernels.tangent import to_tangent_
+from clipwise.kernels.weighted import weighted_sum
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.scales import LEFT_OF_MASS, LIMITS, Constants
+
+if TYPE_CHECKING:
+    from clipwise.layers.clipped.maps import Map
+
+
+def fits(t: Tensor) -> bool:
+    """Whether the kernels take this tensor."""
+    return kernels.usable(t) and t.numel() > 0 and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def input_scales_of(x: Tensor, squares_BGP: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
+    """|x| and s of each example, and a note of s."""
+    square_B = row_squares(x.reshape(len(x), -1)) if squares_BGP is None else squares_BGP.flatten(1).sum(1)
+    norm_B, scale_B = input_factors(square_B, input_norm, LIMITS)
+    switch.noted(scale_B)
+    return norm_B, scale_B
+
+
+def scaled_output(of: Map, z: Tensor, scale_B: Tensor, bias: Tensor | None) -> Tensor:
+    """s z + b, in place: z is new."""
+    z = z if _is_view(of.channels(z), z) else z.contiguous()
+    scaled(of.channels(z), scale_B, bias, out=of.channels(z))
+    return z
+
+
+def cleared(t: Tensor, factor_B: Tensor) -> Tensor:
+    """0 in rows whose factor is 0, in place: t is ours. It costs nothing where there are none."""
+    if switch.noted(factor_B):
+        return t
+    t = _with_entries_in_place(t)
+    scaled(_entries(t), (factor_B > 0).double(), out=_entries(t))
+    return t
+
+
+def upstream_factors(
+    of: Map,
+    c: Constants,
+    g: Tensor,
+    x_shape: torch.Size,
+    scale_B: Tensor,
+    lengths_BGP: Tensor | None,
+    clips: bool,
+    clips_weights: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """nu of the weights' gradient, and the bias's gradient, clipped; see maps.py for the formulas."""
+    g_BKR, normalizes = of.channels(g), c.mode == "normalize"
+    by_windows = lengths_BGP is not None and clips_weights
+    bias_bound = c.grad_norm if clips else None
+    if not of.has_positions(g):
+        rows_BK = g_BKR[..., 0]
+        times_B = scale_B * lengths_BGP[:, 0, 0] if by_windows and lengths_BGP is not None else None
+        norms, of_bias = Norms(rows_BK, times=times_B), Norms(rows_BK)
+    else:
+        most, cover = of.upstream_times(x_shape)
+        has_mass = clips_weights and not by_windows and most is not None
+        found = measures(
+            g_BKR,
+            lengths_BGP if by_windows else None,
+            total=needs_bias,
+            mass=needs_bias or has_mass,
+            square=not by_windows,
+        )
+        if by_windows:
+            norms = Norms(found.weighted, times=scale_B)
+        else:
+            first, a = (found.mass, most) if has_mass and most is not None else (None, 1.0)
+            norms = Norms(first, found.square, True, first_times=a, second_times=cover)
+        rows_BK = found.total if found.total is not None else g_BKR[..., 0]
+        of_bias = Norms(rows_BK, found.mass, second_times=LEFT_OF_MASS, takes_larger=True)
+    bound = None
+    if clips_weights:
+        bound = c.input_norm * c.grad_norm if by_windows else c.grad_norm
+    nu_B = gradient_factors(norms, bound, normalizes, LIMITS)
+    switch.noted(nu_B)
+    if not needs_bias:
+        return nu_B, None
+    if bound == bias_bound and not of.has_positions(g) and not by_windows:
+        return nu_B, weighted_sum(rows_BK, nu_B)  # of the same norm
+    weight_B = gradient_factors(of_bias, bias_bound, normalizes, LIMITS)
+    switch.noted(weight_B)
+    return nu_B, weighted_sum(rows_BK, weight_B)
+
+
+def scaled_gradient(of: Map, g: Tensor, factor_B: Tensor) -> Tensor:
+    """f g, a new tensor."""
+    h = torch.empty_like(g)
+    if not _is_view(of.channels(h), h):  # some other order of the axes
+        h = torch.empty_like(g, memory_format=torch.contiguous_format)
+    scaled(of.channels(g), factor_B, out=of.channels(h))
+    return h
+
+
+def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor, nu_B: Tensor | None) -> Tensor:
+    """dx without what is along a clipped input, and without nu where that is given; in place: dx is new."""
+    dx = _with_entries_in_place(dx)
+    to_tangent_(_entries(dx), _entries(x), norm_B, scale_B, nu_B)
+    return dx
+
+
+def _entries(t: Tensor) -> Tensor:
+    """All entries of each example, as [B, K, R]."""
+    return t.unsqueeze(1) if t.dim() == 2 else t.flatten(2)
+
+
+def _with_entries_in_place(t: Tensor) -> Tensor:
+    """The tensor, or a copy of it whose entries can be seen so without another one."""
+    return t if _is_view(_entries(t), t) else t.contiguous()
+
+
+def _is_view(view: Tensor, t: Tensor) -> bool:
+    return view.data_ptr() == t.data_ptr()

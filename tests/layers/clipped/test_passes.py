@@ -1,0 +1,146 @@
+"""Clipped maps by kernels, in Triton's interpreter: the same as by torch's operations in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipwise.layers.clipped import passes, switch
+from tests.kernels import conftest as _interpreter  # noqa: F401 (lets the interpreter count loops)
+from tests.kernels.ways import needs_triton
+from tests.layers.clipped.cases import CASES, Case, bounds, clipped, inputs
+
+pytestmark = needs_triton
+
+NAMES = ["linear", "linear without bias", "linear over positions", "linear over a grid", "conv1d", "conv2d",
+         "conv3d", "padding", "same padding, even kernel", "stride", "dilation", "groups", "depthwise", "circular",
+         "replicate"]  # fmt: skip
+WAYS = [(mode, bound) for mode in ("clip", "normalize") for bound in ("upstream", "gradient")]
+every_name = pytest.mark.parametrize("name", NAMES)
+every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
+
+
+def gradients(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    """Of the parameters, and of the input."""
+    x = x.detach().requires_grad_()
+    return list(torch.autograd.grad(model(x), [*model.parameters(), x], g))
+
+
+def pair(case: Case, **options: object) -> tuple[nn.Module, nn.Module]:
+    """In float32, where kernels fit, and in float64, where they do not."""
+    exact = clipped(case, **options)
+    return copy.deepcopy(exact).float(), exact
+
+
+def upstream(model: nn.Module, x: Tensor, scale: float = 3.0) -> Tensor:
+    with torch.no_grad():
+        shape = model(x).shape
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def require_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-4, atol=2e-5)
+
+
+@every_name
+@every_way
+def test_the_same_sums(name: str, mode: str, bound: str) -> None:
+    case = CASES[name]
+    ours, exact = pair(case, mode=mode, bound=bound)
+    x = inputs(case, scale=1.0)
+    x[0] *= 0.01  # is not clipped
+    g = upstream(exact, x)
+    assert passes.fits(x.float()) and not passes.fits(x)
+    require_close([ours(x.float())], [exact(x)])
+    require_close(gradients(ours, x.float(), g.float()), gradients(exact, x, g))
+
+
+@every_name
+@pytest.mark.parametrize("where", ["input", "gradient"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_counts_nothing(name: str, where: str, value: float) -> None:
+    case = CASES[name]
+    for mode, bound in (WAYS[0], WAYS[3]):
+        ours, exact = pair(case, mode=mode, bound=bound)
+        x = inputs(case)
+        g = upstream(exact, x)
+        (x if where == "input" else g)[1].view(-1)[0] = value
+        found, expected = gradients(ours, x.float(), g.float()), gradients(exact, x, g)
+        require_close(found[:-1], expected[:-1])
+        require_close([found[-1][[0, 2, 3]]], [expected[-1][[0, 2, 3]]])
+
+
+@pytest.mark.parametrize("name", ["conv2d", "same padding, even kernel", "groups"])
+@every_way
+def test_layouts(name: str, mode: str, bound: str) -> None:
+    """Images with their channels last, and every second image of a batch."""
+    case = CASES[name]
+    ours, exact = pair(case, mode=mode, bound=bound)
+    x = inputs(case)
+    g = upstream(exact, x)
+    expected = gradients(exact, x, g)
+    for form in (torch.channels_last, torch.contiguous_format):
+        there = copy.deepcopy(ours).to(memory_format=form)  # type: ignore[call-overload]
+        laid = x.float().contiguous(memory_format=form)
+        require_close(gradients(there, laid, g.float().contiguous(memory_format=form)), expected)
+        doubled = laid.repeat_interleave(2, 0)[::2], g.float().repeat_interleave(2, 0)[::2]
+        require_close(gradients(there, *doubled), expected)
+    transposed = x.float().mT.contiguous().mT, g.float().mT.contiguous().mT
+    require_close(gradients(ours, *transposed), expected)
+
+
+@pytest.mark.parametrize("name", ["linear over positions", "same padding, even kernel", "conv2d"])
+@every_way
+def test_nothing_is_cleared_where_factors_are_noted(name: str, mode: str, bound: str) -> None:
+    case = CASES[name]
+    ours, exact = pair(case, mode=mode, bound=bound)
+    x = inputs(case)
+    g = upstream(exact, x)
+    with switch.noting() as factors:
+        found = gradients(ours, x.float(), g.float())
+    assert factors and bool((torch.cat(factors) > 0).all())
+    require_close(found, gradients(exact, x, g))
+    x[1].view(-1)[0] = math.nan
+    with switch.noting() as factors:
+        gradients(ours, x.float(), g.float())
+    assert bool((torch.cat(factors) == 0).any())
+
+
+@pytest.mark.parametrize("name", [*NAMES, "attention"])
+@every_way
+def test_no_example_adds_more_than_its_bound(name: str, mode: str, bound: str) -> None:
+    case = CASES[name]
+    ours, _ = pair(case, mode=mode, bound=bound)
+    for scale in (1e-3, 1.0, 1e4):
+        x = inputs(case, 1, scale).float()
+        g = upstream(ours, x, 1e3).float()
+        for (parameter, most), gradient in zip(bounds(ours).items(), gradients(ours, x, g)[:-1], strict=True):
+            assert float(gradient.double().norm()) <= most, parameter
+
+
+@every_way
+def test_in_half_precision_sums_are_those_of_the_weights(mode: str, bound: str) -> None:
+    """As under autocast: input and gradient come in bfloat16."""
+    case = CASES["linear over positions"]
+    ours, _ = pair(case, mode=mode, bound=bound)
+    x = inputs(case).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours(x)
+    assert y.dtype == torch.bfloat16
+    for (parameter, most), gradient in zip(
+        bounds(ours).items(), torch.autograd.grad(y, list(ours.parameters()), 1e3 * y), strict=True
+    ):
+        assert gradient.dtype == torch.float32 and 0 < float(gradient.norm()) <= most * len(x), parameter
+
+
+@every_name
+def test_nobody_may_be_drawn(name: str) -> None:
+    case = CASES[name]
+    ours, _ = pair(case)
+    x = inputs(case, 0).float()
+    assert ours(x).shape == (0, *ours(inputs(case).float()).shape[1:])
