@@ -22,6 +22,7 @@ from clipwise.errors import (
 )
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import bounds_of, trace
+from clipwise.lipschitz.bounds import measured_norms
 from clipwise.lipschitz.weights import clip_and_measure_, limits_of
 from clipwise.privacy import effective_multiplier
 from tests.runs import CLASSES, FEATURES, HIDDEN, data, parameters, private_run, same, sgd
@@ -103,9 +104,9 @@ def test_norms_for_the_clip_serve_the_bounds_too() -> None:
                 p.mul_(3 * torch.rand(()))
         found = trace(model, (1, 8, 8))
         scaled, ratios = clip_and_measure_(found, limits_of(found, C), "spectral", "spectral")
-        for op in found.operations:
-            for name, value in op.rule.measured("spectral").items():
-                assert float(value) <= scaled[op.name][name] <= float(value) * (1 + 1e-4) + 1e-12, name
+        for op, measured in measured_norms(found, "spectral").items():
+            for name, value in measured.items():
+                assert value <= scaled[op][name] <= value * (1 + 1e-4) + 1e-12, name
         assert ratios.keys() == {name for name, _ in model.named_parameters()}
 
 

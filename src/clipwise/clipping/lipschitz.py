@@ -28,8 +28,8 @@ from clipwise.lipschitz.trace import Network, trace
 from clipwise.lipschitz.weights import (
     NORMS,
     MaxWeightNorm,
+    clip_,
     clip_and_measure_,
-    clip_weights_,
     is_on_limit,
     limits_of,
 )
@@ -256,8 +256,7 @@ class LipschitzClipper(Clipper):
         return found
 
     def _fixed_bounds(self) -> Bounds:
-        found = clip_weights_(self._network, self._limits, self._strategy.norm)
-        self._ratios = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        self._ratios = clip_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
                 raise UnsupportedModelError(

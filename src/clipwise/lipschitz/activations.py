@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Norms, Rounding, Rule
+from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 
 # The largest slopes, rounded up. Those above 1 lie outside the flat and the linear parts of the function.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
@@ -53,13 +53,13 @@ class LearnedSlopeRule(Rule):
     def __init__(self, module: nn.PReLU, rounding: Rounding) -> None:
         self.module, self.rounding = module, rounding
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
+    def measured(self, effort: Effort) -> Measurements:
         return {"weight": self.module.weight.detach().double().abs().amax()}
 
     def allowed(self, limit: float) -> dict[str, float]:
         return {"weight": limit}
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
+    def limited(self, effort: Effort) -> Measurements:
         return self.measured(effort)
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:

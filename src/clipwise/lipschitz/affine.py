@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from clipwise.lipschitz.convolution import as_matrices, matrix_bound, operator_bound, windows_of
-from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
+from clipwise.lipschitz.convolution import as_matrices, operator_from, operator_terms, windows_of
+from clipwise.lipschitz.measuring import Length, Spectral
+from clipwise.lipschitz.norms import frobenius_norms
 from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Norms, Rounding, Rule
+from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 
 _EPS = torch.finfo(torch.float64).eps
 _NOTHING = 1e-40  # what numbers below the smallest of float32 are rounded by
@@ -30,21 +31,15 @@ class LinearRule(Rule):
     def __init__(self, module: nn.Linear, rounding: Rounding) -> None:
         self.module, self.rounding = module, rounding
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
+    def measured(self, effort: Effort) -> Measurements:
         weight = self.module.weight.detach().double()  # once for all
-        frobenius = frobenius_norms(weight)
-        return {
-            "weight": frobenius if effort == "frobenius" else spectral_bounds(weight),
-            "frobenius": frobenius,
-            "rows": frobenius_norms(weight.unsqueeze(-2)).amax(),
-            "bias": _length(self.module.bias, weight),
-        }
+        return _measured(as_matrices(weight, 1), self.module.bias, effort)
 
     def allowed(self, limit: float) -> dict[str, float]:
         return _allowed(limit, min(self.module.weight.shape), self.module.bias)
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
-        return _limited(self.module.weight, 1, self.module.bias, effort)
+    def limited(self, effort: Effort) -> Measurements:
+        return _limited(as_matrices(self.module.weight.detach().double(), 1), self.module.bias, effort)
 
     def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
         return _lengths(norms, norm, self.module.bias)
@@ -94,23 +89,24 @@ class ConvolutionRule(Rule):
         self._cover, self._taps = self.windows.cover, self.windows.taps
         self._channels = module.in_channels // module.groups
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
+    def measured(self, effort: Effort) -> Measurements:
         weight, groups = self.module.weight.detach().double(), self.module.groups
-        matrix = matrix_bound(weight, groups, effort)
-        return {
-            "weight": matrix,
-            "operator": operator_bound(weight, groups, self.windows, effort, matrix),
-            "frobenius": matrix if effort == "frobenius" else matrix_bound(weight, groups, "frobenius"),
-            "rows": frobenius_norms(weight.flatten(1).unsqueeze(-2)).amax(),
-            "bias": _length(self.module.bias, weight),
+        return _measured(as_matrices(weight, groups), self.module.bias, effort) | operator_terms(
+            weight, groups, self.windows, effort
+        )
+
+    def joined(self, found: Norms) -> dict[str, float]:
+        return {name: found[name] for name in ("weight", "frobenius", "rows", "bias")} | {
+            "operator": operator_from(found, self.windows)
         }
 
     def allowed(self, limit: float) -> dict[str, float]:
         side = min(as_matrices(self.module.weight, self.module.groups).shape[1:])
         return _allowed(limit, side, self.module.bias) | {"operator": limit * math.sqrt(self._cover)}
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
-        return _limited(self.module.weight, self.module.groups, self.module.bias, effort)
+    def limited(self, effort: Effort) -> Measurements:
+        matrices = as_matrices(self.module.weight.detach().double(), self.module.groups)
+        return _limited(matrices, self.module.bias, effort)
 
     def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
         return _lengths(norms, norm, self.module.bias)
@@ -160,13 +156,13 @@ class EmbeddingRule(Rule):
     def __init__(self, module: nn.Embedding, out: Sequence[int], rounding: Rounding) -> None:
         self.module, self.rounding, self.out = module, rounding, tuple(out)
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
+    def measured(self, effort: Effort) -> Measurements:
         return {"rows": frobenius_norms(self.module.weight.unsqueeze(-2)).amax()}
 
     def allowed(self, limit: float) -> dict[str, float]:
         return {"rows": limit}
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
+    def limited(self, effort: Effort) -> Measurements:
         return {"weight": frobenius_norms(self.module.weight.unsqueeze(-2)).unsqueeze(1)}
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
@@ -185,9 +181,24 @@ def _allowed(limit: float, side: int, bias: Tensor | None) -> dict[str, float]:
     return {"weight": limit, "frobenius": limit * math.sqrt(side), "rows": limit, "bias": shift}
 
 
-def _limited(weight: Tensor, groups: int, bias: Tensor | None, effort: Effort) -> dict[str, Tensor]:
-    norm = matrix_bound(weight, groups, effort)
-    return {"weight": norm} | ({} if bias is None else {"bias": _length(bias, weight)})
+def _measured(matrices: Tensor, bias: Tensor | None, effort: Effort) -> Measurements:
+    """What a linear map of each window has: float64 [g, m, n], all outputs of a group by all of its inputs."""
+    _, m, n = matrices.shape
+    rows = torch.linalg.vector_norm(matrices, dim=2)
+    frobenius = Length(torch.linalg.vector_norm(rows, dim=1).amax(), m * n)
+    return {
+        "weight": frobenius if effort == "frobenius" else Spectral(matrices),
+        "frobenius": frobenius,
+        "rows": Length(rows.amax(), n),
+        "bias": _length(bias, matrices),
+    }
+
+
+def _limited(matrices: Tensor, bias: Tensor | None, effort: Effort) -> Measurements:
+    found: Measurements = {
+        "weight": _measured(matrices, None, effort)["weight"] if effort == "frobenius" else Spectral(matrices)
+    }
+    return found | ({} if bias is None else {"bias": _length(bias, matrices)})
 
 
 def _lengths(norms: Norms, norm: str, bias: Tensor | None) -> dict[str, float]:
@@ -214,10 +225,10 @@ def _scaled(
     return found
 
 
-def _length(bias: Tensor | None, like: Tensor) -> Tensor:
+def _length(bias: Tensor | None, like: Tensor) -> Tensor | Length:
     if bias is None:
         return like.new_zeros((), dtype=torch.float64)
-    return frobenius_norms(bias.unsqueeze(0))
+    return Length(torch.linalg.vector_norm(bias.detach(), dtype=torch.float64), bias.numel())
 
 
 def _with_bias(bias: Tensor | None, weight: float, shift: float) -> dict[str, float]:

@@ -12,9 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.lipschitz.measuring import measured_together
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import EFFORTS, Effort
 from clipwise.lipschitz.shaping import JoinRule
@@ -117,17 +116,10 @@ def measured_norms(
     network: Network, effort: Effort, operations: Iterable[Operation] | None = None
 ) -> Measured:
     """All norms of the weights, brought from the device in one go; or those of some operations."""
-    tensors = {
-        op.name: op.rule.measured(effort) for op in (network.operations if operations is None else operations)
-    }
-    names = [(op, name) for op, found in tensors.items() for name in found]
-    if not names:
-        return {op: {} for op in tensors}
-    values = torch.stack([tensors[op][name].reshape(()) for op, name in names]).tolist()
-    found: Measured = {op: {} for op in tensors}
-    for (op, name), value in zip(names, values, strict=True):
-        found[op][name] = value
-    return found
+    rules = {op.name: op.rule for op in (network.operations if operations is None else operations)}
+    wanted = {name: rule.measured(effort) for name, rule in rules.items()}
+    values = iter(measured_together([one for some in wanted.values() for one in some.values()]))
+    return {op: rules[op].joined({name: next(values) for name in some}) for op, some in wanted.items()}
 
 
 def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
@@ -143,7 +135,7 @@ def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
         if given:
             found[op.name] = op.rule.allowed(max(given))
         else:
-            found[op.name] = {k: float(v) for k, v in op.rule.measured("spectral").items()}
+            found |= measured_norms(network, "spectral", [op])
     return found
 
 

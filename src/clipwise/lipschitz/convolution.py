@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from clipwise.lipschitz.measuring import Spectral
 from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
-from clipwise.lipschitz.rule import Effort
+from clipwise.lipschitz.rule import Effort, Measurements
 
 _EPS = torch.finfo(torch.float64).eps
+_SLACK = 2.0**-26  # for sums of up to 2^26 numbers in float64
 _LARGEST_TORUS = 2**23  # numbers in the transfer matrices of a torus bound: 128 MiB
 _TORUS_ITERATIONS = 5
 
@@ -85,37 +87,39 @@ def as_matrices(weight: Tensor, groups: int) -> Tensor:
     return weight.reshape(groups, weight.shape[0] // groups, -1)
 
 
-def matrix_bound(weight: Tensor, groups: int, effort: Effort = "spectral") -> Tensor:
-    """At least |W|, W as c_out x (c_in k), the largest of the groups."""
-    matrices = as_matrices(weight, groups)
-    return (frobenius_norms(matrices) if effort == "frobenius" else spectral_bounds(matrices)).amax()
+def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort) -> Measurements:
+    """What `operator_from` needs besides `weight` and `frobenius`: the norms of W as c_out x (c_in k)."""
+    if effort == "frobenius":
+        return {}
+    by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    sums = by_group.abs().sum(3)
+    found: Measurements = {
+        "most into an output": sums.sum(2).amax(),
+        "most out of an input": sums.sum(1).amax(),
+    }
+    if by_group.shape[1] < by_group.shape[2] or effort == "tight":
+        # With so many inputs this form of W has fewer rows: noise in it has a smaller norm.
+        found["scattering"] = Spectral(by_group.transpose(2, 3).flatten(1, 2))
+    return found | ({"torus": torus_bound(weight, groups, windows)} if effort == "tight" else {})
 
 
-def operator_bound(
-    weight: Tensor, groups: int, windows: Windows, effort: Effort = "spectral", matrix: Tensor | None = None
-) -> Tensor:
+def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
     """At least the norm of the convolution from image to image, the smallest of the bounds that hold:
 
     - gathering: |windows of x|^2 <= cover |x|^2, so sqrt(cover) |W|, W as c_out x (c_in k);
-    - scattering: an output sums at most `taps` parts, so sqrt(taps) |W|, W as (c_out k) x c_in;
+    - scattering: an output sums at most `taps` parts, so sqrt(taps) |W|, W as (c_out k) x c_in, whose norm is at most
+      |W|_F. It is worth its time where there are more inputs than outputs;
     - sqrt(|.|_1 |.|_inf) of the operator, from the sums of its kernel;
     - with effort "tight": the exact norm on a torus that is so large that nothing wraps around.
-
-    `matrix` is what `matrix_bound` gives, where it is known already.
     """
-    if matrix is None:
-        matrix = matrix_bound(weight, groups, effort)
-    if effort == "frobenius":
-        return matrix * math.sqrt(min(windows.cover, windows.taps))
-    gathering = matrix * math.sqrt(windows.cover)
-    by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-    scattering = spectral_bounds(by_group.transpose(2, 3).flatten(1, 2)).amax() * math.sqrt(windows.taps)
-    sums = by_group.abs()
-    crossed = (sums.sum((2, 3)).amax() * sums.sum((1, 3)).amax()).sqrt()
-    found = torch.minimum(torch.minimum(gathering, scattering), crossed) * (1 + weight.numel() * _EPS)
-    if effort == "tight":
-        found = torch.minimum(found, torus_bound(weight, groups, windows))
-    return found
+    found = [
+        math.sqrt(windows.cover) * norms["weight"],
+        math.sqrt(windows.taps) * norms.get("scattering", norms["frobenius"]),
+    ]
+    if "most into an output" in norms:
+        found.append(math.sqrt(norms["most into an output"] * norms["most out of an input"]))
+    finite = all(map(math.isfinite, found))  # min() would pass over NaN
+    return min(*found, norms.get("torus", math.inf)) * (1 + _SLACK) if finite else math.inf
 
 
 def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:

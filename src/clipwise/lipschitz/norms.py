@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_EPS = torch.finfo(torch.float64).eps
-_NOTHING = 1e-150
+EPS = torch.finfo(torch.float64).eps
+NOTHING = 1e-150
 _SMALL = (
     256  # up to this side, and for so many matrices, eigenvalues are quick on a CPU; they are nearly exact
 )
@@ -36,12 +36,17 @@ def spectral_bounds(matrices: Tensor, iterations: int | None = None) -> Tensor:
     size = a.shape[-2] + a.shape[-1]
     sums = a.abs()
     crossed = (sums.sum(-1).amax(-1) * sums.sum(-2).amax(-1)).sqrt()  # Riesz-Thorin between 1 and inf
-    found = torch.minimum(frobenius_norms(a), crossed) * (1 + size * _EPS)
+    found = torch.minimum(frobenius_norms(a), crossed) * (1 + size * EPS)
     if min(a.shape[-2:]) == 1:
         return found  # then the Frobenius norm is the spectral norm
     if iterations is None:
-        iterations = _ITERATIONS if min(a.shape[-2:]) <= _LARGE else _FEWER
+        iterations = iterations_for(min(a.shape[-2:]))
     return torch.minimum(found, gram_bounds(a, iterations))
+
+
+def iterations_for(side: int) -> int:
+    """How many Gram iterations a matrix gets, by its smaller side."""
+    return _ITERATIONS if side <= _LARGE else _FEWER
 
 
 def eigenvalue_bounds(a: Tensor, whole: Tensor) -> Tensor:
@@ -57,15 +62,15 @@ def eigenvalue_bounds(a: Tensor, whole: Tensor) -> Tensor:
         return whole
     a = a / whole[..., None, None]
     squares: Tensor = torch.linalg.eigvalsh(a @ a.mH)[..., -1].clamp(min=0)
-    return whole * (squares * (1 + 16 * m * _EPS) + (4 * (n + 8) + 16 * m) * _EPS).sqrt() * (1 + 8 * _EPS)
+    return whole * (squares * (1 + 16 * m * EPS) + (4 * (n + 8) + 16 * m) * EPS).sqrt() * (1 + 8 * EPS)
 
 
 def frobenius_norms(matrices: Tensor) -> Tensor:
     """At least the Frobenius norm of each matrix [..., m, n]; float64 [...]."""
     a = _wide(matrices)
-    # In float64 squares of float32 numbers neither vanish nor overflow; those below 1e-154 are within _NOTHING.
+    # In float64 squares of float32 numbers neither vanish nor overflow; those below 1e-154 are within NOTHING.
     norms: Tensor = torch.linalg.vector_norm(a, dim=(-2, -1))
-    return norms * (1 + (a.shape[-2] * a.shape[-1] + 8) * _EPS) + _NOTHING
+    return norms * (1 + (a.shape[-2] * a.shape[-1] + 8) * EPS) + NOTHING
 
 
 def gram_bounds(matrices: Tensor, iterations: int) -> Tensor:
@@ -82,18 +87,18 @@ def gram_bounds(matrices: Tensor, iterations: int) -> Tensor:
     if a.shape[-2] > a.shape[-1]:
         a = a.mH
     whole = frobenius_norms(a)
-    a = a / torch.where(whole > 0, whole, 1.0)[..., None, None]
+    a = a / whole[..., None, None]  # never 0: it is at least NOTHING
     sizes: list[Tensor] = []
     errors: list[float] = []
     for _ in range(iterations):
-        errors.append(4 * (a.shape[-1] + 8) * _EPS)
+        errors.append(4 * (a.shape[-1] + 8) * EPS)
         a = a @ a.mH
         sizes.append(frobenius_norms(a))
-        a = a / torch.where(sizes[-1] > 0, sizes[-1], 1.0)[..., None, None]
+        a = a / sizes[-1][..., None, None]
     bound = torch.ones_like(whole)
     for size, error in zip(reversed(sizes), reversed(errors), strict=True):
         bound = (size * bound + error).sqrt()
-    return whole * bound * (1 + 16 * _EPS)
+    return whole * bound * (1 + 16 * EPS)
 
 
 def _is_quick(a: Tensor) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
+from clipwise.lipschitz.measuring import Length, Spectral
+from clipwise.lipschitz.norms import spectral_bounds
 from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Norms, Rounding, Rule
+from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 from clipwise.lipschitz.shaping import dropped
 
 RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
@@ -54,15 +55,16 @@ class RecurrentRule(Rule):
         self.out = (self.length, module.hidden_size * len(self.directions))
         self.kept = dropped(module.dropout) * (1 + rounding.of_elements)
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def measured(self, effort: Effort) -> Measurements:
+        found: Measurements = {}
         for name, p in self.module.named_parameters():
+            rows = torch.linalg.vector_norm(p.detach(), dim=-1, dtype=torch.float64)
             if name.startswith("bias"):
-                found[name] = frobenius_norms(p.unsqueeze(0))
+                found[name] = Length(rows, p.numel())
                 continue
-            found[name + ".frobenius"] = frobenius_norms(p)
-            found[name] = found[name + ".frobenius"] if effort == "frobenius" else spectral_bounds(p)
-            found[name + ".rows"] = frobenius_norms(p.unsqueeze(-2)).amax()
+            found[name + ".frobenius"] = frobenius = Length(torch.linalg.vector_norm(rows), p.numel())
+            found[name] = frobenius if effort == "frobenius" else Spectral(p.detach().double().unsqueeze(0))
+            found[name + ".rows"] = Length(rows.amax(), p.shape[1])
         return found
 
     def allowed(self, limit: float) -> dict[str, float]:
@@ -74,7 +76,7 @@ class RecurrentRule(Rule):
                 found[name + ".rows"] = limit
         return found
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
+    def limited(self, effort: Effort) -> Measurements:
         measured = self.measured(effort)
         return {name: measured[name] for name, _ in self.module.named_parameters()}
 

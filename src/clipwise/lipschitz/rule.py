@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.lipschitz.measuring import Wanted
 from clipwise.lipschitz.reach import Reach
 
 # How much work the norms of the weights may cost: the larger, the smaller the bounds.
@@ -17,6 +18,7 @@ Effort = Literal["frobenius", "spectral", "tight"]
 EFFORTS: tuple[Effort, ...] = ("frobenius", "spectral", "tight")
 
 Norms = Mapping[str, float]  # what was measured of an operation's parameters
+Measurements = dict[str, Tensor | Wanted]  # what is to be measured of them, all together
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,20 @@ class Rule(ABC):
         False  # whether `lengths` and `scaled` are there: then one measurement serves clip and bounds
     )
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
-        """Norms of the current parameters, as float64 numbers on their device."""
+    def measured(self, effort: Effort) -> Measurements:
+        """Norms of the current parameters: float64 numbers on their device, or norms that are wanted."""
         return {}
+
+    def joined(self, found: Norms) -> dict[str, float]:
+        """Norms for the methods below, from what was measured."""
+        return dict(found)
 
     def allowed(self, limit: float) -> dict[str, float]:
         """The same norms for parameters that are only known to be clipped to `limit`."""
         return {}
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
-        """For each parameter the norm that weight clipping limits; it may have one for each row."""
+    def limited(self, effort: Effort) -> Measurements:
+        """For each parameter the norm that weight clipping limits; as a tensor it may have one for each row."""
         return {}
 
     def lengths(self, norms: Norms, norm: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipwise.lipschitz.norms import frobenius_norms
 from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Norms, Rounding, Rule
+from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 
 
 class MoveRule(Rule):
@@ -135,14 +135,14 @@ class ParameterRule(Rule):
     def __init__(self, tensor: Tensor, shape: Sequence[int]) -> None:
         self.tensor, self.shape = tensor, tuple(shape)
 
-    def measured(self, effort: Effort) -> dict[str, Tensor]:
+    def measured(self, effort: Effort) -> Measurements:
         flat = self.tensor.detach().reshape(1, -1)
         return {"norm": frobenius_norms(flat), "entry": flat.double().abs().amax()}
 
     def allowed(self, limit: float) -> dict[str, float]:
         return {"norm": limit, "entry": limit}
 
-    def limited(self, effort: Effort) -> dict[str, Tensor]:
+    def limited(self, effort: Effort) -> Measurements:
         return {"": self.measured(effort)["norm"]} if isinstance(self.tensor, torch.nn.Parameter) else {}
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:

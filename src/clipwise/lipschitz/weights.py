@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.lipschitz.bounds import Measured, measured_norms
+from clipwise.lipschitz.measuring import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
 
@@ -56,7 +57,18 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     """
     if norm not in NORMS:
         raise ConfigurationError(f"norm={norm!r} is not known: use one of {', '.join(map(repr, NORMS))}.")
-    return _clip_operations_(network, network.operations, limits, norm)
+    parameters = _parameters(network)
+    ratios = _clip_operations_(parameters, network.operations, limits, norm)
+    return {
+        name: torch.as_tensor(r, dtype=torch.float64, device=parameters[name].device)
+        for name, r in ratios.items()
+    }
+
+
+@torch.no_grad()
+def clip_(network: Network, limits: Mapping[str, float], norm: str) -> dict[str, float]:
+    """`clip_weights_`, with numbers: of each parameter its norm before over its limit."""
+    return _clip_operations_(_parameters(network), network.operations, limits, norm)
 
 
 @torch.no_grad()
@@ -75,9 +87,8 @@ def clip_and_measure_(
     shared = [op for op in network.operations if _is_shared(op, uses, limits)]
     apart = [op for op in network.operations if not _is_shared(op, uses, limits)]
     parameters = _parameters(network)
-    before = _clip_operations_(network, apart, limits, norm)
+    ratios = _clip_operations_(parameters, apart, limits, norm)
     norms = measured_norms(network, effort)
-    ratios = dict(zip(before, torch.stack(list(before.values())).tolist(), strict=True)) if before else {}
     for op in shared:
         factors: dict[str, float] = {}
         for own, length in op.rule.lengths(norms[op.name], norm).items():
@@ -100,11 +111,12 @@ def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, floa
 
 
 def _clip_operations_(
-    network: Network, operations: Iterable[Operation], limits: Mapping[str, float], norm: str
-) -> dict[str, Tensor]:
+    parameters: Mapping[str, Tensor], operations: Iterable[Operation], limits: Mapping[str, float], norm: str
+) -> dict[str, float]:
+    """Lengths of all are brought from the device in one go. A parameter with several uses has the largest of theirs."""
     effort: Effort = "frobenius" if norm == "frobenius" else "spectral"
-    parameters = _parameters(network)
-    found: dict[str, Tensor] = {}
+    by_row: dict[str, Tensor] = {}
+    wanted: list[tuple[str, bool, Tensor | Wanted]] = []
     for op in operations:
         if not any(name in limits for name in op.parameters.values()):
             continue
@@ -112,12 +124,32 @@ def _clip_operations_(
             name = op.parameters[own]
             if name not in limits:
                 continue
+            if isinstance(length, Tensor) and length.ndim:
+                by_row[name] = length
+                wanted.append((name, True, length.amax()))
+            else:
+                wanted.append((name, False, length))
+    ratios: dict[str, float] = {}
+    factors: dict[str, float] = {}
+    lengths = measured_together([one for _, _, one in wanted])
+    for (name, is_row, _), found in zip(wanted, lengths, strict=True):
+        ratios[name] = max(found / limits[name], ratios.get(name, 0.0), key=_or_nan)
+        if not is_row and limits[name] < found < math.inf:  # what is not finite is refused with the bounds
+            goal = _goal(parameters[name], limits[name])
+            factors[name] = min(goal / found, factors.get(name, 1.0))
+    for name, factor in factors.items():
+        parameters[name].mul_(factor)
+    for name, rows in by_row.items():
+        if limits[name] < ratios[name] * limits[name] < math.inf:
             p = parameters[name]
-            scale = _goal(p, limits[name]) / length
-            p.mul_(torch.where(length > limits[name], scale, 1.0).to(p.dtype))
-            ratio = length.amax() / limits[name]
-            found[name] = torch.maximum(found[name], ratio) if name in found else ratio
-    return found
+            rows = rows * (factors[name] * (1 + 4 * torch.finfo(p.dtype).eps) if name in factors else 1.0)
+            p.mul_(torch.where(rows > limits[name], _goal(p, limits[name]) / rows, 1.0).to(p.dtype))
+    return ratios
+
+
+def _or_nan(length: float) -> float:
+    """As large as can be, if it is no number."""
+    return math.inf if math.isnan(length) else length
 
 
 def _parameters(network: Network) -> dict[str, Tensor]:
