@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_outputs
+from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_not_coupled, require_outputs
 from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
@@ -222,6 +222,7 @@ class LipschitzClipper(Clipper):
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
         self._norms: Measured = {}
+        self._fixed: Bounds | None = None
         self._is_loaded = False
         self.follow(is_updated=True)
 
@@ -229,7 +230,7 @@ class LipschitzClipper(Clipper):
 
     def follow(self, is_updated: bool) -> bool:
         """After an update: clip the weights, and derive the bounds of the next step from them."""
-        if not is_updated and not self._is_loaded and not self._watch.has_changed():
+        if not is_updated and not self._is_loaded and not self._watch.may_have_changed():
             return False
         certified = self._fixed_bounds() if self._strategy.fixed else self._current_bounds()
         _require_representable(certified, self._network.input)
@@ -262,7 +263,15 @@ class LipschitzClipper(Clipper):
                 raise UnsupportedModelError(
                     f"Lipschitz: the weights {name!r} are not finite: take a smaller learning rate."
                 )
-        return bounds_of(self._network, self._constant, limits=self._limits)
+        if self._fixed is None:
+            found = bounds_of(self._network, self._constant, limits=self._limits)
+            # What is frozen is measured, since anybody may change it; for the rest the bounds stay.
+            is_constant = all(
+                n in self._limits for op in self._network.operations for n in op.parameters.values()
+            )
+            self._fixed = found if is_constant else None
+            return found
+        return self._fixed
 
     def state_dict(self) -> dict[str, Any]:
         """The norms of the weights, as they were bounded: those of clipped weights are not measured again."""
@@ -298,9 +307,13 @@ class LipschitzClipper(Clipper):
         self._require_as_bounded()
         self._require_no_hooks(outputs)
         self._match.require(outputs)
-        gradients, rows = gradients_at_outputs(losses, outputs, self._parameters)
+        found_at = gradients_at_outputs(losses, outputs, self._parameters)
+        # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
+        has_moved, are_coupled = torch.stack([self._watch.has_moved(), found_at.are_coupled]).tolist()
+        self._require_unchanged(has_moved)
+        require_not_coupled(are_coupled)
         # An example with several rows, such as views, counts as one: each row has its share.
-        gradients = clip_output_gradients(gradients, self._constant / rows)
+        gradients = clip_output_gradients(found_at.gradients, self._constant / found_at.rows)
         with self.arithmetic.products():
             found = torch.autograd.grad(outputs, list(self._parameters.values()), gradients)
         return {
@@ -309,11 +322,7 @@ class LipschitzClipper(Clipper):
 
     def _require_as_bounded(self) -> None:
         """The bounds are for these weights, these settings of layers and this arithmetic."""
-        if self._watch.has_changed():
-            raise StepError(
-                "The weights were changed between the draw of a batch and private.step: the bounds are for the weights "
-                "before. Change them before the next batch is drawn."
-            )
+        self._require_unchanged(self._watch.was_counted())
         for name, module in self._modules.items():
             if _settings_of(module) != self._settings[name]:
                 raise StepError(
@@ -325,6 +334,14 @@ class LipschitzClipper(Clipper):
             raise StepError(
                 "torch.set_float32_matmul_precision was lowered after make_private, and the bounds allow for less "
                 "rounding: set it back, or make a new private run."
+            )
+
+    def _require_unchanged(self, has_changed: bool) -> None:
+        if has_changed:
+            raise StepError(
+                "The weights were changed between the draw of a batch and private.step: the bounds are for the weights "
+                "before. Change them before the next batch is drawn, in place and under torch.no_grad(): what is "
+                "written through .data an accelerator shows too late."
             )
 
     def _require_no_hooks(self, outputs: Tensor) -> None:

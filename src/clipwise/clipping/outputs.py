@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,34 +18,55 @@ _ROUNDING = 1e-4
 _TINY = 1e-25  # below, numbers are rounded to other multiples
 
 
-def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters) -> tuple[Tensor, int]:
-    """The gradient of the sum of losses at the outputs, and how many of their rows each example has.
+@dataclass(frozen=True)
+class AtOutputs:
+    """The gradient of the sum of losses at the outputs.
 
-    Refuses losses that depend on parameters in another way than through the outputs, and losses that depend on
-    another example's outputs: with weights w_i on the losses, row j of the gradient must become w_j times what it was.
+    Args:
+        gradients: of the shape of the outputs.
+        rows: how many of the outputs' rows each example has.
+        are_coupled: whether a loss depends on another example's outputs, on the device: see `require_not_coupled`.
+    """
+
+    gradients: Tensor
+    rows: int
+    are_coupled: Tensor
+
+
+def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters) -> AtOutputs:
+    """Each example's gradient at its outputs. Whoever takes it asks whether examples are coupled.
+
+    Refuses losses that depend on parameters in another way than through the outputs. Losses depend on their own
+    outputs only if, with weights w_i on the losses, row j of the gradient becomes w_j times what it was.
     """
     rows = _rows_each(losses, outputs)
     _require_only_through(losses, outputs, parameters)
-    ones_B, weights_B = torch.ones_like(losses), probe_weights(len(losses), losses)
-    plain = _gradient(losses, outputs, ones_B)
-    if len(losses) > 1:
-        expected = plain * weights_B.to(plain).repeat_interleave(rows).view(-1, *[1] * (plain.dim() - 1))
-        if _differ(_gradient(losses, outputs, weights_B), expected):
-            raise CoupledExamplesError(
-                "The loss of one example depends on the outputs of another, so that no bound of single examples holds. "
-                "Usual causes: subtracting a mean over the batch, a loss that compares examples or is divided by "
-                "something of the whole batch."
-            )
-    return plain, rows
+    plain = _gradient(losses, outputs, torch.ones_like(losses))
+    if len(losses) == 1:
+        return AtOutputs(plain, rows, torch.zeros((), dtype=torch.bool, device=plain.device))
+    weights_B = probe_weights(len(losses), losses)
+    expected = plain * weights_B.to(plain).repeat_interleave(rows).view(-1, *[1] * (plain.dim() - 1))
+    return AtOutputs(plain, rows, _differ(_gradient(losses, outputs, weights_B), expected))
 
 
-def _differ(found: Tensor, expected: Tensor) -> bool:
+def require_not_coupled(are_coupled: bool) -> None:
+    """Refuse losses that depend on another example's outputs."""
+    if are_coupled:
+        raise CoupledExamplesError(
+            "The loss of one example depends on the outputs of another, so that no bound of single examples holds. "
+            "Usual causes: subtracting a mean over the batch, a loss that compares examples or is divided by "
+            "something of the whole batch."
+        )
+
+
+def _differ(found: Tensor, expected: Tensor) -> Tensor:
     """Whether a finite row is off by more than rounding: its length tells, since single numbers may cancel."""
     lengths, errors = (
         torch.linalg.vector_norm(t.flatten(1) if t.dim() > 1 else t.unsqueeze(1), dim=1, dtype=torch.float64)
         for t in (expected, found - expected)
     )
-    return bool((torch.isfinite(lengths) & ~(errors <= _ROUNDING * lengths + _TINY)).any())
+    is_off: Tensor = torch.isfinite(lengths) & ~(errors <= _ROUNDING * lengths + _TINY)
+    return is_off.any()
 
 
 def _gradient(losses: Tensor, outputs: Tensor, weights_B: Tensor) -> Tensor:
@@ -96,18 +118,38 @@ class Watch:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [t for t in tensors if t.is_floating_point()]
         self._seen: object = None
+        self._lengths: Tensor | None = None
 
     def remember(self) -> None:
-        """They are as they should be."""
-        self._seen = self._now()
+        """They are as they should be. Nobody waits for the device."""
+        self._seen, self._lengths = self._counts(), self._now()
+
+    def was_counted(self) -> bool:
+        """Whether torch has counted a change since `remember`: what the host alone can tell."""
+        return self._counts() != self._seen
+
+    def has_moved(self) -> Tensor:
+        """Whether a length differs from that of `remember`, on the device."""
+        if self._lengths is None or not self._tensors:
+            return torch.tensor(self._lengths is None)
+        return (self._now() != self._lengths).any()
 
     def has_changed(self) -> bool:
-        """Since `remember`."""
-        return self._now() != self._seen
+        """Since `remember`, by either sign."""
+        return self.was_counted() or bool(self.has_moved())
+
+    def may_have_changed(self) -> bool:
+        """`has_changed`; on an accelerator only what the host can tell, so that nobody waits."""
+        is_near = all(t.device.type == "cpu" for t in self._tensors)
+        return self.has_changed() if is_near else self.was_counted()
+
+    def _counts(self) -> object:
+        return [(t._version, t.data_ptr()) for t in self._tensors]
 
     @torch.no_grad()
-    def _now(self) -> object:
+    def _now(self) -> Tensor:
         if not self._tensors:
-            return ()
-        lengths = torch.stack([n.double() for n in torch._foreach_norm(self._tensors)]).tolist()
-        return [t._version for t in self._tensors], lengths
+            return torch.zeros(0)
+        lengths = torch._foreach_norm(self._tensors)
+        is_mixed = len({n.dtype for n in lengths}) > 1
+        return torch.stack([n.double() for n in lengths] if is_mixed else list(lengths))

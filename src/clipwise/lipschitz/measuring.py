@@ -79,8 +79,13 @@ class Spectral(Wanted):
         few, side = self.gram.shape[:2]
         return self.gram.device.type == "cpu" and few <= _FEW and side <= _SMALL
 
+    @cached_property
+    def trace(self) -> Tensor:
+        """|A|_F^2, of all matrices together."""
+        return self.gram.diagonal(0, -2, -1).sum()
+
     def numbers(self) -> list[Tensor]:
-        return [self.gram.diagonal(0, -2, -1).sum()]
+        return [self.trace]
 
     def certified(self, numbers: Sequence[float]) -> float:
         top, trace = numbers
@@ -124,8 +129,8 @@ def _largest_eigenvalues(spectral: Sequence[Spectral]) -> list[Tensor]:
         if side == 1:
             found[place] = gram.amax()
         elif one.is_quick:
-            trace = gram.diagonal(0, -2, -1).sum()
-            found[place] = torch.linalg.eigvalsh(gram)[:, -1].amax() if torch.isfinite(trace) else trace
+            is_finite = math.isfinite(float(one.trace))
+            found[place] = torch.linalg.eigvalsh(gram)[:, -1].amax() if is_finite else one.trace
         else:
             together.setdefault(_filled_side(gram), []).append((place, gram))
     for side, those in together.items():
