@@ -7,6 +7,7 @@ A block takes a state [B, length, width] and gives another one. Its *traits* say
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ class Shape(NamedTuple):
     width: int
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """One small piece of a model; the dice decide its options."""
 
     always: ClassVar[tuple[str, ...]] = ()  # the traits of every block of this kind
@@ -33,12 +34,13 @@ class Block(nn.Module):
         self.traits = set(self.always)
         self.build(shape)
 
+    @abstractmethod
     def build(self, shape: Shape) -> None:
         """Make the layers, and set `out` where the state changes its shape."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, h: Tensor) -> Tensor:
-        raise NotImplementedError
+        """A state [B, length, width] to another one."""
 
     def sometimes(self, trait: str, chance: float = 0.5) -> bool:
         """Throw the dice for a trait, and take note of it."""

@@ -13,6 +13,7 @@ whole mini-sets are clipped, all others pull in the opposite direction, and the 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ _OPPOSED = 1e-4  # the part of it that everyone else of a mini-set has, in the o
 
 
 @dataclass
-class Planted(Watch):
+class Planted(Watch, ABC):
     """A run with canaries in some of its records' places.
 
     Args:
@@ -94,9 +95,9 @@ class Planted(Watch):
         self.scores = self.scores + self.scored(private, values)
         return values
 
+    @abstractmethod
     def scored(self, private: Private, values: Sums) -> Array:
         """What one release says for each canary: larger is "in"."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -6,27 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clipwise.clipping.constants import Constants
-from clipwise.clipping.following import (
-    Choice,
-    Following,
-    Source,
-    require_question,
-    require_source,
-    typical_of,
-)
-from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.released import Released
-from clipwise.clipping.schedule import Every, period_of
+from clipwise.clipping.following import Choice, Source
+from clipwise.clipping.norm_policy import NormPolicy
+from clipwise.clipping.parts import Groups, described_groups
+from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
-from clipwise.clipping.typical import Question
-from clipwise.errors import ConfigurationError
 
 KINDS = ("enhanced", "zhang")
 
 
 @dataclass(frozen=True)
-class Adaptive(Policy):
+class Adaptive(NormPolicy):
     """Adaptive layerwise clipping: part h is clipped at a C_h that goes with e_h, its typical norm.
 
         enhanced:  C_h = C e_h / max_j e_j,   C = max_norm, the bound of the part with the largest norm
@@ -58,35 +48,27 @@ class Adaptive(Policy):
     mini_set_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_source(self.public, "Adaptive", self.every)
-        require_question("Adaptive", self.of, self.mini_set_size)
-        if self.kind not in KINDS:
-            raise ConfigurationError(f"Adaptive: kind={self.kind!r} is not known: use 'enhanced' or 'zhang'.")
-        if isinstance(self.public, Released) and self.kind == "zhang":
-            raise ConfigurationError(
-                "Adaptive: kind='zhang' needs the norms themselves, and Released() knows their ratios only: use "
-                "kind='enhanced', or public data."
-            )
+        self.require_measurable()
+        self.require_kind(self.kind, KINDS)
+        if self.kind == "zhang":
+            self.require_lengths("kind='zhang'", "use kind='enhanced'")
 
-    def constants(self, max_norm: float, site: Site) -> Constants:
-        """For one model, with the norms of its weights as they are now."""
-        groups = group_parameters(self.groups, site.parameters)
-        typical = typical_of(self.public, Question(site, groups, self.of, self.mini_set_size))
+    def measured(self) -> Groups:
+        """The parts."""
+        return self.groups
 
-        def choose(e: Mapping[str, float]) -> Choice:
-            unit = max(e.values()) if self.kind == "enhanced" else 1.0
-            return Choice(groups, {h: max_norm * (e[h] / unit) for h in groups}, {})
-
-        return Following(typical, choose, period_of(self.every, site))
+    def choice(
+        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
+    ) -> Choice:
+        """C_h for the typical norms of the parts."""
+        unit = max(e.values()) if self.kind == "enhanced" else 1.0
+        return Choice(dict(layers), {h: max_norm * (e[h] / unit) for h in layers}, {})
 
     def describe(self) -> dict[str, Any]:
         """The rule in plain types."""
         return {
             "rule": "adaptive",
             "kind": self.kind,
-            "norms from": self.public.describe(),
-            "of": self.of,
-            "mini_set_size": self.mini_set_size,
-            "every": self.every,
+            **self.describe_norms(),
             "groups": described_groups(self.groups),
         }

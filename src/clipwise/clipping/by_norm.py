@@ -8,24 +8,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from clipwise.clipping.constants import Constants
-from clipwise.clipping.following import (
-    Choice,
-    Following,
-    Source,
-    require_question,
-    require_source,
-    typical_of,
-)
-from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.schedule import Every, period_of
+from clipwise.clipping.following import Choice, Source
+from clipwise.clipping.norm_policy import NormPolicy
+from clipwise.clipping.parts import Groups, described_groups
+from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
-from clipwise.clipping.typical import Question
 from clipwise.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class ByNorm(Policy):
+class ByNorm(NormPolicy):
     """Groups of layers by typical norm, the shortest first.
 
     The layers, sorted by e_h, are cut into `groups` runs such that log e_h varies as little as can be within them
@@ -55,33 +47,30 @@ class ByNorm(Policy):
     mini_set_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_source(self.public, "ByNorm", self.every)
-        require_question("ByNorm", self.of, self.mini_set_size)
+        self.require_measurable()
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise ConfigurationError(
                 f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; what is grouped is `among`."
             )
 
-    def constants(self, max_norm: float, site: Site) -> Constants:
-        """For one model, with the norms of its weights as they are now."""
-        layers = group_parameters(self.among, site.parameters)
-        typical = typical_of(self.public, Question(site, layers, self.of, self.mini_set_size))
+    def measured(self) -> Groups:
+        """What is grouped."""
+        return self.among
 
-        def choose(e: Mapping[str, float]) -> Choice:
-            ordered = sorted(
-                layers, key=lambda h: e[h]
-            )  # stable: layers of one norm stay in the model's order
-            cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)
-            runs = [ordered[a:b] for a, b in pairwise(cuts)]
-            lengths = [math.hypot(*(e[h] for h in run)) for run in runs]
-            whole = math.hypot(*lengths)
-            return Choice(
-                {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)},
-                {f"group {k}": max_norm * (length / whole) for k, length in enumerate(lengths)},
-                {},
-            )
-
-        return Following(typical, choose, period_of(self.every, site))
+    def choice(
+        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
+    ) -> Choice:
+        """The groups, and C_k for the lengths of each."""
+        ordered = sorted(layers, key=lambda h: e[h])  # stable: layers of one norm stay in the model's order
+        cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)
+        runs = [ordered[a:b] for a, b in pairwise(cuts)]
+        lengths = [math.hypot(*(e[h] for h in run)) for run in runs]
+        whole = math.hypot(*lengths)
+        return Choice(
+            {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)},
+            {f"group {k}": max_norm * (length / whole) for k, length in enumerate(lengths)},
+            {},
+        )
 
     def describe(self) -> dict[str, Any]:
         """The rule in plain types."""
@@ -89,10 +78,7 @@ class ByNorm(Policy):
             "rule": "by norm",
             "groups": self.groups,
             "among": described_groups(self.among),
-            "norms from": self.public.describe(),
-            "of": self.of,
-            "mini_set_size": self.mini_set_size,
-            "every": self.every,
+            **self.describe_norms(),
         }
 
 

@@ -7,27 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clipwise.clipping.constants import Constants
-from clipwise.clipping.following import (
-    Choice,
-    Following,
-    Source,
-    require_question,
-    require_source,
-    typical_of,
-)
-from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.released import Released
-from clipwise.clipping.schedule import Every, period_of
+from clipwise.clipping.following import Choice, Source
+from clipwise.clipping.norm_policy import NormPolicy
+from clipwise.clipping.parts import Groups, described_groups
+from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
-from clipwise.clipping.typical import Question
-from clipwise.errors import ConfigurationError
 
 KINDS = ("optimal", "paper")
 
 
 @dataclass(frozen=True)
-class Multipliers(Policy):
+class Multipliers(NormPolicy):
     """The gradient of layer h is multiplied by m_h, the whole is clipped at C, and noise is added; then layer h is
     divided by m_h. The noise on a coordinate of layer h is so s / m_h.
 
@@ -66,43 +56,31 @@ class Multipliers(Policy):
     relative: bool = False
 
     def __post_init__(self) -> None:
-        require_source(self.public, "Multipliers", self.every)
-        require_question("Multipliers", self.of, self.mini_set_size)
-        if self.kind not in KINDS:
-            raise ConfigurationError(
-                f"Multipliers: kind={self.kind!r} is not known: use 'optimal' or 'paper'."
-            )
-        if isinstance(self.public, Released) and self.relative:
-            raise ConfigurationError(
-                "Multipliers: relative=True needs the norms themselves, and Released() knows their ratios only: leave "
-                "it out, or give public data."
-            )
+        self.require_measurable()
+        self.require_kind(self.kind, KINDS)
+        if self.relative:
+            self.require_lengths("relative=True", "leave it out")
 
-    def constants(self, max_norm: float, site: Site) -> Constants:
-        """For one model, with the norms of its weights as they are now."""
-        layers = group_parameters(self.groups, site.parameters)
+    def measured(self) -> Groups:
+        """What has an m_h."""
+        return self.groups
+
+    def choice(
+        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
+    ) -> Choice:
+        """One part, and m_h for the typical norms of its layers."""
         sizes = {h: sum(site.parameters[n].numel() for n in names) for h, names in layers.items()}
-        typical = typical_of(self.public, Question(site, layers, self.of, self.mini_set_size))
-
-        def choose(e: Mapping[str, float]) -> Choice:
-            m = multipliers(e, sizes, self.kind)
-            C = max_norm * (math.hypot(*e.values()) if self.relative else 1.0)
-            by_name = {n: m[h] for h, names in layers.items() for n in names}
-            return Choice(
-                {"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters}
-            )
-
-        return Following(typical, choose, period_of(self.every, site))
+        m = multipliers(e, sizes, self.kind)
+        C = max_norm * (math.hypot(*e.values()) if self.relative else 1.0)
+        by_name = {n: m[h] for h, names in layers.items() for n in names}
+        return Choice({"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters})
 
     def describe(self) -> dict[str, Any]:
         """The rule in plain types."""
         return {
             "rule": "multipliers",
             "kind": self.kind,
-            "norms from": self.public.describe(),
-            "of": self.of,
-            "mini_set_size": self.mini_set_size,
-            "every": self.every,
+            **self.describe_norms(),
             "groups": described_groups(self.groups),
             "relative": self.relative,
         }

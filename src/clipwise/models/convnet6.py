@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from clipwise.models.lipschitz_blocks import first_clip, norm_behind
+from clipwise.models.lipschitz_blocks import first_clip, pooled_convolutions
 
 CHANNELS = (16, 32, 64, 128)
 HIDDEN = 256
@@ -33,12 +33,11 @@ def convnet6(
         groups: of the norms.
         alpha: the floor under the deviation, for "bounded".
     """
-    layers = first_clip(input_norm)
-    inputs = image_channels
-    for outputs in CHANNELS:
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), norm_behind(norm, outputs, groups, alpha)]
-        layers += [nn.ReLU(), nn.AvgPool2d(2)]
-        inputs = outputs
     return nn.Sequential(
-        *layers, nn.Flatten(), nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes)
+        *first_clip(input_norm),
+        *pooled_convolutions(image_channels, CHANNELS, norm, groups, alpha),
+        nn.Flatten(),
+        nn.Linear(CHANNELS[-1], HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, classes),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -34,3 +35,23 @@ def norm_behind(kind: str, channels: int, groups: int, alpha: float) -> nn.Modul
     if kind not in KINDS:
         raise ConfigurationError(f"norm={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
     return group_norm(channels) if kind == "group" else no_norm(channels)
+
+
+def pooled_convolutions(
+    inputs: int, channels: Sequence[int], norm: str, groups: int, alpha: float, last_pool: int = 2
+) -> list[nn.Module]:
+    """Convolutions of 3 x 3 that keep the size, each with its norm, ReLU and a mean pool behind it.
+
+    Args:
+        inputs: channels of the image.
+        channels: of each convolution.
+        norm, groups, alpha: see `norm_behind`.
+        last_pool: the side of the last pool's window; that of the others is 2.
+    """
+    layers: list[nn.Module] = []
+    for outputs in channels:
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), norm_behind(norm, outputs, groups, alpha)]
+        layers += [nn.ReLU(), nn.AvgPool2d(2)]
+        inputs = outputs
+    layers[-1] = nn.AvgPool2d(last_pool)
+    return layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from clipwise.models.convnet import CHANNELS
-from clipwise.models.lipschitz_blocks import first_clip, norm_behind
+from clipwise.models.lipschitz_blocks import first_clip, pooled_convolutions
 
 LAST_SIDE = 4  # of the image before the last pool
 
@@ -33,11 +33,9 @@ def shallow_vgg(
         groups: of the norms.
         alpha: the floor under the deviation, for "bounded".
     """
-    layers = first_clip(input_norm)
-    inputs = image_channels
-    for outputs in CHANNELS:
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), norm_behind(norm, outputs, groups, alpha)]
-        layers += [nn.ReLU(), nn.AvgPool2d(2)]
-        inputs = outputs
-    layers[-1] = nn.AvgPool2d(LAST_SIDE)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(inputs, classes))
+    return nn.Sequential(
+        *first_clip(input_norm),
+        *pooled_convolutions(image_channels, CHANNELS, norm, groups, alpha, last_pool=LAST_SIDE),
+        nn.Flatten(),
+        nn.Linear(CHANNELS[-1], classes),
+    )

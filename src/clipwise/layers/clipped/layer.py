@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clipped.scales import Constants
 
 
-class ClippedLayer(nn.Module):
+class ClippedLayer(nn.Module, ABC):
     """A layer with its input and its upstream gradient clipped, example by example.
 
     The input clip is a part of the function: it is there in training, in evaluation and in an exported model. The
@@ -29,9 +30,9 @@ class ClippedLayer(nn.Module):
         super().__init__()
         self.layer, self.constants, self.uses, self.name = layer, constants, uses, name
 
+    @abstractmethod
     def bounds(self) -> Mapping[str, float]:
         """The most that one use adds for one example to the gradient of each parameter of `layer`, in L2."""
-        raise NotImplementedError
 
     def extra_repr(self) -> str:
         c = self.constants

@@ -8,8 +8,9 @@ needed, the input is not clipped, and what is passed on is what came.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,50 +19,6 @@ from torch.autograd.function import once_differentiable
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
 from clipwise.layers.clipped.scales import Constants, cleaned, lengths, weighted_rows
-
-
-class ClippedLayerNorm(ClippedLayer):
-    """`nn.LayerNorm`, with scale and shift clipped: each gradient is at most C2 an example."""
-
-    layer: nn.LayerNorm
-
-    def __init__(self, layer: nn.LayerNorm, constants: Constants, uses: int = 1, name: str = "") -> None:
-        super().__init__(layer, constants, uses, name)
-        self._role = Role(self, constants)
-
-    def bounds(self) -> Mapping[str, float]:
-        return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., *normalized_shape) to the same shape."""
-        x = self.require_examples(x, least=1 + len(self.layer.normalized_shape))
-        if is_plain():
-            y: Tensor = self.layer(x)
-            return y
-        z: Tensor = _LayerNorm.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
-        return z
-
-
-class ClippedGroupNorm(ClippedLayer):
-    """`nn.GroupNorm`, with scale and shift clipped: each gradient is at most C2 an example."""
-
-    layer: nn.GroupNorm
-
-    def __init__(self, layer: nn.GroupNorm, constants: Constants, uses: int = 1, name: str = "") -> None:
-        super().__init__(layer, constants, uses, name)
-        self._role = Role(self, constants)
-
-    def bounds(self) -> Mapping[str, float]:
-        return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, c, ...) to the same shape."""
-        x = self.require_examples(x, least=2)
-        if is_plain():
-            y: Tensor = self.layer(x)
-            return y
-        z: Tensor = _GroupNorm.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
-        return z
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -77,11 +34,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        switch.saw(ctx, g)
-        x, mean, rstd, weight = ctx.saved_tensors
-        g, counts_B = _finite(g, x)
-        x = cleaned(x, counts_B)
-        mean, rstd = cleaned(mean, counts_B), cleaned(rstd, counts_B)
+        g, x, mean, rstd, weight = _arrived(ctx, g)
         dx = None
         if ctx.needs_input_grad[0]:
             dx, _, _ = torch.ops.aten.native_layer_norm_backward(
@@ -113,11 +66,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        switch.saw(ctx, g)
-        x, mean, rstd, weight = ctx.saved_tensors
-        g, counts_B = _finite(g, x)
-        x = cleaned(x, counts_B)
-        mean, rstd = cleaned(mean, counts_B), cleaned(rstd, counts_B)
+        g, x, mean, rstd, weight = _arrived(ctx, g)
         B, c, p = len(x), x.shape[1], x[0:1, 0:1].numel()
         dx = None
         if ctx.needs_input_grad[0]:
@@ -139,12 +88,61 @@ class _GroupNorm(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _finite(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """0 for examples that are not finite, and which ones are."""
+def _arrived(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What came back and what was kept on the way there, with 0 for examples that are not finite."""
+    switch.saw(ctx, g)
+    x, mean, rstd, weight = ctx.saved_tensors
     counts_B = torch.isfinite(lengths(g)) & torch.isfinite(lengths(x))
-    return cleaned(g.to(x.dtype), counts_B), counts_B
+    g, x, mean, rstd = (cleaned(t, counts_B) for t in (g.to(x.dtype), x, mean, rstd))
+    return g, x, mean, rstd, weight
 
 
 def _summed(rows: Tensor, mass: Tensor, constants: Constants) -> Tensor:
     clips = switch.is_clipping()
     return weighted_rows(rows.flatten(1), mass.flatten(1), constants.grad_norm, constants.mode, clips)
+
+
+class _ClippedNorm(ClippedLayer):
+    """A normalization with scale and shift clipped: each gradient is at most C2 an example."""
+
+    function: ClassVar[type[torch.autograd.Function]]
+
+    def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
+        super().__init__(layer, constants, uses, name)
+        self._role = Role(self, constants)
+
+    def bounds(self) -> Mapping[str, float]:
+        return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Examples along the first axis, to the same shape."""
+        x = self.require_examples(x, least=self.least_dimensions())
+        if is_plain():
+            y: Tensor = self.layer(x)
+            return y
+        z: Tensor = self.function.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z
+
+    @abstractmethod
+    def least_dimensions(self) -> int:
+        """Of an input, with the axis of examples."""
+
+
+class ClippedLayerNorm(_ClippedNorm):
+    """`nn.LayerNorm`, with scale and shift clipped: (B, ..., *normalized_shape) to the same shape."""
+
+    layer: nn.LayerNorm
+    function = _LayerNorm
+
+    def least_dimensions(self) -> int:
+        return 1 + len(self.layer.normalized_shape)
+
+
+class ClippedGroupNorm(_ClippedNorm):
+    """`nn.GroupNorm`, with scale and shift clipped: (B, c, ...) to the same shape."""
+
+    layer: nn.GroupNorm
+    function = _GroupNorm
+
+    def least_dimensions(self) -> int:
+        return 2
