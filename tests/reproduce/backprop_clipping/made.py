@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from clipwise.reproduce.backprop_clipping.grid import Asked, asked
+from clipwise.reproduce.backprop_clipping.grid import asked
+from clipwise.reproduce.rounds import Asked
 
 
 def everything(

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from clipwise.reproduce.backprop_clipping import page, plots
-from clipwise.reproduce.backprop_clipping.grid import SIGNALS, Asked
+from clipwise.reproduce.backprop_clipping.grid import SIGNALS
+from clipwise.reproduce.rounds import Asked
 from clipwise.reproduce.store import FILE, FORMAT, Store
 from tests.reproduce.backprop_clipping.made import everything
 

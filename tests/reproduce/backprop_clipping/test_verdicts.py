@@ -3,10 +3,11 @@
 import pytest
 
 from clipwise.reproduce.backprop_clipping import verdicts
-from clipwise.reproduce.backprop_clipping.grid import SIGNALS, Asked
+from clipwise.reproduce.backprop_clipping.grid import SIGNALS
 from clipwise.reproduce.backprop_clipping.results import Difference, Results
 from clipwise.reproduce.backprop_clipping.search import Row
 from clipwise.reproduce.backprop_clipping.trial import BACKPROP
+from clipwise.reproduce.rounds import Asked
 from tests.reproduce.backprop_clipping.made import everything
 
 

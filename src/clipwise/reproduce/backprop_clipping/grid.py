@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from clipwise.reproduce.backprop_clipping.claims import CLAIMS
 from clipwise.reproduce.backprop_clipping.search import Row, effort_of, near, spread
@@ -11,6 +10,7 @@ from clipwise.reproduce.backprop_clipping.sets import DIGITS
 from clipwise.reproduce.backprop_clipping.signal import Signal
 from clipwise.reproduce.backprop_clipping.trial import BACKPROP, DP_SGD, OPEN, Trial
 from clipwise.reproduce.backprop_clipping.withdrawn import KINDS, Withdrawn
+from clipwise.reproduce.rounds import Asked, Rounds
 from clipwise.reproduce.store import Cell
 
 FIGURES = ("table-1", "5", "withdrawn", "signal")
@@ -27,25 +27,6 @@ SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0
 SIGNALS = ("gradient-normalize", "dp-sgd-layer", "dp-sgd-relu")
 _QUICK_METHODS = ("dp-sgd-tanh", "upstream-clip", "gradient-normalize")
 WITHDRAWN_SEEDS = 3
-
-Job = Trial | Withdrawn | Signal
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One run that is asked for: the job, what it is judged by, and where it is shown."""
-
-    job: Job
-    seed: int
-    judged_by: str
-    figure: str
-    row: str
-    epsilon: float | None = None
-
-    @property
-    def key(self) -> str:
-        """The same run for several figures has one key."""
-        return f"{self.judged_by} {self.job.key} seed={self.seed}"
 
 
 def asked(figures: Sequence[str], quick: bool, seeds: int, found: Mapping[str, Cell]) -> Iterator[Asked]:
@@ -91,13 +72,12 @@ def rows(figure: str, data: str) -> list[Row]:
 
 def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
     """The trial that did best on the validation part, when all are there."""
+    return _rounds(row, quick).best(found)
+
+
+def _rounds(row: Row, quick: bool) -> Rounds[Trial]:
     effort = effort_of(row.data, quick)
-    first = spread(row, effort.spread)
-    winner = _winner(first, found)
-    if winner is None:
-        return None
-    second = near(row, first.index(winner), effort.near)
-    return _winner((*first, *second), found)
+    return Rounds(spread(row, effort.spread), lambda best: near(row, best, effort.near))
 
 
 def _chosen_and_tested(
@@ -112,11 +92,7 @@ def _chosen_and_tested(
 
 
 def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
-    effort = effort_of(row.data, quick)
-    first = spread(row, effort.spread)
-    winner = _winner(first, found)
-    second = () if winner is None else near(row, first.index(winner), effort.near)
-    for trial in (*first, *second):
+    for trial in _rounds(row, quick).begun(found):
         yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
 
 
@@ -139,16 +115,3 @@ def _signal(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
         if chosen is not None:
             job = Signal(chosen.but(method=method))
             yield Asked(job, 0, "validation", "signal", method, row.epsilon)
-
-
-def _key(trial: Trial) -> str:
-    return f"validation {trial.key} seed=0"
-
-
-def _winner(trials: Sequence[Trial], found: Mapping[str, Cell]) -> Trial | None:
-    """The best accuracy on the validation part; of equals the smaller loss. None if some are missing, or all failed."""
-    cells = [found.get(_key(t), {"unfinished": True}) for t in trials]
-    if any("unfinished" in cell for cell in cells):
-        return None
-    scored = [(c["accuracy"], -c["loss"], -i) for i, c in enumerate(cells) if "accuracy" in c]
-    return trials[-max(scored)[2]] if scored else None

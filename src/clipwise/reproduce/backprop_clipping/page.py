@@ -105,7 +105,7 @@ def _withdrawn(results: Results) -> list[str]:
     ]
     for data in sets(results.quick):
         for kind in KINDS:
-            cells = results.other("withdrawn", f"{data}/{kind}")
+            cells = results.at("withdrawn", f"{data}/{kind}")
             if cells:
                 claim = Withdrawn(data, kind).claim
                 printed = f"{100 * claim.ours:.1f}" if claim.ours and kind == "as published" else ""
@@ -163,7 +163,7 @@ def _signal(results: Results) -> list[str]:
     ]
     for method in SIGNALS:
         epsilon = signal_rows(results.quick)[method].epsilon
-        for cell in results.other("signal", method, epsilon):
+        for cell in results.at("signal", method, epsilon):
             curve = cell.get("curve", [])
             for place in dict.fromkeys((0, len(curve) // 2, len(curve) - 1)) if curve else ():
                 for name, layer in curve[place]["layers"].items():

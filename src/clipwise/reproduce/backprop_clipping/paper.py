@@ -13,16 +13,14 @@ from clipwise.reproduce.backprop_clipping import page, plots, signal, training, 
 from clipwise.reproduce.backprop_clipping.grid import FIGURES, asked
 from clipwise.reproduce.backprop_clipping.sets import images
 from clipwise.reproduce.outcome import MissingDataError
-from clipwise.reproduce.paper import Options, Paper, Place, Task
+from clipwise.reproduce.paper import Options, Paper, Task
 from clipwise.reproduce.store import Cell
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
     """Trials on validation parts; where all of a row are there, the best of them on the test part."""
     for one in asked(options.figures, options.quick, options.seeds or 1, found):
-        setting: Any = one.job
-        place = Place(one.figure, one.row, one.job.epochs, options.quick, one.epsilon)
-        yield Task(setting, one.seed, one.judged_by, place)
+        yield one.task(options.quick)
 
 
 def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:

@@ -81,7 +81,7 @@ def _signals(canvas: Any, results: Results) -> bool:
     """Above the lengths of mean gradients, below signal over noise; a column a method, a line a layer."""
     curves: dict[str, Any] = {}
     for method in SIGNALS:
-        for cell in results.other("signal", method, signal_rows(results.quick)[method].epsilon):
+        for cell in results.at("signal", method, signal_rows(results.quick)[method].epsilon):
             if cell.get("curve"):
                 curves[method] = cell["curve"]
     if not curves:

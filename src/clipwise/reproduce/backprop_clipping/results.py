@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clipwise.reproduce import report
 from clipwise.reproduce.backprop_clipping.grid import best
 from clipwise.reproduce.backprop_clipping.search import Row
 from clipwise.reproduce.backprop_clipping.trial import Trial
+from clipwise.reproduce.rounds import trial_key
+from clipwise.reproduce.shown import Shown
 from clipwise.reproduce.store import Cell
 
 ERRORS = 2.0  # standard errors beyond which a difference is taken for one
@@ -34,35 +36,18 @@ class Difference:
         return f"{self.points:+.1f}" if self.error is None else f"{self.points:+.1f} ± {self.error:.1f}"
 
 
-class Results:
-    """The runs of a store, looked up by where they are shown."""
-
-    def __init__(self, cells: Mapping[str, Cell], quick: bool) -> None:
-        self.cells, self.quick = cells, quick
-        self._shown: dict[tuple[str, str, float | None], list[Cell]] = {}
-        for cell in cells.values():
-            for place in cell.get("shown", []):
-                if bool(place.get("quick")) == quick:
-                    key = (place["figure"], place["row"], place.get("budget"))
-                    self._shown.setdefault(key, []).append(cell)
-
-    def has(self, figure: str) -> bool:
-        """Whether anything of a figure was run."""
-        return any(name == figure for name, _, _ in self._shown)
+class Results(Shown):
+    """The runs of a store by row."""
 
     def tested(self, row: Row) -> list[Cell]:
         """Runs on the test part, whichever figure asked for them, in the order of their seeds."""
         found = {
             cell["seed"]: cell
             for figure in ("table-1", "5")
-            for cell in self._shown.get((figure, row.label, row.epsilon), [])
+            for cell in self.at(figure, row.label, row.epsilon)
             if cell["judged_by"] == "test" and "accuracy" in cell
         }
         return [found[seed] for seed in sorted(found)]
-
-    def other(self, figure: str, row: str, epsilon: float | None = None) -> list[Cell]:
-        """Runs of figures that choose nothing."""
-        return self._shown.get((figure, row, epsilon), [])
 
     def chosen(self, row: Row) -> Trial | None:
         """The trial that did best on the validation part."""
@@ -83,7 +68,7 @@ class Results:
         for place, row in enumerate(rows):
             trial = self.chosen(row)
             if trial is not None and self.tested(row):
-                cell = self.cells[f"validation {trial.key} seed=0"]
+                cell = self.cells[trial_key(trial)]
                 scored.append((cell["accuracy"], -cell["loss"], -place))
         return rows[-max(scored)[2]] if scored else None
 

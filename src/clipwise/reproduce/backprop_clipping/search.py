@@ -11,9 +11,9 @@ from functools import cache
 
 from clipwise.reproduce.backprop_clipping.sets import DIGITS
 from clipwise.reproduce.backprop_clipping.trial import METHODS, Trial
+from clipwise.reproduce.rounds import nearby
 from clipwise.tune.space import Choice, Dimension, Range, point
 
-_NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
 _RATES = {"adam": Range(1e-3, 3e-2, log=True), "sgd": Range(5e-2, 2.0, log=True)}
 
 
@@ -87,12 +87,7 @@ def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
     """Trials around the first trial with this number (from 0)."""
     dimensions = len(space(row))
     centre = _evenly(best + 1, dimensions)
-    found = []
-    for i in range(1, count + 1):
-        away = _evenly(100 + i, dimensions)
-        u = [min(1.0, max(0.0, c + 2 * _NEAR * (a - 0.5))) for c, a in zip(centre, away, strict=True)]
-        found.append(_trial(row, u))
-    return tuple(found)
+    return tuple(_trial(row, nearby(centre, _evenly(100 + i, dimensions))) for i in range(1, count + 1))
 
 
 def _trial(row: Row, u: list[float]) -> Trial:

@@ -144,8 +144,8 @@ def withdrawn_setting(results: Results) -> list[str]:
     """What the published noise buys, and what it would take."""
     found = []
     for data, claim in CLAIMS.items():
-        bad = results.other("withdrawn", f"{data}/as published")
-        good = results.other("withdrawn", f"{data}/honest")
+        bad = results.at("withdrawn", f"{data}/as published")
+        good = results.at("withdrawn", f"{data}/honest")
         spent = [c["epsilon"] for c in bad if c.get("epsilon") is not None]
         if not spent:
             continue
@@ -206,7 +206,7 @@ def _growth(curve: list[Cell]) -> float:
 
 def _curve(results: Results, method: str) -> list[Cell]:
     epsilon = signal_rows(results.quick)[method].epsilon
-    for cell in results.other("signal", method, epsilon):
+    for cell in results.at("signal", method, epsilon):
         if cell.get("curve"):
             return list(cell["curve"])
     return []

@@ -4,46 +4,31 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from typing import Any
 
 from clipwise.privacy import rounded_up
 from clipwise.reproduce.lip_dp_sgd.compare import Comparison, compare
 from clipwise.reproduce.lip_dp_sgd.search import Row
+from clipwise.reproduce.shown import Shown
+from clipwise.reproduce.store import Cell
 
-Cell = dict[str, Any]
 
-
-class Results:
-    """The finished runs of a store, looked up by where they are shown."""
-
-    def __init__(self, cells: Mapping[str, Cell], quick: bool) -> None:
-        self.cells = cells
-        self._shown: dict[tuple[str, str, float | None], list[Cell]] = {}
-        for cell in cells.values():
-            for place in cell.get("shown", []):
-                if bool(place.get("quick")) == quick:
-                    key = (place["figure"], place["row"], place.get("budget"))
-                    self._shown.setdefault(key, []).append(cell)
-
-    def has(self, figure: str) -> bool:
-        """Whether anything of a figure was run."""
-        return any(name == figure for name, _, _ in self._shown)
+class Results(Shown):
+    """The finished runs of a store by row."""
 
     def tested(self, figure: str, row: Row, epsilon: float | None = None) -> list[Cell]:
         """Runs on the test part, in the order of their seeds."""
-        found = self._shown.get((figure, row.label, row.epsilon if epsilon is None else epsilon), [])
+        found = self.at(figure, row.label, row.epsilon if epsilon is None else epsilon)
         good = [cell for cell in found if cell["judged_by"] == "test" and "accuracy" in cell]
         return sorted(good, key=lambda cell: int(cell["seed"]))
 
     def trials(self, figure: str, row: Row) -> list[Cell]:
         """Runs on validation parts."""
-        found = self._shown.get((figure, row.label, row.epsilon), [])
+        found = self.at(figure, row.label, row.epsilon)
         return [cell for cell in found if cell["judged_by"] == "validation"]
 
     def other(self, figure: str, row: str) -> list[Cell]:
         """Runs of figures that are not about accuracy."""
-        return self._shown.get((figure, row, None), [])
+        return self.at(figure, row)
 
     def compared(
         self, figure: str, first: Row, second: Row, epsilon: float | None = None
