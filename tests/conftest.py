@@ -1,5 +1,7 @@
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -11,3 +13,12 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 # pytest --hypothesis-profile=default
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread: sums and draws do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

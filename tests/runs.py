@@ -14,6 +14,13 @@ from torch.utils.data import TensorDataset
 from clipwise import PerExample, Private, make_private
 
 SIZE, FEATURES, HIDDEN, CLASSES = 40, 5, 4, 3
+SCHEMES: dict[str, dict[str, Any]] = {  # arguments of `private_run`
+    "poisson": {"sampling": "poisson"},
+    "fixed-size": {"sampling": "fixed-size"},
+    "partition": {"sampling": "partition", "batch_size": 7},
+    "shuffled": {"sampling": "shuffled", "batch_size": 7},
+    "full": {"sampling": "full"},
+}
 LAYERS = {"0": ["0.weight", "0.bias"], "2": ["2.weight", "2.bias"]}
 
 

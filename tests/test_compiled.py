@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from clipwise.noise import key_words
 from clipwise.sampling.schemes import Poisson
 from tests.runs import (
     FEATURES,
+    SCHEMES,
     SIZE,
     clipped_sum_by_hand,
     data,
@@ -38,21 +39,7 @@ from tests.runs import (
     sgd,
 )
 
-SCHEMES = {
-    "poisson": {"sampling": "poisson"},
-    "fixed-size": {"sampling": "fixed-size"},
-    "partition": {"sampling": "partition", "batch_size": 7},
-    "shuffled": {"sampling": "shuffled", "batch_size": 7},
-    "full": {"sampling": "full"},
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Recorded:

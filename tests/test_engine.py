@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from clipwise.privacy import Adjacency, Entry, Part, Sampling, effective_multipl
 from clipwise.sampling.schemes import Poisson
 from tests.runs import (
     LAYERS,
+    SCHEMES,
     SIZE,
     clipped_sum_by_hand,
     data,
@@ -37,21 +37,8 @@ from tests.runs import (
 )
 
 ALL = tuple(name for names in LAYERS.values() for name in names)
-SCHEMES = {
-    "poisson": {"sampling": "poisson"},
-    "fixed-size": {"sampling": "fixed-size"},
-    "partition": {"sampling": "partition", "batch_size": 7},
-    "shuffled": {"sampling": "shuffled", "batch_size": 7},
-    "full": {"sampling": "full"},
-}
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def first_step(model: nn.Module, private: Private, backward_only: bool = False) -> list[int]:

@@ -32,13 +32,7 @@ from clipwise.noise import NoiseKey, gaussian, key_words
 SECRET = bytes(range(1, 33))
 TOP = 2**64 - 1
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def derived(label: str = "noise/0") -> bytes:

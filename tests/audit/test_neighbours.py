@@ -1,5 +1,6 @@
 """Neighbouring runs of every kind are as declared; what is not is named."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -134,22 +135,28 @@ def test_a_loss_that_couples_examples_is_found() -> None:
     assert {finding.what for finding in report.findings} == {"sensitivity", "joint"}
 
 
+def full_run(dataset: Any, steps: int) -> Iterator[tuple[nn.Sequential, Tensor]]:
+    """Step by step, with the model and the inputs of each: whoever runs it may do something in between."""
+    model = network()
+    private = clipwise.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset,
+        sampling="full",
+        noise_multiplier=1.0,
+        steps=steps,
+    )
+    for _ in range(steps):
+        for x, y in private.loader:
+            private.step(losses(model, x, y))
+            yield model, x
+
+
 def test_steps_that_depend_on_the_data_are_found() -> None:
     def make_run(dataset: Any) -> None:
-        model = network()
-        private = clipwise.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            dataset,
-            sampling="full",
-            noise_multiplier=1.0,
-            steps=3,
-        )
-        for _ in range(3):
-            for x, y in private.loader:
-                private.step(losses(model, x, y))
-                if len(x) < 32:
-                    return
+        for _, x in full_run(dataset, steps=3):
+            if len(x) < 32:
+                return
 
     report = audit.neighbours(make_run, torch.utils.data.TensorDataset(*rows()))
     assert any(finding.what == "control flow" for finding in report.findings)
@@ -157,20 +164,9 @@ def test_steps_that_depend_on_the_data_are_found() -> None:
 
 def test_a_parameter_that_is_moved_past_the_noise_is_found() -> None:
     def make_run(dataset: Any) -> None:
-        model = network()
-        private = clipwise.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            dataset,
-            sampling="full",
-            noise_multiplier=1.0,
-            steps=2,
-        )
-        for _ in range(2):
-            for x, y in private.loader:
-                private.step(losses(model, x, y))
-                with torch.no_grad():
-                    model[0].bias.add_(x.mean())
+        for model, x in full_run(dataset, steps=2):
+            with torch.no_grad():
+                model[0].bias.add_(x.mean())
 
     report = audit.neighbours(make_run, torch.utils.data.TensorDataset(*rows()))
     assert any(finding.what == "state" and "'0.bias'" in finding.text for finding in report.findings)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import dp_accounting
 import pytest
-import torch
 from dp_accounting.pld import privacy_loss_distribution as pld
 
 from clipwise import Private, accounting, ledger
@@ -20,13 +18,7 @@ from tests.runs import SIZE, losses_of, private_run, train
 
 DELTA = 1e-5
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,17 +22,17 @@ from clipwise.gradients import FallbackWarning
 Cell = dict[str, Any]
 
 
-def measure(
-    setting: Setting, method: str, device: torch.device, seed: int, effort: Effort, most_seconds: float
-) -> Cell:
-    """Peak memory first, then time. A method that fails is a result too: it has `failed`, the reason."""
-    cell: Cell = {"setting": setting.key, "method": method}
+@contextmanager
+def outcome_in(cell: Cell, most_seconds: float) -> Iterator[None]:
+    """A measurement that fails or takes too long is a result too: the cell has `failed`, the reason.
+
+    What clipwise announced on the way is in its `notes`. Call `tidy` afterwards: inside, an error is still held.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with time_limit(most_seconds):
-                cell["peak_bytes"] = peak_memory(setting, method, device, seed, effort.cell_seconds)
-                cell |= figures_of(_time(setting, method, device, seed, effort))
+                yield
         except NoMemoryFigure as failure:
             cell["failed"] = str(failure)
         except Exception as error:
@@ -39,6 +40,16 @@ def measure(
     notes = {str(w.message) for w in caught if issubclass(w.category, FallbackWarning)}
     if notes:
         cell["notes"] = sorted(notes)
+
+
+def measure(
+    setting: Setting, method: str, device: torch.device, seed: int, effort: Effort, most_seconds: float
+) -> Cell:
+    """Peak memory first, then time; or why there is neither."""
+    cell: Cell = {"setting": setting.key, "method": method}
+    with outcome_in(cell, most_seconds):
+        cell["peak_bytes"] = peak_memory(setting, method, device, seed, effort.cell_seconds)
+        cell |= figures_of(_time(setting, method, device, seed, effort))
     tidy(device)
     return cell
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 
-from clipwise.bench.cell import Cell, figures_of, tidy
-from clipwise.bench.limits import TooSlow, reason_of, time_limit
+from clipwise.bench.cell import Cell, figures_of, outcome_in, tidy
+from clipwise.bench.limits import TooSlow, reason_of
 from clipwise.bench.memory import NoMemoryFigure, peak_memory
 from clipwise.bench.methods import (
     FLOOR,
@@ -28,7 +27,6 @@ from clipwise.bench.peers.form import fastest_form
 from clipwise.bench.peers.rows import Row
 from clipwise.bench.timing import Contender, Effort, Rounds, interleave, settled
 from clipwise.bench.workload import Setting, make_workload
-from clipwise.gradients import FallbackWarning
 
 _BASES = (REFERENCE, FLOOR, GRAPHED)  # what ratios are taken to
 
@@ -41,20 +39,10 @@ def measure_row(
     If plain training fails, or all takes too long, the row itself has `failed`.
     """
     cell: Cell = {"row": row.name, "setting": row.setting.key}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            with time_limit(most_seconds):
-                setting = fastest_form(row.setting, device, seed)
-                cell |= {"optimizer": setting.optimizer, "channels_last": setting.channels_last}
-                cell["columns"] = _columns(setting, columns, device, seed, effort)
-        except NoMemoryFigure as failure:
-            cell["failed"] = str(failure)
-        except Exception as error:
-            cell["failed"] = reason_of(error)
-    notes = {str(w.message) for w in caught if issubclass(w.category, FallbackWarning)}
-    if notes:
-        cell["notes"] = sorted(notes)
+    with outcome_in(cell, most_seconds):
+        setting = fastest_form(row.setting, device, seed)
+        cell |= {"optimizer": setting.optimizer, "channels_last": setting.channels_last}
+        cell["columns"] = _columns(setting, columns, device, seed, effort)
     tidy(device)
     return cell
 
