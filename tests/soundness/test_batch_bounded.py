@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,31 +29,32 @@ from clipwise import (
     Public,
     RandomLayer,
     Released,
-    layers,
     make_private,
 )
 from clipwise.clipping.constants import Constants
 from clipwise.clipping.parts import Policy
 from clipwise.clipping.strategy import Site
-from clipwise.noise import NoiseKey
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
-from clipwise.sampling import ByUser, Cut
+from clipwise.sampling import Cut
 from clipwise.sampling.schemes import Indices
+from tests.soundness.first_step import (
+    BATCH,
+    DRAWS,
+    SCALES,
+    C,
+    D,
+    N,
+    Pair,
+    Setting,
+    Two,
+    Without,
+    any_neighbours,
+    coupled,
+    turned,
+)
 
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)
-N, D, C = 40, 6, 0.7
-BATCH = 20
 PARTS: dict[str, Any] = {"all": "all", "layer": "layer", "groups": {"right": ["second"], "left": ["first"]}}
-DRAWS = [
-    ("poisson", "zero-out"),
-    ("truncated-poisson", "zero-out"),
-    ("fixed-size", "replace-one"),
-    ("partition", "replace-one"),
-    ("shuffled", "zero-out"),
-    ("shuffled", "replace-one"),
-    ("full", "zero-out"),
-    ("full", "replace-one"),
-]
 
 
 class Scaled(Policy):
@@ -67,29 +67,6 @@ class Scaled(Policy):
         return {"rule": "scaled"}
 
 
-class Two(nn.Module):
-    """The gradient of a row's loss is the row itself, half of it in each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, 1, bias=False), nn.Linear(D, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.first(x[:, :D]) + self.second(x[:, D:])).squeeze(1)
-
-
-class Without(Cut):
-    """Another cut, of a draw from which some records are removed beforehand. A user without records adds nothing."""
-
-    def __init__(self, inner: Cut, records: Indices) -> None:
-        self._inner, self._records = inner, records
-
-    def __call__(self, drawn: Indices) -> list[Indices]:
-        if isinstance(self._inner, ByUser):
-            return [np.setdiff1d(piece, self._records) for piece in self._inner(drawn)]
-        return self._inner(np.setdiff1d(drawn, self._records))
-
-
 class ByPosition(Cut):
     """What must not be done."""
 
@@ -98,46 +75,6 @@ class ByPosition(Cut):
 
     def __call__(self, drawn: Indices) -> list[Indices]:
         return np.array_split(drawn, self._mini_sets)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A run, up to its data."""
-
-    strategy: Batch
-    sampling: str
-    adjacency: str
-    users: list[int] | None = None
-    batch_size: int = BATCH
-
-    def begin(self, rows: Tensor, model: nn.Module) -> Private:
-        """On the same draws for every data set."""
-        size = {} if self.sampling == "full" else {"batch_size": self.batch_size}
-        private = make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            TensorDataset(rows),
-            clipping=self.strategy,
-            group=self.users,
-            sampling=self.sampling,
-            adjacency=self.adjacency,
-            noise_multiplier=0,
-            **size,
-        )
-        private._key = NoiseKey.from_seed(3, b"the same draws")
-        return private
-
-    def pieces(self) -> list[Indices]:
-        """Who is in the mini-sets of the first step."""
-        private = self.begin(torch.zeros(N, 2 * D), Two())
-        secret, epoch, slot = next(private._secrets_ahead())
-        return private.loader._cut(private._scheme.draw(secret, epoch, slot))
-
-    def unit_of(self, record: int) -> Indices:
-        """All records of the unit that one belongs to."""
-        if self.users is None:
-            return np.array([record])
-        return np.flatnonzero(np.array(self.users) == self.users[record])
 
 
 def released(
@@ -157,6 +94,19 @@ def released(
             break
     L = private._clipper.divisor
     return {name: p.grad.double() * L for name, p in model.named_parameters()}, private  # type: ignore[union-attr]
+
+
+def neighbouring(
+    setting: Setting, model: nn.Module, pair: Pair
+) -> tuple[Private, dict[str, Tensor], dict[str, Tensor]]:
+    """The first sums of two neighbouring runs: one unit is removed, or it is as it was, as the adjacency has it."""
+    one, private = released(setting, pair.spoiled, model)
+    model.zero_grad()
+    if setting.adjacency == "zero-out":
+        other, _ = released(setting, pair.spoiled, model, missing=pair.victim)
+    else:
+        other, _ = released(setting, pair.rows, model)
+    return private, one, other
 
 
 def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
@@ -198,34 +148,15 @@ ALL = [
 @pytest.mark.parametrize("setting", ALL, ids=repr)
 def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
     """All point one way; the adversary, a million times as long, points the other way, in every part."""
-    ordinary = torch.ones(N, 2 * D).double()
-    drawn = max(setting.pieces(), key=len)
-    victim = setting.unit_of(int(drawn[0]))
-    with_adversary = ordinary.clone()
-    with_adversary[victim] = -1e6
-    model = Two().double()
-    one, private = released(setting, with_adversary, model)
-    model.zero_grad()
-    if setting.adjacency == "zero-out":
-        other, _ = released(setting, with_adversary, model, missing=victim)
-    else:
-        other, _ = released(setting, ordinary, model)
+    victim = setting.unit_of(int(setting.largest_piece(Two())[0]))
+    private, one, other = neighbouring(setting, Two().double(), turned(victim))
     for part in private.parts():
         assert part.sensitivity == pytest.approx(stated(setting, len(private.parts())), rel=1e-12)
     for share in moved(private, one, other).values():
         assert 1 - 1e-5 < share <= 1 + 1e-12
 
 
-def coupled(seed: int) -> nn.Module:
-    """Examples meet in the batch norm, and again in the loss."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        layer = nn.Sequential(nn.Linear(2 * D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-    return nn.Sequential(layers.without_running_statistics(layer), nn.Flatten(0))
-
-
 ANY_PARTS: list[Any] = ["all", "layer", "tensor", RandomLayer(), RandomLayer("tensor")]
-SCALES = [0.0, 1e-30, 1e-3, 1.0, 1e3, 1e18, 1e30, math.inf, math.nan]
 
 
 @QUICK
@@ -240,21 +171,8 @@ SCALES = [0.0, 1e-30, 1e-3, 1.0, 1e3, 1e18, 1e30, math.inf, math.nan]
 def test_no_neighbour_passes_the_bound(
     draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
 ) -> None:
-    random = torch.Generator().manual_seed(seed)
-    owners = torch.randint(0, 8, (N,), generator=random).tolist() if k == "user" else None
-    strategy = Batch(C, 1 if k == "user" else k, parts=parts)
-    setting = Setting(strategy, *draw, owners, batch_size=4 if k == "user" else BATCH)
-    victim = setting.unit_of(record)
-    rows = torch.randn(N, 2 * D, generator=random)
-    changed = rows.clone()
-    changed[victim] = torch.randn(len(victim), 2 * D, generator=random) * scale
-    model = coupled(seed)
-    one, private = released(setting, changed, model)
-    model.zero_grad()
-    if setting.adjacency == "zero-out":
-        other, _ = released(setting, changed, model, missing=victim)
-    else:
-        other, _ = released(setting, rows, model)
+    setting, pair = any_neighbours(draw, k, record, scale, seed, parts=parts)
+    private, one, other = neighbouring(setting, coupled(seed), pair)
     shares = moved(private, one, other)
     assert all(share <= 1 for share in shares.values())  # not one bit more: the clip leaves room for rounding
     if isinstance(parts, RandomLayer):
@@ -321,17 +239,7 @@ def test_a_whole_run_replayed_on_a_neighbour(
 @pytest.mark.parametrize("k", [1, 4])
 def test_scaled_parts_reach_the_bound_of_the_scaled_sum(sampling: str, adjacency: str, k: int) -> None:
     setting = Setting(Batch(C, k, parts=Scaled()), sampling, adjacency)
-    rows = torch.ones(N, 2 * D).double()
-    victim = max(setting.pieces(), key=len)[:1]
-    rows[victim] = -1e6
-    model = Two().double()
-    one, private = released(setting, rows, model)
-    model.zero_grad()
-    other, _ = (
-        released(setting, rows, model, missing=victim)
-        if adjacency == "zero-out"
-        else released(setting, torch.ones(N, 2 * D).double(), model)
-    )
+    private, one, other = neighbouring(setting, Two().double(), turned(setting.largest_piece(Two())[:1]))
     assert private.parts()[0].sensitivity == 2 * C
     assert 1 - 1e-5 < moved(private, one, other)["all"] <= 1
 
@@ -351,17 +259,8 @@ def test_local_updates_are_bounded_whatever_they_return(sampling: str, adjacency
     owners = [i // 4 for i in range(N)] if unit == "user" else None
     strategy = Batch(C, 1 if owners else 4, parts="layer", local_update=trained)
     setting = Setting(strategy, sampling, adjacency, owners, batch_size=4 if owners else BATCH)
-    ordinary = torch.ones(N, 2 * D).double()
-    victim = setting.unit_of(int(max(setting.pieces(), key=len)[0]))
-    rows = ordinary.clone()
-    rows[victim] = -1e6
-    model = Two().double()
-    one, private = released(setting, rows, model)
-    model.zero_grad()
-    if adjacency == "zero-out":
-        other, _ = released(setting, rows, model, missing=victim)
-    else:
-        other, _ = released(setting, ordinary, model)
+    victim = setting.unit_of(int(setting.largest_piece(Two())[0]))
+    private, one, other = neighbouring(setting, Two().double(), turned(victim))
     assert all(1 - 1e-5 < share <= 1 for share in moved(private, one, other).values())
 
 

@@ -22,10 +22,22 @@ from clipwise.clipping.strategy import Clipper
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
-from tests.soundness.test_batch_bounded import BATCH, DRAWS, SCALES, D, N, Setting, Without, coupled
+from tests.soundness.first_step import (
+    DRAWS,
+    SCALES,
+    C,
+    D,
+    N,
+    Pair,
+    Setting,
+    Without,
+    any_neighbours,
+    coupled,
+    turned,
+)
 
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)
-C, R, Z = 0.7, 0.4, 1.3
+R, Z = 0.4, 1.3
 RULE = NoisedStatistics(R, momentum=0.5, share=0.3)
 USERS = [i % 10 for i in range(N)]
 
@@ -57,12 +69,6 @@ class Adversarial(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = self.first(self.turn(x[:, :D])).sum((1, 2)) + self.second(self.turn(x[:, D:])).sum((1, 2))
         return 0 * inner + (x[:, :D] * self.weight).sum(1)
-
-
-def largest(setting: Setting, model: nn.Module | None = None) -> Any:
-    """The records of the largest mini-set of the first step."""
-    private = setting.begin(torch.zeros(N, 2 * D), Adversarial() if model is None else model)
-    return max(private.loader._cut(private._scheme.draw(*next(private._secrets_ahead()))), key=len)
 
 
 def remember(clipper: Clipper) -> dict[str, Tensor]:
@@ -105,14 +111,14 @@ def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tenso
     return {**found, "jointly": math.hypot(*joint)}
 
 
-def neighbours(
-    setting: Setting, model: nn.Module, rows: Tensor, spoiled: Tensor, victim: Any
-) -> dict[str, float]:
+def neighbours(setting: Setting, model: nn.Module, pair: Pair) -> dict[str, float]:
     """The first step of two neighbouring runs from the same buffers."""
     other = copy.deepcopy(model)
-    mine, private = sums(setting, spoiled, model)
-    is_removed = setting.adjacency == "zero-out"
-    theirs, _ = sums(setting, spoiled if is_removed else rows, other, victim if is_removed else None)
+    mine, private = sums(setting, pair.spoiled, model)
+    if setting.adjacency == "zero-out":
+        theirs, _ = sums(setting, pair.spoiled, other, missing=pair.victim)
+    else:
+        theirs, _ = sums(setting, pair.rows, other)
     return moved(private, mine, theirs)
 
 
@@ -132,13 +138,10 @@ ALL = [s for (draw, unit) in itertools.product(DRAWS, ("record", "user")) for s 
 @pytest.mark.parametrize("setting", ALL, ids=repr)
 def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
     """In every layer, in the gradient, and in all of them together: what z is made for does happen."""
-    rows = torch.ones(N, 2 * D).double()
-    victim = setting.unit_of(int(largest(setting)[0]))
-    spoiled = rows.clone()
-    spoiled[victim] = -1e6
     model = Adversarial().double()
-    shares = neighbours(setting, model, rows, spoiled, victim)
-    private = setting.begin(rows, model)
+    pair = turned(setting.unit_of(int(setting.largest_piece(Adversarial())[0])))
+    shares = neighbours(setting, model, pair)
+    private = setting.begin(pair.rows, model)
     halves = setting.users is not None and setting.adjacency == "zero-out"
     stated = [p.sensitivity for p in private.parts()]
     assert stated == pytest.approx([(1 if halves else 2) * bound for bound in (C, R, R)], rel=1e-12)
@@ -159,15 +162,8 @@ def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
 def test_no_neighbour_passes_the_bound(
     draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
 ) -> None:
-    random = torch.Generator().manual_seed(seed)
-    owners = torch.randint(0, 8, (N,), generator=random).tolist() if k == "user" else None
-    strategy = Batch(C, 1 if k == "user" else k, parts=parts, running_statistics=RULE)
-    setting = Setting(strategy, *draw, owners, batch_size=4 if k == "user" else BATCH)
-    victim = setting.unit_of(record)
-    rows = torch.randn(N, 2 * D, generator=random)
-    spoiled = rows.clone()
-    spoiled[victim] = torch.randn(len(victim), 2 * D, generator=random) * scale
-    shares = neighbours(setting, deep(seed), rows, spoiled, victim)
+    setting, pair = any_neighbours(draw, k, record, scale, seed, parts=parts, running_statistics=RULE)
+    shares = neighbours(setting, deep(seed), pair)
     jointly = shares.pop("jointly")
     assert all(share <= 1 for share in shares.values())  # not one bit more
     assert jointly <= 1 + 1e-9
@@ -184,11 +180,8 @@ def deep(seed: int) -> nn.Module:
 @pytest.mark.parametrize("setting", ALL[:3], ids=repr)
 def test_without_the_clip_it_is_caught(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "clipped_sum", lambda vectors, bound: vectors.sum(0))
-    rows = torch.ones(N, 2 * D).double()
-    victim = setting.unit_of(int(largest(setting)[0]))
-    spoiled = rows.clone()
-    spoiled[victim] = -1e6
-    assert neighbours(setting, Adversarial().double(), rows, spoiled, victim)["statistics of first"] > 2
+    pair = turned(setting.unit_of(int(setting.largest_piece(Adversarial())[0])))
+    assert neighbours(setting, Adversarial().double(), pair)["statistics of first"] > 2
 
 
 def test_past_a_coupled_layer_a_mean_moves_far_more_than_its_share() -> None:
@@ -231,12 +224,9 @@ def by_row(sampling: str, adjacency: str, split: str = "optimal", **options: Any
 @pytest.mark.parametrize("split", ["optimal", "equal"])
 def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> None:
     setting = by_row(*draw, split)
-    rows = torch.ones(N, 2 * D).double()
-    victim = largest(setting, OwnRows())[:1]
-    spoiled = rows.clone()
-    spoiled[victim] = -1e6
-    shares = neighbours(setting, OwnRows().double(), rows, spoiled, victim)
-    stated = [p.sensitivity for p in setting.begin(rows, OwnRows().double()).parts()]
+    pair = turned(setting.largest_piece(OwnRows())[:1])
+    shares = neighbours(setting, OwnRows().double(), pair)
+    stated = [p.sensitivity for p in setting.begin(pair.rows, OwnRows().double()).parts()]
     factor = 2 if setting.adjacency == "replace-one" else 1
     assert stated == pytest.approx([factor * bound for bound in (C, R, R)], rel=1e-12)
     assert len(shares) == 4
@@ -256,12 +246,14 @@ def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> No
 def test_no_row_passes_the_bound(
     draw: tuple[str, str], parts: Any, method: str, record: int, scale: float, seed: int
 ) -> None:
+    if isinstance(parts, RandomLayer):  # parts are drawn by the place in the batch: the last one moves nobody's
+        record = N - 1
     random = torch.Generator().manual_seed(seed)
     setting = by_row(*draw, parts=parts, method=method)
     rows = torch.randn(N, 2 * D, generator=random, dtype=torch.float64)
     spoiled = rows.clone()
     spoiled[record] = torch.randn(2 * D, generator=random).double() * scale
-    shares = neighbours(setting, apart(seed), rows, spoiled, np.array([record]))
+    shares = neighbours(setting, apart(seed), Pair(rows, spoiled, np.array([record])))
     assert all(share <= 1 + 1e-5 for share in shares.values())
 
 
@@ -288,7 +280,7 @@ def test_statistics_of_the_batch_in_place_of_rows_are_caught(monkeypatch: pytest
             return super().forward(x.mean(0, keepdim=True).expand_as(x)) + (x[:, :D] * self.weight).sum(1)
 
     monkeypatch.setattr(statistics.LayerStatistics, "clipped_by_row", statistics.LayerStatistics.clipped)
-    assert neighbours(setting, WholeBatch().double(), rows, rows, victim)["statistics of first"] > 1.9
+    assert neighbours(setting, WholeBatch().double(), Pair(rows, rows, victim))["statistics of first"] > 1.9
 
 
 # What the layers keep
