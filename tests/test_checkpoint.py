@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -511,6 +512,9 @@ def test_a_state_that_is_no_state(place: Place) -> None:
         *(broken(good, **{key: ...}) for key in good),
         broken(good, position=4),
         broken(good, history=[]),
+        broken(good, format=np.array([1.0, 2.0])),
+        broken(good, history=torch.ones(3)),
+        broken(good, position=np.array([1.0, 2.0])),
         broken(good, history=[{"event": event}]),
         broken(good, history=[{"event": {**event, "sampling": "lottery"}, "count": 3}]),
         broken(good, history=[{"event": {**event, "noise_multiplier": -1.0}, "count": 3}]),

@@ -246,6 +246,22 @@ def test_a_batch_too_small_to_tell_is_refused(batch: tuple[Any, ...]) -> None:
         check(perceptron(), squares, batch)
 
 
+@pytest.mark.parametrize("loss", [len, lambda model, x, y: x, lambda x: x])
+def test_a_loss_that_does_not_take_the_batch_is_refused(loss: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"called as loss\(model, \*batch\), here with the model and 1 more"
+    ):
+        check(perceptron(), loss, (torch.randn(4, D),))
+
+
+def test_what_goes_wrong_inside_a_loss_is_its_own_error() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return len(x, x)  # type: ignore[call-arg, return-value]
+
+    with pytest.raises(TypeError, match="len"):
+        check(perceptron(), loss, (torch.randn(4, D),))
+
+
 class SharedMask(nn.Module):
     """One dropout mask for a whole batch."""
 

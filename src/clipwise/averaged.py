@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.known import require_known
 from clipwise.layers.public_statistics import PublicStatistics
 
 KINDS = ("exponential", "uniform")
@@ -37,8 +38,7 @@ class AveragedParameters:
     ) -> None:
         if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
             raise ConfigurationError(f"decay must lie in [0, 1), not {decay!r}.")
-        if kind not in KINDS:
-            raise ConfigurationError(f"kind={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+        require_known("kind", kind, KINDS)
         if not isinstance(start, int) or start < 0:
             raise ConfigurationError(f"start must be a whole number that is not negative, not {start!r}.")
         self._model, self._decay, self._kind, self._start = model, float(decay), kind, start

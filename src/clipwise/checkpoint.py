@@ -54,14 +54,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def history_of(state: Mapping[str, Any]) -> list[Entry]:
     """What the run of a checkpoint had released; refuses what is no checkpoint, or only a part of one."""
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    stated = state.get("format") if isinstance(state, Mapping) else None
+    if not isinstance(stated, int) or stated != FORMAT:
         raise CheckpointError("This is no state_dict of a private run, or one of another format.")
     try:
         history = [Entry(Event.from_dict(e["event"]), int(e["count"])) for e in state["history"]]
         complete = state.keys() >= _FIELDS and sum(e.count for e in history) == state["position"]
         complete = complete and all(isinstance(state[name], kind) for name, kind in _KINDS.items())
         complete = complete and state["optimizer"].keys() >= {"state", "param_groups"}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # also from tensors and arrays
         complete = False
     if not complete:
         raise CheckpointError("This state_dict of a private run is damaged: use the one saved before it.")

@@ -8,6 +8,7 @@ Run it on synthetic or public rows: what it says depends on them.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -72,6 +73,7 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     if not callable(loss):
         raise ConfigurationError(f"loss must be a function loss(model, *batch), not {type(loss).__name__}.")
     size = _size(batch)
+    _require_arguments(loss, model, batch)
     report = Report()
     is_coupled = clipping is not None and clipping.is_coupled
     structure = _clipped_structure if isinstance(clipping, Backprop) else _structure
@@ -247,6 +249,21 @@ def _rows(batch: Sequence[Any], size: int, change: Callable[[Tensor], Tensor]) -
 
     result: tuple[Any, ...] = pytree.tree_map(changed, tuple(batch))
     return result
+
+
+def _require_arguments(loss: Loss, model: nn.Module, batch: Sequence[Any]) -> None:
+    """Refuse a function that does not take what it is called with. What goes wrong inside it is its own error."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # some functions written in C do not tell
+        return
+    try:
+        signature.bind(model, *batch)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"loss is called as loss(model, *batch), here with the model and {len(batch)} more, and does not take "
+            f"that: {error}."
+        ) from error
 
 
 def _size(batch: Sequence[Any]) -> int:

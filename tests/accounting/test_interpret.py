@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from clipwise import accounting
@@ -51,6 +53,13 @@ def test_the_central_limit_is_known_and_refused(entry: Make) -> None:
 def test_an_unknown_accountant_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"accountant='moments'.*'pld', 'rdp', 'zcdp', 'gdp'"):
         interpret.epsilon([], 1e-5, "moments")
+
+
+@pytest.mark.parametrize("accountant", [np.array([1.0, 2.0]), ["pld"], None, 3])
+def test_an_accountant_that_is_no_word_is_refused(accountant: Any) -> None:
+    for ask in (interpret.epsilon, interpret.delta):
+        with pytest.raises(ConfigurationError, match=r"accountant.*'pld', 'rdp', 'zcdp', 'gdp'"):
+            ask([], 0.1, accountant)
 
 
 def test_add_remove_costs_what_zero_out_costs(entry: Make) -> None:

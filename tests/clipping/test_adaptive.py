@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,7 +38,9 @@ def known(count: int = 10) -> Public:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "other"}, "kind='other' is not known: use 'enhanced' or 'zhang'"),
+        ({"kind": "other"}, "kind='other' is not known: use one of 'enhanced', 'zhang'"),
+        ({"kind": np.ones(2)}, r"kind=array\(.*\) is not known"),
+        ({"of": ["example"]}, r"of=\['example'\] is not known"),
         ({"of": "batch"}, "of='batch' is not known"),
         ({"every": 0}, "every=0 is not known"),
         ({"every": "step"}, "every='step' is not known"),

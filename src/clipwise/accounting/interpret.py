@@ -45,7 +45,7 @@ def delta_of(total: Composition, epsilon: float, accountant: str = "pld") -> flo
 
 def named(accountant: str) -> Any:
     """The accountant of that name, or an error that says which there are."""
-    if accountant == NO_GUARANTEE:
+    if isinstance(accountant, str) and accountant == NO_GUARANTEE:
         raise UnsupportedEventError(
             "accountant='clt' is not possible: the central limit theorem approximates epsilon and may fall below "
             "the true value, so it is no guarantee. Use 'pld' for a bound; accounting.central_limit(...) gives "

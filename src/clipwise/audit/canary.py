@@ -17,6 +17,7 @@ from clipwise.audit.records import with_record
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import Worlds
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.noise import NoiseKey
 
 KINDS = ("dirac", "mislabelled", "record")
@@ -72,8 +73,7 @@ def canary(
         confidence: with which all bounds hold together.
         seed: of the keys, and of torch's generator before each run.
     """
-    if kind not in KINDS:
-        raise ConfigurationError(f"kind={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+    require_known("kind", kind, KINDS)
     if (kind == "record") != (planted is not None):
         raise ConfigurationError(
             "planted is the record of kind='record', and of no other kind: give both or neither."

@@ -11,6 +11,7 @@ from clipwise.clipping.norm_policy import NormPolicy
 from clipwise.clipping.parts import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
+from clipwise.known import require_known
 
 KINDS = ("enhanced", "zhang")
 
@@ -49,7 +50,7 @@ class Adaptive(NormPolicy):
 
     def __post_init__(self) -> None:
         self.require_measurable()
-        self.require_kind(self.kind, KINDS)
+        require_known("Adaptive: kind", self.kind, KINDS)
         if self.kind == "zhang":
             self.require_lengths("kind='zhang'", "use kind='enhanced'")
 

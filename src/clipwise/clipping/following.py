@@ -14,6 +14,7 @@ from clipwise.clipping.released import Estimated, Released
 from clipwise.clipping.schedule import Every, require_every
 from clipwise.clipping.typical import OF, Measured, Question, Typical
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.known import require_known
 
 Source = Public | Released
 
@@ -81,8 +82,7 @@ def require_source(given: object, who: str, every: Every) -> None:
 
 def require_question(who: str, of: str, mini_set_size: int | None) -> None:
     """Refuse settings of how norms are measured."""
-    if of not in OF:
-        raise ConfigurationError(f"{who}: of={of!r} is not known: use 'example' or 'mini-set'.")
+    require_known(f"{who}: of", of, OF)
     if mini_set_size is not None and (
         of != "mini-set"
         or isinstance(mini_set_size, bool)

@@ -12,6 +12,7 @@ from clipwise.clipping.norm_policy import NormPolicy
 from clipwise.clipping.parts import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
+from clipwise.known import require_known
 
 KINDS = ("optimal", "paper")
 
@@ -57,7 +58,7 @@ class Multipliers(NormPolicy):
 
     def __post_init__(self) -> None:
         self.require_measurable()
-        self.require_kind(self.kind, KINDS)
+        require_known("Multipliers: kind", self.kind, KINDS)
         if self.relative:
             self.require_lengths("relative=True", "leave it out")
 

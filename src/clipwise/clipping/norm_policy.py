@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from clipwise.clipping.constants import Constants
@@ -59,12 +59,6 @@ class NormPolicy(Policy):
         """Refuse a source or a question that gives no norms."""
         require_source(self.public, type(self).__name__, self.every)
         require_question(type(self).__name__, self.of, self.mini_set_size)
-
-    def require_kind(self, kind: object, kinds: Sequence[str]) -> None:
-        """Refuse a rule that there is not."""
-        if kind not in kinds:
-            names = " or ".join(map(repr, kinds))
-            raise ConfigurationError(f"{type(self).__name__}: kind={kind!r} is not known: use {names}.")
 
     def require_lengths(self, why: str, instead: str) -> None:
         """Refuse releases as the source, where ratios of norms are not enough."""

@@ -28,6 +28,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS, Memory, per_example_gradients
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
+from clipwise.known import require_known
 from clipwise.privacy import Adjacency, Unit
 
 MODES = ("clip", "normalize")
@@ -93,9 +94,7 @@ class PerExample(Strategy):
             ("method", self.method, METHODS),
             ("products", self.products, PRODUCTS),
         ):
-            if not isinstance(value, str) or value not in allowed:
-                choices = ", ".join(map(repr, allowed))
-                raise ConfigurationError(f"{argument}={value!r} is not known: use one of {choices}.")
+            require_known(argument, value, allowed)
         if self.sparse is not None and self.method not in ("auto", *_WRITTEN):
             choices = ", ".join(map(repr, _WRITTEN))
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from clipwise.data.digits import digits
 from clipwise.data.folder import folder_of, require_file
 from clipwise.data.idx import read_idx
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 Bytes = NDArray[np.uint8]
 
@@ -58,8 +59,7 @@ LOOKS = {
 
 def look(name: str) -> Look:
     """The public facts of a data set."""
-    if name not in LOOKS:
-        raise ConfigurationError(f"data={name!r} is not known: use one of {', '.join(map(repr, LOOKS))}.")
+    require_known("data", name, LOOKS)
     return LOOKS[name]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clipwise.data.encoding import Column, Flag, Levels, Number
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Schema:
 
 def schema(name: str) -> Schema:
     """The schema of a table by name."""
-    if name not in SCHEMAS:
-        raise ConfigurationError(f"data={name!r} is not known: use one of {', '.join(map(repr, SCHEMAS))}.")
+    require_known("data", name, SCHEMAS)
     return SCHEMAS[name]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from clipwise.data.columns import columns
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 BUCKETS, LENGTH, PADDING = 2**14, 64, 0
 # File names without their ends: for training, for testing.
@@ -49,8 +49,7 @@ def texts(
     Returns:
         Ids, int64 [N, length] from 0 to buckets - 1, and labels, int64 [N].
     """
-    if name not in _FILES:
-        raise ConfigurationError(f"data={name!r} is not known: use one of {', '.join(map(repr, _FILES))}.")
+    require_known("data", name, _FILES)
     table = columns(_FILES[name][0 if train else 1], folder)
     parts = [table[column] for column in _TEXT_COLUMNS if column in table]
     ids = [

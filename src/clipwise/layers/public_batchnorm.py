@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, StepError
+from clipwise.known import require_known
 
 if TYPE_CHECKING:
     from clipwise.layers.public_statistics import PublicStatistics
@@ -52,10 +53,7 @@ class PublicBatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kind not in PUBLIC_KINDS:
-            raise ConfigurationError(
-                f"kind={kind!r} is not known: use one of {', '.join(map(repr, PUBLIC_KINDS))}."
-            )
+        require_known("kind", kind, PUBLIC_KINDS)
         if kind == "public-exact" and not affine:
             raise ConfigurationError(
                 "kind='public-exact' needs a scale and a shift, whose gradients it works with: use affine=True, or "

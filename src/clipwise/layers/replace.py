@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.layers.public_batchnorm import (
     PUBLIC_KINDS,
     PublicBatchNorm,
@@ -58,8 +59,7 @@ def replace_batchnorm(
         The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. Those of
         the kinds that have none to follow do nothing, so that a loop need not tell the kinds apart.
     """
-    if kind not in KINDS:
-        raise ConfigurationError(f"kind={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+    require_known("kind", kind, KINDS)
     if public is None and kind in PUBLIC_KINDS:
         raise ConfigurationError(f"kind={kind!r} needs public rows: give public=, or use kind='group'.")
     if groups is not None and kind != "group":

@@ -210,8 +210,8 @@ class _Walk:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"Lipschitz bounds: {where!r} does not take examples of the shape {self._input_shape} given as "
-                f"input_shape ({type(error).__name__}: {error})."
+                f"Lipschitz bounds: {where!r} does not take examples of the shape {self._input_shape}, which is "
+                f"input_shape or that of the dataset ({type(error).__name__}: {error})."
             ) from error
 
     def _state(self, node: fx.Node, arguments: Any) -> Any:

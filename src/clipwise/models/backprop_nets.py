@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
@@ -86,8 +87,5 @@ def backprop_cifar10(
 
 
 def _activation(name: str) -> type[nn.Module]:
-    if name not in _ACTIVATIONS:
-        raise ConfigurationError(
-            f"activation={name!r} is not known: use one of {', '.join(map(repr, _ACTIVATIONS))}."
-        )
+    require_known("activation", name, _ACTIVATIONS)
     return _ACTIVATIONS[name]

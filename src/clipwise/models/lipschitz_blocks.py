@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.models.norms import MOST_GROUPS, group_norm, no_norm
@@ -32,8 +32,7 @@ def norm_behind(kind: str, channels: int, groups: int, alpha: float) -> nn.Modul
     """
     if kind == "bounded":
         return BoundedGroupNorm(math.gcd(min(groups, MOST_GROUPS), channels // 2 or 1), channels, alpha)
-    if kind not in KINDS:
-        raise ConfigurationError(f"norm={kind!r} is not known: use one of {', '.join(map(repr, KINDS))}.")
+    require_known("norm", kind, KINDS)
     return group_norm(channels) if kind == "group" else no_norm(channels)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.models.norms import norm_of
 
 # How many of the last trainable layers have no norm behind them.
@@ -19,10 +19,7 @@ PLACEMENTS = {
 
 def without_norm(placement: str) -> int:
     """How many layers at the end have no norm."""
-    if placement not in PLACEMENTS:
-        raise ConfigurationError(
-            f"placement={placement!r} is not known: use one of {', '.join(map(repr, PLACEMENTS))}."
-        )
+    require_known("placement", placement, PLACEMENTS)
     return PLACEMENTS[placement]
 
 

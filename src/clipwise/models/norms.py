@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 Norm = Callable[[int], nn.Module]
 MOST_GROUPS = 32
@@ -50,6 +50,5 @@ _WITHOUT_POSITIONS: dict[str, Norm] = {"batch": nn.BatchNorm1d, "group": unit_gr
 
 def norm_of(name: str, *, positions: bool = True) -> Norm:
     """From channels to a layer, for images or, without `positions`, for the units of a linear layer."""
-    if name not in NORMS:
-        raise ConfigurationError(f"norm={name!r} is not known: use one of {', '.join(map(repr, NORMS))}.")
+    require_known("norm", name, NORMS)
     return NORMS[name] if positions else _WITHOUT_POSITIONS.get(name, NORMS[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.models.backprop_nets import backprop_cifar10, backprop_mnist
 from clipwise.models.bilstm import bilstm
 from clipwise.models.bn_lenet5 import bn_lenet5
@@ -55,6 +55,5 @@ def build(name: str, **options: Any) -> nn.Module:
         options: those of the function of that name, such as `classes`; for the networks with a normalization also
             `norm`: "batch", "layer", "group" or "none".
     """
-    if name not in _MODELS:
-        raise ConfigurationError(f"model={name!r} is not known: use one of {', '.join(map(repr, _MODELS))}.")
+    require_known("model", name, _MODELS)
     return _MODELS[name](**options)

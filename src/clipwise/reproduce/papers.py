@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.reproduce.paper import Paper
 
 # Each module has a `PAPER`. A new paper is one line here.
@@ -18,7 +18,6 @@ PAPERS = {
 
 def paper_of(name: str) -> Paper:
     """A paper, or an error that says which there are."""
-    if name not in PAPERS:
-        raise ConfigurationError(f"paper={name!r} is not known: use one of {', '.join(map(repr, PAPERS))}.")
+    require_known("paper", name, PAPERS)
     found: Paper = import_module(PAPERS[name]).PAPER
     return found

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from clipwise import data
-from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 VALIDATION_SHARE = 0.2
 IMAGE_DELTA = 1e-5
@@ -85,8 +85,7 @@ def _whole(name: str, folder: str | None, device: str) -> Records:
     if name == DIGITS:
         train, test = (_on(_flat(data.digits(t)), device) for t in (True, False))
         return Records(train, test, "mlp2", 10, 4.0, IMAGE_DELTA)
-    if name not in data.tables.names():
-        raise ConfigurationError(f"data={name!r} is not known: use one of {', '.join(map(repr, names()))}.")
+    require_known("data", name, names())
     table = data.table(name, folder)
     count = len(table.train) + len(table.test)
     train, test = (_on(part, device) for part in (table.train, table.test))

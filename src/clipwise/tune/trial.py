@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
 TITLES = {
@@ -52,10 +53,7 @@ class Trial:
     averaged: float | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigurationError(
-                f"method={self.method!r} is not known: use one of {', '.join(map(repr, METHODS))}."
-            )
+        require_known("method", self.method, METHODS)
         if self.method != "plain" and (self.epsilon is None) == (self.noise_multiplier is None):
             raise ConfigurationError("Give epsilon or noise_multiplier, and not both.")
         if (self.batch_size is None) == (self.sample_rate is None):

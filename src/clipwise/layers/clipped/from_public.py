@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.layers.clipped.maps import Map, MapRole
 from clipwise.layers.clipped.put_in import clip_inputs
 from clipwise.layers.clipped.scales import BOUNDS, input_scales, lengths
@@ -46,8 +47,7 @@ def norms_from_public(
         quantile: of the norms of the examples, between 0 and 1.
         bound: as `clip_inputs` will have it: what C2 is measured by.
     """
-    if not isinstance(bound, str) or bound not in BOUNDS:
-        raise ConfigurationError(f"bound={bound!r} is not known: use one of {', '.join(map(repr, BOUNDS))}.")
+    require_known("bound", bound, BOUNDS)
     if isinstance(quantile, bool) or not 0 <= quantile <= 1:
         raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
     probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT)
