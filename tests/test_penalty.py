@@ -34,13 +34,20 @@ def test_a_run_goes_on_with_it() -> None:
     assert private.steps == 3 and private._configuration()["penalty"] == "ridge"
 
 
-@pytest.mark.parametrize("bad", [lambda m: 1.0, lambda m: torch.ones(()), lambda m: m[0].bias])
-def test_what_is_no_penalty_is_refused(bad: Any) -> None:
-    model, private = private_run(penalty=bad)
-    with pytest.raises(StepError, match="penalty"):
-        private.step(losses_of(model, next(iter(private.loader))))
+@pytest.mark.parametrize(
+    "bad", [lambda m: 1.0, lambda m: torch.ones(()), lambda m: m[0].bias, lambda m: m.no_such_layer, len, 0.1]
+)
+def test_what_is_no_penalty_is_refused_before_anything_is_released(bad: Any) -> None:
     with pytest.raises(ConfigurationError, match="penalty"):
-        private_run(penalty=0.1)
+        private_run(penalty=bad)
+
+
+def test_one_that_goes_wrong_later_is_refused_then() -> None:
+    values = iter([ridge, lambda model: 1.0])
+    model, private = private_run(penalty=lambda model: next(values)(model))
+    with pytest.raises(StepError, match="penalty must return a single number"):
+        private.step(losses_of(model, next(iter(private.loader))))
+    assert private.steps == 1  # charged all the same
 
 
 def test_the_statement_assumes_that_it_looks_at_no_record() -> None:

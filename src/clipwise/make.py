@@ -118,7 +118,7 @@ def make_private(
     if not (isinstance(strategy, Batch) and strategy.local_update is not None):
         checks.require_no_batch_statistics(model, strategy.is_coupled)
     noise = noise_kind_of(noise)
-    require_penalty(penalty)
+    require_penalty(penalty, model)
     if not isinstance(probe_independence, bool):
         raise ConfigurationError(f"probe_independence must be True or False, not {probe_independence!r}.")
     users = None if group is None else _users(group, strategy)

@@ -12,22 +12,36 @@ from clipwise.errors import ConfigurationError, StepError
 Penalty = Callable[[nn.Module], Tensor]
 
 
-def require_penalty(given: object) -> None:
-    """Refuse what cannot be called."""
-    if given is not None and not callable(given):
+def require_penalty(given: object, model: nn.Module) -> None:
+    """Refuse what cannot be called, and what gives no penalty on this model: before any release, not after it."""
+    if given is None:
+        return
+    if not callable(given):
         raise ConfigurationError(
             f"penalty must be a function from the model to a number, not {type(given).__name__}."
         )
+    try:
+        _value(given, model)
+    except StepError as error:
+        raise ConfigurationError(str(error)) from error
+    except Exception as error:
+        raise ConfigurationError(
+            f"penalty(model) failed ({type(error).__name__}: {error}): it must be a function from the model to a number."
+        ) from error
 
 
 def add_penalty(penalty: Penalty, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Add its gradient to every `.grad`. The weights are released, so this is post-processing."""
-    with torch.enable_grad():
-        value = penalty(model)
-    if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
-        raise StepError("penalty must return a single number that depends on the model's trainable weights.")
-    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    found = torch.autograd.grad(_value(penalty, model), list(parameters.values()), allow_unused=True)
     for p, gradient in zip(parameters.values(), found, strict=True):
         if gradient is not None:
             assert p.grad is not None
             p.grad.add_(gradient)
+
+
+def _value(penalty: Penalty, model: nn.Module) -> Tensor:
+    with torch.enable_grad():
+        value = penalty(model)
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
+        raise StepError("penalty must return a single number that depends on the model's trainable weights.")
+    return value
