@@ -26,7 +26,7 @@ def require_penalty(given: object, model: nn.Module) -> None:
         raise ConfigurationError(str(error)) from error
     except Exception as error:
         raise ConfigurationError(
-            f"penalty(model) failed ({type(error).__name__}: {error}): it must be a function from the model to a number."
+            f"penalty(model) failed ({type(error).__name__}: {error}): give a function from the model to a number."
         ) from error
 
 
