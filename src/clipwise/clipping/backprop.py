@@ -18,7 +18,7 @@ from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers
 from clipwise.layers.clipped.scales import MODES
-from clipwise.layers.clipped.switch import noting
+from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
 
 _PROBED_BATCHES = 2
@@ -130,7 +130,7 @@ class BackpropClipper(Clipper):
         ):  # else it is a step that is captured, after ordinary ones, and may not wait for the device
             self._probe(losses, nodes, wiring)
         weights_B = torch.ones_like(losses) if real_B is None else real_B.to(losses.dtype)
-        with self.arithmetic.products():
+        with settled(), self.arithmetic.products():
             found = torch.autograd.grad(losses, list(self._parameters.values()), weights_B, allow_unused=True)
         sums = dict(zip(self._parameters, found, strict=True))
         for name, total in sums.items():

@@ -1,7 +1,8 @@
 """Whether upstream gradients are clipped in a backward pass, and who looks at them; whether examples are cleared.
 
 They are, unless somebody examines a graph: a probe (gradients/layout.py) needs a backward pass that is linear in the
-weights of the losses, and a clip is not. One switch for all threads, since torch runs backward passes on its own.
+weights of the losses, and a clip is not. There is one switch for all threads, since torch runs backward passes on
+threads of its own; so a thread that turns it, and one whose sums will be released, hold a lock.
 
 An example that is not finite counts as 0: its factor is 0, and its rows are cleared, for 0 times NaN is NaN. To clear
 them takes a copy of the layer's input, or a wait for the device to say that there is nothing to clear. A step that is
@@ -11,6 +12,7 @@ before anything is charged or released, and an ordinary step, which clears, sums
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor
 
 Watcher = Callable[[Any, Tensor], None]  # a node of the graph, and the gradient of its output
 
+_held = threading.RLock()
 _suspended = 0
 _watcher: Watcher | None = None
 _noted: list[Tensor] | None = None
@@ -28,13 +31,21 @@ _noted: list[Tensor] | None = None
 def unclipped(watcher: Watcher | None = None) -> Iterator[None]:
     """In this block backward passes do not clip. Their results are of single examples, and must not be released."""
     global _suspended, _watcher
-    before, _watcher = _watcher, watcher
-    _suspended += 1
-    try:
+    with _held:
+        before, _watcher = _watcher, watcher
+        _suspended += 1
+        try:
+            yield
+        finally:
+            _suspended -= 1
+            _watcher = before
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """In this block no other thread turns the switch: for a backward pass whose sums will be released."""
+    with _held:
         yield
-    finally:
-        _suspended -= 1
-        _watcher = before
 
 
 def is_clipping() -> bool:
@@ -52,11 +63,12 @@ def saw(node: Any, g: Tensor) -> None:
 def noting() -> Iterator[list[Tensor]]:
     """In this block examples that do not count are not cleared: what they are scaled by, 0, is noted in the list."""
     global _noted
-    before, _noted = _noted, []
-    try:
-        yield _noted
-    finally:
-        _noted = before
+    with _held:
+        before, _noted = _noted, []
+        try:
+            yield _noted
+        finally:
+            _noted = before
 
 
 def noted(factor_B: Tensor) -> bool:
