@@ -40,12 +40,56 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
     [
         (("iris",), "'iris' is no data set and no script"),
         (("digits", "--method", "sgd"), "method='sgd' is not known"),
+        (("digits", "--norm", "batch"), "norm='batch' is not known: use one of 'none'"),
+        (("digits", "--epsilon", 2), "--epsilon goes with --accounted"),
+        (("digits", "--epochs", 2), "--epochs goes with --accounted"),
+        (("digits", "--seed", -1), "--seed"),
         (("mine.py", "--accounted"), "takes a data set by name"),
+        (("digits", "--accounted", "--mean-runs", 1), "--mean-runs 1 is not possible"),
+        (("digits", "--accounted", "--method", "sgd"), "method='sgd' is not known"),
+        (("digits", "--accounted", "--norm", "batch"), "norm='batch' is not known"),
+        (("digits", "--accounted", "--sample-rate", 0), "sample_rate=0.0 is not possible"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_in_a_line(arguments, message):
     found = call(*arguments)
     assert found.exit_code == 2 and message in found.output.replace("\n", " ")
+
+
+SPACE = "from clipwise.tune import Range, Choice\nSPACE = {'x': Choice((1, 2))}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("x = (", "mine.py raised SyntaxError"),
+        ("import no_such_module", "mine.py raised ModuleNotFoundError in mine.py, line 1"),
+        (
+            SPACE + "def train(s): raise ValueError('no luck')",
+            "raised ValueError in mine.py, line 3: no luck",
+        ),
+        (SPACE + "def train(s): return 'good'", "mine.py: train(settings) must return (accuracy, epsilon)"),
+    ],
+)
+def test_what_goes_wrong_in_a_script_is_told_in_a_line(tmp_path, script, message):
+    pytest.importorskip("optuna")
+    (tmp_path / "mine.py").write_text(script)
+    found = call(tmp_path / "mine.py", "--trials", 1, "--out", tmp_path / "out")
+    assert found.exit_code == 2 and message in found.output.replace("\n", " "), found.output
+    assert "Traceback" not in found.output
+
+
+def test_a_study_that_is_none_or_has_another_space_is_refused(tmp_path):
+    pytest.importorskip("optuna")
+    script, out = tmp_path / "mine.py", tmp_path / "out"
+    script.write_text(SPACE + "def train(s): return 0.5, 1.0")
+    assert call(script, "--trials", 1, "--out", out).exit_code == 0
+    script.write_text(script.read_text().replace("(1, 2)", "(1, 2, 3)"))
+    found = call(script, "--trials", 2, "--out", out)
+    assert found.exit_code == 2 and "SPACE['x'] is not what it was" in found.output.replace("\n", " ")
+    (out / "study.db").write_text("junk")
+    found = call(script, "--trials", 2, "--out", out)
+    assert found.exit_code == 2 and "cannot be opened as a study" in found.output.replace("\n", " ")
 
 
 def test_help_teaches_by_example():

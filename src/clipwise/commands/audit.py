@@ -14,8 +14,10 @@ from rich.table import Table
 from clipwise import audit as auditing
 from clipwise import ledger
 from clipwise.about import plain
+from clipwise.accounting import arguments
 from clipwise.audit.report import AuditReport
 from clipwise.commands.output import remark, rounded_up, say, stdout
+from clipwise.commands.places import require_picture
 from clipwise.commands.target import load, running
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry
@@ -80,6 +82,9 @@ def audit(
     claimed = ledger.read(file)
     target = subject if subject is not None else _usual_subject(file.parent / SUBJECT)
     _require_kind(kind)
+    require_picture(plot)
+    if delta is not None:
+        arguments.number("delta", delta, above=0, below=1)
     make_run, dataset, loss = _subject(target)
     if kind == "mislabelled" and runs and loss is None:
         raise ConfigurationError(
@@ -154,7 +159,7 @@ def _require_kind(kind: str) -> None:
 
 def _subject(target: str) -> tuple[Any, Any, Any]:
     """make_run, the data set, and the loss or None."""
-    function = load(target)
+    function = load(target, "--subject")
     with running(target):
         made = function()
     if isinstance(made, tuple) and len(made) in (2, 3) and hasattr(made[1], "__len__"):

@@ -11,6 +11,7 @@ import typer
 from clipwise import accounting, figures
 from clipwise.commands import accountants, plan, subject
 from clipwise.commands.output import in_words, remark, rounded_up, say, stdout
+from clipwise.commands.places import require_picture
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry, Sampling, Unit
 
@@ -70,6 +71,7 @@ def epsilon(
     is promised. All figures are upper bounds but the one in brackets. PLD is the tight one and the one that
     counts; RDP is looser and cheap, which is why progress bars show it.
     """
+    require_picture(plot)
     asked = plan.Asked(
         sampling=sampling,
         adjacency=adjacency,

@@ -13,6 +13,7 @@ from clipwise import accounting, figures
 from clipwise.arguments import adjacency_of
 from clipwise.commands import accountants, plan
 from clipwise.commands.output import in_words, remark, rounded_up, say, stdout
+from clipwise.commands.places import require_picture
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling, Unit
 
@@ -52,6 +53,7 @@ def noise(
     clipping at norm C and Poisson sampling, each coordinate of the sum gets noise of that times C. The
     answer is checked with the PLD accountant; `make_private(epsilon=...)` asks the first question.
     """
+    require_picture(plot)
     asked = plan.Asked(
         sampling=sampling,
         adjacency=adjacency,

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from clipwise.commands.output import say
+from clipwise.commands.places import require_folder, require_results
 from clipwise.reproduce.paper import asked_for
 from clipwise.reproduce.papers import PAPERS
 from clipwise.reproduce.runner import Options
 from clipwise.reproduce.runner import reproduce as run
+from clipwise.reproduce.store import FILE
 
 
 def reproduce(
@@ -37,7 +39,7 @@ def reproduce(
         bool, typer.Option("--quick", help="Few rows on small digits: shows that it works, not how well.")
     ] = False,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Stop after this time and keep what is finished.")
+        float | None, typer.Option(min=0, help="Stop after this time and keep what is finished.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
@@ -67,6 +69,8 @@ def reproduce(
 
     The folder gets results.json and results.md. A command that was stopped goes on there.
     """
+    require_results(take or (), FILE)
+    require_folder(out or Path("runs") / paper)
     run(
         Options(
             paper=paper,

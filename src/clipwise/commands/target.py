@@ -16,15 +16,15 @@ from typing import Any
 from clipwise.errors import ClipwiseError, ConfigurationError
 
 
-def load(target: str) -> Callable[[], Any]:
-    """The function that `path/to/file.py:function` or `package.module:function` names."""
+def load(target: str, argument: str = "TARGET") -> Callable[[], Any]:
+    """The function that `path/to/file.py:function` or `package.module:function` names, given as `argument`."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigurationError(
-            f"TARGET is {target!r}: it must look like path/to/file.py:function or package.module:function."
+            f"{argument} is {target!r}: it must look like path/to/file.py:function or package.module:function."
         )
     with running(target):
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+        module = _from_file(Path(place), argument) if place.endswith(".py") else _from_package(place)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(
@@ -58,12 +58,12 @@ def _is_foreign(filename: str) -> bool:
     return filename.startswith(folders)
 
 
-def _from_file(path: Path) -> ModuleType:
+def _from_file(path: Path, argument: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigurationError(f"TARGET: there is no file {path}.")
+        raise ConfigurationError(f"{argument}: there is no file {path}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ConfigurationError(f"TARGET: {path} cannot be loaded as Python.")
+        raise ConfigurationError(f"{argument}: {path} cannot be loaded as Python.")
     module = importlib.util.module_from_spec(spec)
     _look_in(path.parent)  # as python does for a script, so that the file finds its neighbours
     sys.modules.setdefault(path.stem, module)

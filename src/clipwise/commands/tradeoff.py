@@ -14,6 +14,7 @@ from clipwise import figures
 from clipwise.about import plain
 from clipwise.commands import accountants, plan, subject
 from clipwise.commands.output import remark, rounded_up, say, stdout
+from clipwise.commands.places import require_picture
 from clipwise.privacy import Sampling, Unit
 from clipwise.risk import Risk
 from clipwise.wording import neighbours
@@ -49,6 +50,7 @@ def tradeoff(
     detects more; the trade-off curve bounds how much more. Every figure is the most that any attacker can reach,
     whatever the attack. 1% detected at 1% false alarms is blind guessing.
     """
+    require_picture(plot)
     asked = plan.Asked(
         sampling=sampling,
         adjacency=adjacency,

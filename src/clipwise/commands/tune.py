@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 
 from clipwise.bench.environment import device_of
 from clipwise.commands.output import rounded_up, say, stdout
+from clipwise.commands.places import require_folder
+from clipwise.commands.target import running
 from clipwise.errors import ConfigurationError
 from clipwise.tune import accounted, report, study, subject
 from clipwise.tune.front import Point, front
@@ -27,17 +30,27 @@ def tune(
         Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the search and of first weights, not of any noise.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the search and of first weights, not of any noise.")
+    ] = 0,
     is_accounted: Annotated[
         bool,
         typer.Option(
             "--accounted", help="A random, secret number of runs; only the best is shown, and counted."
         ),
     ] = False,
-    epsilon: Annotated[float, typer.Option(help="With --accounted: what the whole search may cost.")] = 3.0,
-    mean_runs: Annotated[float, typer.Option(help="With --accounted: runs on average.")] = 10.0,
-    sample_rate: Annotated[float, typer.Option(help="With --accounted: of every run.")] = 0.05,
-    epochs: Annotated[int, typer.Option(min=1, help="With --accounted: of every run.")] = 10,
+    epsilon: Annotated[
+        float | None, typer.Option(help="With --accounted: what the whole search may cost; 3 if left out.")
+    ] = None,
+    mean_runs: Annotated[
+        float | None, typer.Option(help="With --accounted: runs on average, more than 1; 10 if left out.")
+    ] = None,
+    sample_rate: Annotated[
+        float | None, typer.Option(help="With --accounted: of every run; 0.05 if left out.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="With --accounted: of every run; 10 if left out.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The folder of the study; runs/tune if left out. A study there goes on."),
@@ -61,20 +74,48 @@ def tune(
     --accounted it gets best.safetensors, the weights of the best run, if --out is given.
     """
     place = device_of(device)
-    folder = out or Path("runs/tune")
     if is_accounted:
-        _accounted(what, method, norm, data, place, seed, epsilon, mean_runs, sample_rate, epochs, out)
+        _accounted(
+            what,
+            method,
+            norm,
+            data,
+            place,
+            seed,
+            3.0 if epsilon is None else epsilon,
+            10.0 if mean_runs is None else mean_runs,
+            0.05 if sample_rate is None else sample_rate,
+            10 if epochs is None else epochs,
+            out,
+        )
         return
-    is_script = what.endswith(".py")
-    about = (
-        subject.of_script(Path(what)) if is_script else subject.named(what, method, norm, data, place, seed)
+    _require_accounted(
+        {"epsilon": epsilon, "mean-runs": mean_runs, "sample-rate": sample_rate, "epochs": epochs}
     )
-    found = study.search(about, trials, folder, say, seed=seed)
+    folder = out or Path("runs/tune")
+    require_folder(folder)
+    is_script = what.endswith(".py")
+    with running(what) if is_script else nullcontext():
+        about = (
+            subject.of_script(Path(what))
+            if is_script
+            else subject.named(what, method, norm, data, place, seed)
+        )
+        found = study.search(about, trials, folder, say, seed=seed)
     stdout().print(_table([p for p, _ in found]))
     for file in report.write(about.name, found, folder):
         say(f"wrote {file}")
     for sentence in report.cost_in_words(len(found), composed_epsilon([s for _, s in found])):
         say(sentence)
+
+
+def _require_accounted(given: dict[str, float | None]) -> None:
+    """Refuse options that would not be looked at."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"--{name} goes with --accounted: an ordinary search chooses noise, batches and length by itself."
+            )
 
 
 def _accounted(
@@ -95,6 +136,10 @@ def _accounted(
             "--accounted takes a data set by name: it has to know what every run releases. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
+    if mean_runs <= 1:
+        raise ConfigurationError(f"--mean-runs {mean_runs:g} is not possible: give a number above 1.")
+    if out is not None:
+        require_folder(out)
     found = accounted.search(
         what,
         method,
@@ -110,7 +155,6 @@ def _accounted(
     for sentence in found.in_words():
         say(sentence)
     if found.released is not None and out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         save_file(found.released.output.state_dict(), out / "best.safetensors")
         say(f"wrote {out / 'best.safetensors'}")
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from clipwise.accounting.arguments import number
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
+from clipwise.models.lipschitz_blocks import KINDS
 from clipwise.privacy import rounded_up
 from clipwise.tune.records import records
 from clipwise.tune.selection import Released, SelectionPlan, plan, select
 from clipwise.tune.space import Dimension, Range
 from clipwise.tune.training import judged, trained
-from clipwise.tune.trial import Trial
+from clipwise.tune.trial import METHODS, Trial
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ def search(
     """
     if method == "plain":
         raise ConfigurationError("method='plain' has no privacy: use 'dp-sgd', 'lip' or 'fix-lip'.")
+    require_known("method", method, METHODS[:-1])
+    require_known("norm", norm, KINDS)
+    number("sample_rate", sample_rate, above=0, below=math.inf)
     at_hand = records(data, folder, device)
     steps = max(1, round(epochs / sample_rate))
     found = plan(epsilon, at_hand.delta, sample_rate=sample_rate, steps=steps, mean=mean)

@@ -11,7 +11,7 @@ from typing import Any
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.privacy import rounded_up
 from clipwise.tune.front import Point
-from clipwise.tune.space import Choice, Space
+from clipwise.tune.space import Choice, Dimension, Space
 from clipwise.tune.subject import Score, Subject
 
 FILE = "study.db"
@@ -45,8 +45,8 @@ def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0)
 
 
 def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
-    settings = suggested(trial, subject.space)
     try:
+        settings = suggested(trial, subject.space)
         score = subject.score(settings)
     except ClipwiseError as error:
         trial.set_user_attr("reason", str(error))
@@ -62,15 +62,23 @@ def suggested(trial: Any, space: Space) -> dict[str, Any]:
     """A point of the space, as the sampler of a trial draws it."""
     found: dict[str, Any] = {}
     for name, d in space.items():
-        if isinstance(d, Choice):
-            # By its place: a list may hold what the file cannot.
-            found[name] = d.values[trial.suggest_categorical(name, list(range(len(d.values))))]
-        elif d.whole:
-            found[name] = trial.suggest_int(name, math.ceil(d.low), math.floor(d.high), log=d.log)
-        else:
-            found[name] = trial.suggest_float(name, d.low, d.high, log=d.log)
+        try:
+            found[name] = _drawn(trial, name, d)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"SPACE[{name!r}] is not what it was when this study began: give another folder with --out."
+            ) from error
     trial.set_user_attr("settings", {name: _plain(value) for name, value in found.items()})
     return found
+
+
+def _drawn(trial: Any, name: str, d: Dimension) -> Any:
+    if isinstance(d, Choice):
+        # By its place: a list may hold what the file cannot.
+        return d.values[trial.suggest_categorical(name, list(range(len(d.values))))]
+    if d.whole:
+        return trial.suggest_int(name, math.ceil(d.low), math.floor(d.high), log=d.log)
+    return trial.suggest_float(name, d.low, d.high, log=d.log)
 
 
 def _plain(value: Any) -> Any:
@@ -101,14 +109,19 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
         raise ConfigurationError(
             "`clipwise tune` needs Optuna, which is not installed: run `pip install 'clipwise[tune]'`."
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # why a trial failed is told by us, in one line
     out.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(
-        study_name=subject.name,
-        storage=f"sqlite:///{out / FILE}",
-        directions=["maximize", "minimize"],
-        load_if_exists=True,
-    )
+    try:
+        study = optuna.create_study(
+            study_name=subject.name,
+            storage=f"sqlite:///{out / FILE}",
+            directions=["maximize", "minimize"],
+            load_if_exists=True,
+        )
+    except Exception as error:  # of Optuna, of SQLAlchemy or of SQLite
+        raise ConfigurationError(
+            f"{out / FILE} cannot be opened as a study ({type(error).__name__}): give another folder with --out."
+        ) from error
     # A study that goes on must not draw its first points again.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     return study

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
+from clipwise.models.lipschitz_blocks import KINDS
 from clipwise.tune.records import Records, names, records
 from clipwise.tune.space import Choice, Range, Space, paper_space
 from clipwise.tune.training import run
@@ -59,6 +61,7 @@ def named(
     if method not in METHODS or method == "plain":
         choices = ", ".join(map(repr, METHODS[:-1]))
         raise ConfigurationError(f"method={method!r} is not known: use one of {choices}.")
+    require_known("norm", norm, KINDS)
     at_hand = records(data, folder, device)
     space = paper_space(norm)
     return Subject(f"{data}/{norm}/{method}", space, lambda s: _scored(data, method, norm, at_hand, s, seed))
