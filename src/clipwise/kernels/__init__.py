@@ -7,6 +7,14 @@
     noise        counter-based normals, a whole draw in one launch
     squares      bounds on squared row lengths in one launch
 
+and for backpropagation clipping
+
+    measures     all sums over the positions of a gradient, in one reading
+    factors      what examples are scaled by, from what was measured
+    scaled       one factor an example, with a bias, in place or not
+    tangent      a gradient without what is along the input
+    weighted     weighted sums of rows
+
 Every public function takes its kernel where `usable` says so and its twin otherwise. None waits for the
 device and none adds floats atomically: all can be captured in a CUDA graph, and all repeat bit by bit.
 """
