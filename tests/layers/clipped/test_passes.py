@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise.layers.clipped import passes, switch
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.scales import fits
 from tests.kernels import conftest as _interpreter  # noqa: F401 (lets the interpreter count loops)
 from tests.kernels.ways import needs_triton
 from tests.layers.clipped.cases import CASES, Case, bounds, clipped, inputs
@@ -18,7 +19,7 @@ pytestmark = needs_triton
 
 NAMES = ["linear", "linear without bias", "linear over positions", "linear over a grid", "conv1d", "conv2d",
          "conv3d", "padding", "same padding, even kernel", "stride", "dilation", "groups", "depthwise", "circular",
-         "replicate"]  # fmt: skip
+         "replicate", "layer norm over positions", "group norm"]  # fmt: skip
 WAYS = [(mode, bound) for mode in ("clip", "normalize") for bound in ("upstream", "gradient")]
 every_name = pytest.mark.parametrize("name", NAMES)
 every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
@@ -55,7 +56,7 @@ def test_the_same_sums(name: str, mode: str, bound: str) -> None:
     x = inputs(case, scale=1.0)
     x[0] *= 0.01  # is not clipped
     g = upstream(exact, x)
-    assert passes.fits(x.float()) and not passes.fits(x)
+    assert fits(x.float()) and not fits(x)
     require_close([ours(x.float())], [exact(x)])
     require_close(gradients(ours, x.float(), g.float()), gradients(exact, x, g))
 

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
-from clipwise.layers.clipped import passes
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
-from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, weighted_channels
+from clipwise.layers.clipped.scales import Constants, clipped_input, fits, lengths, weighted_channels
 
 AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -104,7 +103,7 @@ class Convolution(Map):
 
     def squares(self, x: Tensor) -> Tensor:
         by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
-        if passes.fits(x):
+        if fits(x):
             found = measures(by_group.flatten(3).flatten(0, 1).mT, square=True).square
             assert found is not None
             return found.view(len(x), self.groups, *x.shape[2:])

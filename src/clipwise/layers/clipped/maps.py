@@ -31,6 +31,7 @@ from clipwise.layers.clipped.scales import (
     Constants,
     along,
     cleaned,
+    fits,
     input_scales,
     lengths,
     surely_none,
@@ -122,7 +123,7 @@ class ClippedMap(torch.autograd.Function):
         lengths_BGP = None if squares is None else role.map.window_lengths(squares)
         seen = role.map.seen(x)
         z = role.map.forward(seen, w)
-        if passes.fits(z):
+        if fits(z):
             z = passes.scaled_output(role.map, z, scale_B, b)
         else:
             z = cleaned(z, scale_B)
@@ -130,7 +131,7 @@ class ClippedMap(torch.autograd.Function):
             z = z.mul_(s) if b is None else torch.addcmul(role.map.bias_view(b.to(z.dtype), z), z, s, out=z)
         ctx.is_clean = seen is not x  # then it is ours
         if ctx.is_clean:
-            seen = passes.cleared(seen, scale_B) if passes.fits(seen) else cleaned(seen, scale_B)
+            seen = passes.cleared(seen, scale_B) if fits(seen) else cleaned(seen, scale_B)
         ctx.save_for_backward(seen, weight, norm_B, scale_B, lengths_BGP)
         ctx.x_shape, ctx.bias_shape = x.shape, None if bias is None else bias.shape
         return z
@@ -146,7 +147,7 @@ class ClippedMap(torch.autograd.Function):
         g = g.to(weight.dtype)
         w = weight if role.rows is None else weight[role.rows]
         c, clips = role.constants, switch.is_clipping()
-        is_fused = passes.fits(g)
+        is_fused = fits(g)
         factors_of = passes.upstream_factors if is_fused else _upstream_factors
         nu_B, db = factors_of(
             role.map, c, g, ctx.x_shape, scale_B, lengths_BGP, clips, clips and needs_w, needs_b
@@ -177,7 +178,7 @@ class ClippedMap(torch.autograd.Function):
 
 def _input_scales(x: Tensor, squares: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
     """|x| and s of each example."""
-    if passes.fits(x):
+    if fits(x):
         return passes.input_scales_of(x, squares, input_norm)
     norm_B = lengths(x) if squares is None else squares.flatten(1).sum(1).sqrt()
     return norm_B, input_scales(norm_B, input_norm)

@@ -8,6 +8,7 @@ needed, the input is not clipped, and what is passed on is what came.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
-from clipwise.layers.clipped.scales import Constants, cleaned, lengths, weighted_rows
+from clipwise.layers.clipped.scales import Constants, cleaned, fits, lengths, weighted_rows
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -40,14 +42,13 @@ class _LayerNorm(torch.autograd.Function):
             dx, _, _ = torch.ops.aten.native_layer_norm_backward(
                 g, x, ctx.shape, mean, rstd, weight, None, [True, False, False]
             )
-        rows = (len(g), -1, *ctx.shape)
+        rows = (len(g), x[:1].numel() // max(1, math.prod(ctx.shape)), math.prod(ctx.shape))
         dw = db = None
         if ctx.needs_input_grad[1]:
-            terms = ((x - mean) * rstd * g).reshape(rows)
-            dw = _summed(terms.sum(1), terms.abs_().sum(1), ctx.role.constants).view(ctx.shape)
+            terms = (x - mean).mul_(rstd).mul_(g).reshape(rows)
+            dw = _summed(*_sum_and_mass(terms.mT), ctx.role.constants).view(ctx.shape)
         if ctx.needs_input_grad[2]:
-            terms = g.reshape(rows)
-            db = _summed(terms.sum(1), terms.abs().sum(1), ctx.role.constants).view(ctx.shape)
+            db = _summed(*_sum_and_mass(g.reshape(rows).mT), ctx.role.constants).view(ctx.shape)
         return dx, dw, db, None
 
 
@@ -74,14 +75,14 @@ class _GroupNorm(torch.autograd.Function):
                 g.contiguous(), x, mean, rstd, weight, B, c, p, ctx.groups, [True, False, False]
             )
         dw = db = None
-        shift_Bc, mass_Bc = (t.reshape(B, c, -1).sum(2) for t in (g, g.abs()))
+        shift_Bc, mass_Bc = _sum_and_mass(g.reshape(B, c, p))
         if ctx.needs_input_grad[1]:
             # sum_p g (x - mean) rstd, without writing the normalized input.
-            products = (g * x).reshape(B, c, -1)
-            each = c // ctx.groups
-            mean_Bc, rstd_Bc = (t.view(B, -1).repeat_interleave(each, 1) for t in (mean, rstd))
-            scale_Bc = (products.sum(2) - mean_Bc * shift_Bc) * rstd_Bc
-            mass_of_scale_Bc = (products.abs_().sum(2) + mean_Bc.abs() * mass_Bc) * rstd_Bc
+            sum_Bc, sizes_Bc = _sum_and_mass((g * x).reshape(B, c, p))
+            of_channels = (B, ctx.groups, c // ctx.groups)
+            mean_Bc, rstd_Bc = (t.view(B, -1, 1).expand(of_channels).reshape(B, c) for t in (mean, rstd))
+            scale_Bc = (sum_Bc - mean_Bc * shift_Bc) * rstd_Bc
+            mass_of_scale_Bc = (sizes_Bc + mean_Bc.abs() * mass_Bc) * rstd_Bc
             dw = _summed(scale_Bc, mass_of_scale_Bc, ctx.role.constants)
         if ctx.needs_input_grad[2]:
             db = _summed(shift_Bc, mass_Bc, ctx.role.constants)
@@ -95,6 +96,15 @@ def _arrived(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     counts_B = torch.isfinite(lengths(g)) & torch.isfinite(lengths(x))
     g, x, mean, rstd = (cleaned(t, counts_B) for t in (g.to(x.dtype), x, mean, rstd))
     return g, x, mean, rstd, weight
+
+
+def _sum_and_mass(terms_BnR: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_r t_r and sum_r |t_r|, [B, n] each."""
+    if fits(terms_BnR):
+        found = measures(terms_BnR, total=True, mass=True)
+        assert found.total is not None and found.mass is not None
+        return found.total, found.mass
+    return terms_BnR.sum(2), terms_BnR.abs().sum(2)
 
 
 def _summed(rows: Tensor, mass: Tensor, constants: Constants) -> Tensor:

@@ -1,6 +1,6 @@
 """The passes that a clipped map makes over inputs, outputs and gradients, by kernels: each reads what it needs once.
 
-Where `fits` says no (on a CPU, in float64, without Triton) maps.py does the same with torch's operations.
+Where `scales.fits` says no (on a CPU, in float64, without Triton) maps.py does the same with torch's operations.
 
     forward    |x|^2                       one reading of x (of squares a pixel, where these are wanted anyhow)
                z <- s z + b                in place
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clipwise import kernels
 from clipwise.kernels.factors import Norms, gradient_factors, input_factors
 from clipwise.kernels.measures import measures
 from clipwise.kernels.scaled import scaled
@@ -24,15 +23,10 @@ from clipwise.kernels.squares import row_squares
 from clipwise.kernels.tangent import to_tangent_
 from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.scales import LEFT_OF_MASS, LIMITS, Constants
+from clipwise.layers.clipped.scales import LIMITS, Constants, weighted_rows
 
 if TYPE_CHECKING:
     from clipwise.layers.clipped.maps import Map
-
-
-def fits(t: Tensor) -> bool:
-    """Whether the kernels take this tensor."""
-    return kernels.usable(t) and t.numel() > 0 and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def input_scales_of(x: Tensor, squares_BGP: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
@@ -73,11 +67,10 @@ def upstream_factors(
     """nu of the weights' gradient, and the bias's gradient, clipped; see maps.py for the formulas."""
     g_BKR, normalizes = of.channels(g), c.mode == "normalize"
     by_windows = lengths_BGP is not None and clips_weights
-    bias_bound = c.grad_norm if clips else None
     if not of.has_positions(g):
         rows_BK = g_BKR[..., 0]
         times_B = scale_B * lengths_BGP[:, 0, 0] if by_windows and lengths_BGP is not None else None
-        norms, of_bias = Norms(rows_BK, times=times_B), Norms(rows_BK)
+        norms, mass_BK = Norms(rows_BK, times=times_B), None
     else:
         most, cover = of.upstream_times(x_shape)
         has_mass = clips_weights and not by_windows and most is not None
@@ -94,7 +87,7 @@ def upstream_factors(
             first, a = (found.mass, most) if has_mass and most is not None else (None, 1.0)
             norms = Norms(first, found.square, True, first_times=a, second_times=cover)
         rows_BK = found.total if found.total is not None else g_BKR[..., 0]
-        of_bias = Norms(rows_BK, found.mass, second_times=LEFT_OF_MASS, takes_larger=True)
+        mass_BK = found.mass
     bound = None
     if clips_weights:
         bound = c.input_norm * c.grad_norm if by_windows else c.grad_norm
@@ -102,11 +95,9 @@ def upstream_factors(
     switch.noted(nu_B)
     if not needs_bias:
         return nu_B, None
-    if bound == bias_bound and not of.has_positions(g) and not by_windows:
-        return nu_B, weighted_sum(rows_BK, nu_B)  # of the same norm
-    weight_B = gradient_factors(of_bias, bias_bound, normalizes, LIMITS)
-    switch.noted(weight_B)
-    return nu_B, weighted_sum(rows_BK, weight_B)
+    if bound == c.grad_norm and not of.has_positions(g):  # of the same norm
+        return nu_B, weighted_sum(rows_BK, nu_B)
+    return nu_B, weighted_rows(rows_BK, mass_BK, c.grad_norm, c.mode, clips)
 
 
 def scaled_gradient(of: Map, g: Tensor, factor_B: Tensor) -> Tensor:

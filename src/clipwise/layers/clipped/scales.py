@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipwise import kernels
 from clipwise.errors import ConfigurationError
 from clipwise.gradients.forms import squared_norms
-from clipwise.kernels.factors import Limits
+from clipwise.kernels.factors import Limits, Norms, gradient_factors
+from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
 
 MODES = ("clip", "normalize")
@@ -67,6 +69,11 @@ def upstream_scales(norm_B: Tensor, bound: float, mode: str) -> Tensor:
     return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
 
 
+def fits(t: Tensor) -> bool:
+    """Whether kernels take this tensor: on a GPU, and not in float64."""
+    return kernels.usable(t) and t.numel() > 0 and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
 def surely_none(flags_B: Tensor) -> bool:
     """Whether no flag is set, as far as that can be told at once: nobody waits for a GPU to say so."""
     return not flags_B.is_cuda and not bool(flags_B.any())
@@ -100,6 +107,11 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: s
     rounding may depend on the other examples. It is taken to be at least 2^-6 of them: so what is rounding stays
     small when gradients are normalized. (The keys' bias of attention is such a case: its gradient is 0.)
     """
+    if fits(rows_Bn):
+        norms = Norms(rows_Bn, mass_Bn, second_times=LEFT_OF_MASS, takes_larger=True)
+        nu_B = gradient_factors(norms, bound if clips else None, mode == "normalize", LIMITS)
+        switch.noted(nu_B)
+        return weighted_sum(rows_Bn, nu_B)
     norm_B = lengths(rows_Bn)
     if not clips:
         nu_B = torch.isfinite(norm_B).double()
