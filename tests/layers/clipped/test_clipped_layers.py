@@ -265,6 +265,17 @@ def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(
     assert float(true.norm()) <= windows * (1 + 1e-9) <= other * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("name", ["linear over positions", "conv2d"])
+def test_lengths_of_half_precision_inputs_are_not_too_short(name: str) -> None:
+    """Their squares would lose eight of sixteen bits."""
+    case = CASES[name]
+    layer = case.build().double()
+    a_map = Convolution(layer) if isinstance(layer, _ConvNd) else Matrix()  # type: ignore[arg-type]
+    x = inputs(case, 64).bfloat16()
+    found, exact = a_map.position_lengths(x), a_map.position_lengths(x.double())
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
+
+
 def test_what_is_nothing_but_rounding_is_not_scaled_up() -> None:
     """The keys' bias of attention has no gradient: adding a number to all scores changes no softmax."""
     case = CASES["attention"]
