@@ -248,9 +248,7 @@ def test_a_batch_too_small_to_tell_is_refused(batch: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("loss", [len, lambda model, x, y: x, lambda x: x])
 def test_a_loss_that_does_not_take_the_batch_is_refused(loss: Any) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"called as loss\(model, \*batch\), here with the model and 1 more"
-    ):
+    with pytest.raises(ConfigurationError, match=r"called as loss\(model, \*batch\), here with 2 arguments"):
         check(perceptron(), loss, (torch.randn(4, D),))
 
 

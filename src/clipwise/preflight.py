@@ -8,7 +8,6 @@ Run it on synthetic or public rows: what it says depends on them.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from clipwise.clipping import Backprop, Strategy
 from clipwise.clipping.backprop import clipped_layers, most_of_each
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
+from clipwise.given import require_module, require_takes
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
 from clipwise.meeting import first_meeting, first_random
 from clipwise.structure import evaluating
@@ -68,12 +68,9 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     Returns:
         A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if not callable(loss):
-        raise ConfigurationError(f"loss must be a function loss(model, *batch), not {type(loss).__name__}.")
+    require_module(model)
     size = _size(batch)
-    _require_arguments(loss, model, batch)
+    require_takes("loss", loss, "loss(model, *batch)", model, *batch)
     report = Report()
     is_coupled = clipping is not None and clipping.is_coupled
     structure = _clipped_structure if isinstance(clipping, Backprop) else _structure
@@ -249,21 +246,6 @@ def _rows(batch: Sequence[Any], size: int, change: Callable[[Tensor], Tensor]) -
 
     result: tuple[Any, ...] = pytree.tree_map(changed, tuple(batch))
     return result
-
-
-def _require_arguments(loss: Loss, model: nn.Module, batch: Sequence[Any]) -> None:
-    """Refuse a function that does not take what it is called with. What goes wrong inside it is its own error."""
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # some functions written in C do not tell
-        return
-    try:
-        signature.bind(model, *batch)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"loss is called as loss(model, *batch), here with the model and {len(batch)} more, and does not take "
-            f"that: {error}."
-        ) from error
 
 
 def _size(batch: Sequence[Any]) -> int:

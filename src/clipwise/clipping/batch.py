@@ -26,6 +26,7 @@ from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.given import require_takes
 from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling import Partition, Scheme
@@ -92,11 +93,8 @@ class Batch(Strategy):
         require_statistics(self.running_statistics)
         whole("mini_sets", self.mini_sets, least=1)
         require_split(self.split)
-        if self.local_update is not None and not callable(self.local_update):
-            raise ConfigurationError(
-                "local_update must be a function from a model and a mini-set to the change of each parameter, not "
-                f"{type(self.local_update).__name__}."
-            )
+        if self.local_update is not None:
+            require_takes("local_update", self.local_update, "local_update(model, mini_set)", None, None)
         if self.local_update is not None and self.running_statistics is not None:
             raise ConfigurationError(
                 "running_statistics=NoisedStatistics(...) learns from the layers of the model itself, and a "

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.given import require_module
 from clipwise.layers.observed import observed
+from clipwise.layers.public_rows import naming
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
@@ -122,6 +124,7 @@ def with_released_statistics(model: nn.Module) -> nn.Module:
 
 
 def _replaced(model: nn.Module, kind: type[BatchStatisticsNorm]) -> nn.Module:
+    require_module(model)
     if _is_to_replace(model):
         return _replacement(model, kind)
     for module in list(model.modules()):
@@ -148,6 +151,7 @@ def recompute_statistics(
             here leaves with the model.
         forward: how a batch goes through the model; `model(input)` if left out.
     """
+    require_module(model)
     for name, module in model.named_modules():
         if _is_to_replace(module):
             raise UnsupportedModelError(
@@ -159,7 +163,8 @@ def recompute_statistics(
     batches = 0
     with _collecting(layers), torch.no_grad():
         for batch in public_batches:
-            _ = _on_first(model, batch) if forward is None else forward(model, batch)
+            with naming("public_batches"):
+                _ = _on_first(model, batch) if forward is None else forward(model, batch)
             batches += 1
         for layer in layers:
             _set(layer, batches)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import require_module
 from clipwise.known import require_known
 from clipwise.layers.public_batchnorm import (
     PUBLIC_KINDS,
@@ -17,7 +18,7 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm2d,
     PublicBatchNorm3d,
 )
-from clipwise.layers.public_rows import as_rows, placed
+from clipwise.layers.public_rows import as_rows, naming, placed
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.structure import evaluating
 
@@ -59,11 +60,14 @@ def replace_batchnorm(
         The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. Those of
         the kinds that have none to follow do nothing, so that a loop need not tell the kinds apart.
     """
+    require_module(model)
     require_known("kind", kind, KINDS)
     if public is None and kind in PUBLIC_KINDS:
         raise ConfigurationError(f"kind={kind!r} needs public rows: give public=, or use kind='group'.")
     if groups is not None and kind != "group":
         raise ConfigurationError(f"groups is for kind='group', not for kind={kind!r}.")
+    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int)):
+        raise ConfigurationError(f"groups must be a whole number, not {groups!r}.")
     found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")
@@ -73,7 +77,8 @@ def replace_batchnorm(
     model = _exchanged(model, dict(zip(found.values(), new, strict=True)))
     try:
         statistics = PublicStatistics(model, None if kind in ("group", "layer") else public)
-        statistics.refresh()
+        with naming("public"):
+            statistics.refresh()
     except BaseException:
         _exchanged(model, dict(zip(new, found.values(), strict=True)))  # refused: the model is as it was
         raise
@@ -94,7 +99,8 @@ def _new_layers(
             _require_running_statistics(found)
         layer_kind = "public" if kind == "frozen" else kind
         return [_public_norm(name, old, layer_kind, public is None) for name, old in found.items()]
-    positions = _positions(model, public, list(found.values())) if public is not None else {}
+    with naming("public"):
+        positions = _positions(model, public, list(found.values())) if public is not None else {}
     return [
         _group_norm(name, old, 1 if kind == "layer" else groups, positions.get(old))
         for name, old in found.items()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import require_module, require_takes
 from clipwise.known import require_known
 from clipwise.layers.clipped.maps import Map, MapRole
 from clipwise.layers.clipped.put_in import clip_inputs
@@ -50,6 +51,12 @@ def norms_from_public(
     require_known("bound", bound, BOUNDS)
     if isinstance(quantile, bool) or not 0 <= quantile <= 1:
         raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
+    require_module(model)
+    if not isinstance(batch, (list, tuple)):
+        raise ConfigurationError(
+            f"batch must be a tuple of the loss's further arguments, such as (x, y), not {type(batch).__name__}."
+        )
+    require_takes("loss", loss, "loss(model, *batch)", model, *batch)
     probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT)
     names = [name for name, p in probe.named_parameters() if p.requires_grad]
     found = Norms(input_norm={}, grad_norm={})
@@ -66,6 +73,10 @@ def norms_from_public(
         _keep(found["grad_norm"], role.layer.name, upstream_B, quantile)
 
     losses = loss(probe, *batch)
+    if not isinstance(losses, Tensor) or losses.dim() != 1:
+        raise ConfigurationError(
+            "loss must give one loss an example, without a mean or a sum over the batch: use reduction='none'."
+        )
     with unclipped(measure):
         parameters = dict(probe.named_parameters())
         torch.autograd.grad(losses.sum(), [parameters[n] for n in names], allow_unused=True)

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.given import require_module
+from clipwise.known import require_known
 from clipwise.layers.clipped.attention import ClippedAttention
 from clipwise.layers.clipped.convolution import ClippedConvolution
 from clipwise.layers.clipped.embedding import ClippedEmbedding
@@ -66,11 +68,13 @@ def clip_inputs(
     Returns:
         The model (another object only if the model itself is such a layer).
     """
-    for argument, value, allowed in (("mode", mode, MODES), ("bound", bound, BOUNDS)):
-        if not isinstance(value, str) or value not in allowed:
-            raise ConfigurationError(
-                f"{argument}={value!r} is not known: use one of {', '.join(map(repr, allowed))}."
-            )
+    require_module(model)
+    require_known("mode", mode, MODES)
+    require_known("bound", bound, BOUNDS)
+    if uses is not None and not isinstance(uses, Mapping):
+        raise ConfigurationError(
+            f"uses must say how often each layer is used, by name, such as {{'decoder': 2}}, not {uses!r}."
+        )
     found = _trainable_layers(model)
     uses = {} if uses is None else dict(uses)
     for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):

@@ -1,0 +1,36 @@
+"""Models and functions that a user gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from clipwise.errors import ConfigurationError
+
+
+def require_module(given: object) -> None:
+    """Refuse what is no model."""
+    if not isinstance(given, nn.Module):
+        raise ConfigurationError(f"model must be a torch.nn.Module, not {type(given).__name__}.")
+
+
+def require_takes(argument: str, function: Callable[..., Any], how: str, *arguments: Any) -> None:
+    """Refuse a function that does not take what it is called with, `how` in words.
+
+    What goes wrong inside the function stays its own error.
+    """
+    if not callable(function):
+        raise ConfigurationError(f"{argument} must be a function {how}, not {type(function).__name__}.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C do not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{argument} is called as {how}, here with {len(arguments)} arguments, and does not take that: {error}."
+        ) from error

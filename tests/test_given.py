@@ -1,0 +1,113 @@
+"""Models and functions of the wrong kind are refused by the name of their argument."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise import Batch, Lipschitz, layers, lipschitz
+from clipwise.errors import ConfigurationError
+from clipwise.given import require_takes
+from tests.runs import private_run
+
+ROWS = torch.randn(6, 4)
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def test_functions_that_take_what_they_are_called_with() -> None:
+    for function in (lambda a, b: 0, lambda *a: 0, partial(lambda a, b, c: 0, 1), lambda a, b, c=3: 0, print):
+        require_takes("f", function, "f(a, b)", 1, 2)
+    for function in (lambda a: 0, lambda a, b, c: 0, len):
+        with pytest.raises(ConfigurationError, match=r"f is called as f\(a, b\), here with 2 arguments"):
+            require_takes("f", function, "f(a, b)", 1, 2)
+    with pytest.raises(ConfigurationError, match=r"f must be a function f\(a, b\), not int"):
+        require_takes("f", 3, "f(a, b)")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: layers.clip_inputs(given, input_norm=1.0),
+        lambda given: layers.norms_from_public(given, losses, (ROWS, torch.zeros(6).long())),
+        lambda given: layers.replace_batchnorm(given, ROWS),
+        layers.without_running_statistics,
+        layers.with_released_statistics,
+        lambda given: layers.recompute_statistics(given, [ROWS]),
+    ],
+)
+@pytest.mark.parametrize("given", ["net", None, 3])
+def test_what_is_no_model(call: Any, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"model must be a torch\.nn\.Module"):
+        call(given)
+
+
+@pytest.mark.parametrize("kind", ["public", "group"])
+@pytest.mark.parametrize("rows", [torch.randn(6, 5), torch.ones(6, 4).long()])
+def test_public_rows_that_the_model_does_not_take(kind: str, rows: Tensor) -> None:
+    model = normed()
+    with pytest.raises(ConfigurationError, match="public: the model does not take such rows"):
+        layers.replace_batchnorm(model, rows, kind)
+    assert type(model[1]) is nn.BatchNorm1d  # as it was
+    with pytest.raises(ConfigurationError, match="public_batches: the model does not take such rows"):
+        layers.recompute_statistics(layers.without_running_statistics(model), [rows])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_public_rows_that_are_not_finite(bad: float) -> None:
+    rows = ROWS.clone()
+    rows[2, 1] = bad
+    with pytest.raises(ConfigurationError, match="public holds values that are not finite"):
+        layers.replace_batchnorm(normed(), rows, "public")
+
+
+@pytest.mark.parametrize("groups", ["4", 1.0, True])
+def test_groups_that_are_no_number(groups: Any) -> None:
+    with pytest.raises(ConfigurationError, match="groups must be a whole number"):
+        layers.replace_batchnorm(normed(), None, "group", groups=groups)
+
+
+@pytest.mark.parametrize("uses", [0, "2", [1]])
+def test_uses_that_are_no_mapping(uses: Any) -> None:
+    with pytest.raises(ConfigurationError, match="uses must say how often each layer is used, by name"):
+        layers.clip_inputs(nn.Linear(4, 3), input_norm=1.0, uses=uses)
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "message"),
+    [
+        (losses, None, "batch must be a tuple"),
+        (losses, ROWS, "batch must be a tuple"),
+        (3, (ROWS,), "loss must be a function"),
+        (losses, (ROWS,), "loss is called as"),
+        (lambda m, x: m(x).sum(), (ROWS,), "loss must give one loss an example"),
+    ],
+)
+def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        layers.norms_from_public(nn.Linear(4, 3), loss, batch)
+
+
+def test_a_local_update_takes_a_model_and_a_mini_set() -> None:
+    for update in ("train", len, lambda model: None):
+        with pytest.raises(ConfigurationError, match=r"local_update.*\(model, mini_set\)"):
+            Batch(1.0, local_update=update)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [4, "4", (-4,), (4.0,), {"x": 4}])
+def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
+    model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(4, 3))
+    strategy = Lipschitz(1.0, 1.0, loss=lipschitz.SoftmaxCrossEntropy(), input_shape=shape)
+    with pytest.raises(ConfigurationError, match="input_shape must be the sizes of one example"):
+        private_run(model, clipping=strategy)
