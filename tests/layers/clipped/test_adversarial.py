@@ -5,6 +5,8 @@ what was found exactly what these formulas say, so that an error in either of th
 gradient of one example is
 
     AIM C1 C2 |dW| / n   (bound "gradient"),     AIM C2 |dW| / n   (bound "upstream").
+
+`python -m tests.layers.clipped.test_adversarial` prints the table of docs/backprop.md.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +39,7 @@ class Measured:
 
 
 Measure = Callable[[nn.Module, Tensor, Tensor], Measured]
+Ratio = Callable[[Tensor, Tensor], Tensor]
 
 
 def channels(lengths_P: Tensor, g_cP: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
     return found[0]
 
 
-def ascend(ratio: Callable[[Tensor, Tensor], Tensor], *start: Tensor) -> tuple[Tensor, Tensor, float]:
+def ascend(ratio: Ratio, *start: Tensor) -> tuple[Tensor, Tensor, float]:
     """Where it leads, and the largest ratio on the way."""
     x, g = (t.detach().clone().requires_grad_() for t in start)
     adam = torch.optim.Adam([x, g], RATE)
@@ -157,20 +161,25 @@ def ascend(ratio: Callable[[Tensor, Tensor], Tensor], *start: Tensor) -> tuple[T
     return x.detach(), g.detach(), largest
 
 
+def ratios(name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str) -> dict[str, Ratio]:
+    """By parameter: norm / bound, as a function of input and upstream gradient."""
+    _, _, measure = CASES[name]
+    layer.requires_grad_(False)
+
+    def ratio(x: Tensor, g: Tensor, parameter: str) -> Tensor:
+        found = measure(layer, x, g)
+        most = getattr(found, bound)[parameter]
+        looks_at_upstream = bound == "upstream" and parameter != "weight_hh_l0"
+        return found.norm[parameter] / (most * x.norm() if looks_at_upstream else most)
+
+    return {parameter: partial(ratio, parameter=parameter) for parameter in measure(layer, x, g).norm}
+
+
 @pytest.mark.parametrize("bound", ["gradient", "upstream"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_ascent_passes_a_bound(name: str, bound: str) -> None:
-    _, _, measure = CASES[name]
     layer, x, g = built(name, seed=len(name))
-    layer.requires_grad_(False)
-    for parameter in measure(layer, x, g).norm:
-
-        def ratio(x: Tensor, g: Tensor, parameter: str = parameter) -> Tensor:
-            found = measure(layer, x, g)
-            most = getattr(found, bound)[parameter]
-            looks_at_upstream = bound == "upstream" and parameter != "weight_hh_l0"
-            return found.norm[parameter] / (most * x.norm() if looks_at_upstream else most)
-
+    for parameter, ratio in ratios(name, layer, x, g, bound).items():
         worst_x, worst_g, largest = ascend(ratio, x, g)
         assert largest <= 1 + 1e-9
         # Otherwise it was no attack. That it comes so near shows that no smaller constant would do.
@@ -194,3 +203,24 @@ def assert_clipped_as_said(
     expected *= 1.0 if is_upstream else input_norm
     assert math.isclose(float(found.norm()), expected, rel_tol=1e-6)
     assert float(found.norm()) <= input_norm * C2
+
+
+def main() -> None:
+    """Where each ascent begins and ends."""
+    print(
+        "| layer | `gradient`, random start | `gradient`, found | `upstream`, random start | `upstream`, found |"
+    )
+    print("|---|---:|---:|---:|---:|")
+    for name in CASES:
+        rows: dict[str, list[str]] = {}
+        for bound in ("gradient", "upstream"):
+            layer, x, g = built(name, seed=len(name))
+            for parameter, ratio in ratios(name, layer, x, g, bound).items():
+                start, (_, _, found) = float(ratio(x, g).detach()), ascend(ratio, x, g)
+                rows.setdefault(parameter, []).extend((f"{start:.2f}", f"{found:.3f}"))
+        for parameter, cells in rows.items():
+            print(f"| {name}, {parameter.removesuffix('_l0')} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
