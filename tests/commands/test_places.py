@@ -63,6 +63,7 @@ PLANNED = ("--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3)
         (("reproduce", "batch-clipping", "--quick", "--out", "FILE"), "a_file is a file"),
         (("reproduce", "batch-clipping", "--quick", "--take", "nowhere"), "--take nowhere: there is no"),
         (("tune", "digits", "--out", "FILE"), "a_file is a file"),
+        (("bench", "--quick", "--out", "FILE"), "a_file is a file"),
         (("tune", "digits", "--accounted", "--out", "FILE"), "a_file is a file"),
     ],
 )

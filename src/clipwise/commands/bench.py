@@ -10,6 +10,7 @@ import typer
 from clipwise.bench import runner
 from clipwise.bench.options import SUITES, Options
 from clipwise.commands.output import say
+from clipwise.commands.places import require_folder
 
 
 def bench(
@@ -18,7 +19,10 @@ def bench(
     ] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     suite: Annotated[
-        str, typer.Option(help="paper: the figures of the paper. peers: the table of bars.")
+        str,
+        typer.Option(
+            help="paper: the figures of the paper. peers: the table of bars. scaling: how the cost grows."
+        ),
     ] = SUITES[0],
     row: Annotated[
         list[str] | None,
@@ -61,6 +65,7 @@ def bench(
     if render is not None:
         runner.render(render, say)
         return
+    require_folder(out)
     runner.bench(
         Options(
             out=out,

@@ -24,7 +24,9 @@ from clipwise.tune.selection import composed_epsilon
 def tune(
     what: Annotated[str, typer.Argument(help="A data set by name, or a script that ends in .py.")],
     method: Annotated[str, typer.Option(help="For a data set: dp-sgd, lip or fix-lip.")] = "dp-sgd",
-    norm: Annotated[str, typer.Option(help="For a data set: none, or bounded for group norm.")] = "none",
+    norm: Annotated[
+        str, typer.Option(help="For a data set: none, group, or bounded, a group norm with a floor.")
+    ] = "none",
     trials: Annotated[int, typer.Option(min=1, help="Finished runs that the study shall have.")] = 30,
     data: Annotated[
         Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
