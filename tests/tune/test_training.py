@@ -72,6 +72,23 @@ def test_building_a_network_leaves_the_random_state_alone(digits):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_orthogonal_first_weights_have_singular_values_of_one(digits):
+    """And are the same for every method; those of torch are not orthogonal."""
+    trial = Trial("digits", epsilon=1.0, sample_rate=0.1, first_weights="orthogonal")
+    model, other = network(trial, digits, 3), network(trial.but(method="lip"), digits, 3)
+    usual = network(trial.but(first_weights="usual"), digits, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    for p, q in zip(model.parameters(), usual.parameters(), strict=True):
+        if p.ndim == 1:
+            assert not p.any()
+        else:
+            ones = torch.ones(min(p.shape))
+            assert torch.allclose(torch.linalg.svdvals(p.detach()), ones, atol=1e-5)
+            assert not torch.allclose(torch.linalg.svdvals(q.detach()), ones, atol=0.1)
+    with pytest.raises(ConfigurationError, match=r"first_weights='zero' is not known.*'orthogonal'"):
+        trial.but(first_weights="zero")
+
+
 def test_validation_records_are_not_trained_on(digits):
     whole = records("digits", None, CPU, judged_by="test")
     assert len(digits.train) + len(digits.held_out) == len(whole.train)

@@ -10,6 +10,7 @@ from clipwise.models.lenet import lenet5, lenet_300_100
 from clipwise.models.mlp2 import mlp2
 from clipwise.models.normalized import PLACEMENTS
 from clipwise.models.norms import NORMS
+from clipwise.models.patches import patch_convnet6, patch_vgg
 from clipwise.models.registry import build, names
 from clipwise.models.resnet18 import resnet18
 from clipwise.models.shallow_vgg import shallow_vgg
@@ -33,6 +34,8 @@ __all__ = [
     "light_vgg",
     "mlp2",
     "names",
+    "patch_convnet6",
+    "patch_vgg",
     "resnet18",
     "shallow_vgg",
     "small_cnn",

@@ -16,6 +16,7 @@ from clipwise.models.convnet3 import convnet3
 from clipwise.models.convnet6 import convnet6
 from clipwise.models.lenet import lenet5, lenet_300_100
 from clipwise.models.mlp2 import mlp2
+from clipwise.models.patches import patch_convnet6, patch_vgg
 from clipwise.models.resnet18 import resnet18
 from clipwise.models.shallow_vgg import shallow_vgg
 from clipwise.models.small_cnn import small_cnn
@@ -31,6 +32,8 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
     "convnet3": convnet3,
     "convnet6": convnet6,
     "shallow_vgg": shallow_vgg,
+    "patch_convnet6": patch_convnet6,
+    "patch_vgg": patch_vgg,
     "backprop_mnist": backprop_mnist,
     "backprop_cifar10": backprop_cifar10,
     "lenet_300_100": lenet_300_100,

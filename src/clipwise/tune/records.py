@@ -17,8 +17,8 @@ IMAGE_DELTA = 1e-5
 # What is taken from pixels in [0, 1], the norm that images are then clipped to, and the network. Fixed beforehand.
 IMAGES = {
     "mnist": (0.0, 9.0, "convnet3"),
-    "fashion_mnist": (0.0, 12.0, "convnet6"),
-    "cifar10": (0.5, 14.0, "shallow_vgg"),
+    "fashion_mnist": (0.0, 12.0, "patch_convnet6"),
+    "cifar10": (0.5, 14.0, "patch_vgg"),
 }
 DIGITS = "digits"  # ships with clipwise: a table of 64 numbers
 Folder = str | os.PathLike[str] | None

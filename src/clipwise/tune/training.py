@@ -165,7 +165,19 @@ def network(trial: Trial, records: Records, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
         torch.manual_seed(seed)
         model = models.build(records.model, classes=records.classes, **options)
+        if trial.first_weights == "orthogonal":
+            _make_orthogonal_(model)
     return model.to(devices[0])
+
+
+@torch.no_grad()
+def _make_orthogonal_(model: nn.Module) -> None:
+    """Each layer as outputs x inputs: orthonormal rows or columns, whichever are fewer; no biases."""
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            nn.init.orthogonal_(layer.weight)
+            if layer.bias is not None:
+                layer.bias.zero_()
 
 
 def strategy(trial: Trial, records: Records) -> Strategy:

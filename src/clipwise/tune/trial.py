@@ -10,6 +10,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.known import require_known
 
 METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
+FIRST_WEIGHTS = ("usual", "orthogonal")
 TITLES = {
     "dp-sgd": "DP-SGD",
     "lip": "Lip-DP-SGD",
@@ -33,6 +34,8 @@ class Trial:
         sample_rate: the same as a share of the records.
         max_norm: C, of gradients or of weights.
         split: how the noise is divided over layers, for "lip" and "fix-lip".
+        first_weights: "usual", torch's own, or "orthogonal": all singular values of a layer are 1, and its biases 0. A
+            network then passes on nearly as much as its bounds allow.
         averaged: the decay of an exponential average of the parameters, which is then tested too.
     """
 
@@ -51,9 +54,11 @@ class Trial:
     temperature: float = 1.0
     split: str = "optimal"
     averaged: float | None = None
+    first_weights: str = "usual"
 
     def __post_init__(self) -> None:
         require_known("method", self.method, METHODS)
+        require_known("first_weights", self.first_weights, FIRST_WEIGHTS)
         if self.method != "plain" and (self.epsilon is None) == (self.noise_multiplier is None):
             raise ConfigurationError("Give epsilon or noise_multiplier, and not both.")
         if (self.batch_size is None) == (self.sample_rate is None):

@@ -50,3 +50,9 @@ def test_second_trials_are_near_the_best():
 def test_the_paper_has_seven_tables_and_every_one_has_a_row():
     assert len(TABLES) == 7
     assert len(table_rows("table-1", quick=False)) == 21 and len(table_rows("table-5", quick=False)) == 42
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
+def test_networks_for_images_begin_with_orthogonal_weights_whatever_the_method(row):
+    is_image = row in image_rows(quick=False)
+    assert {t.first_weights for t in spread(row, 3)} == {"orthogonal" if is_image else "usual"}
