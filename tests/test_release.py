@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipwise import release
-from clipwise.release import buckets, noised
+from clipwise.noise import NoiseKey, gaussian
+from clipwise.privacy import Part
+from clipwise.release import buckets, fit_together, noised, noised_together
 
 ROOM = 100
 
@@ -143,3 +145,41 @@ def test_only_a_sum_that_is_alone_and_plain_is_given_to_the_draw() -> None:
     halves = noised([torch.ones(ROOM), wide], draw, 2.0)
     assert given == [False, True]  # the first is not in the type of the noise
     assert all((t == 0.5).all() for t in halves)
+
+
+@given(
+    shapes=st.lists(
+        st.lists(st.sampled_from([(), (1,), (3,), (2, 5), (0,)]), min_size=1, max_size=3),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_parts_noised_together_are_those_noised_one_by_one(shapes: list[list[tuple[int, ...]]]) -> None:
+    parts, sums = [], {}
+    for k, some in enumerate(shapes):
+        names = tuple(f"{k}/{i}" for i in range(len(some)))
+        sums |= {name: torch.randn(shape) for name, shape in zip(names, some, strict=True)}
+        parts.append(Part(f"part {k}", names, 1.0, 0.5 + k))
+    assert fit_together(parts, sums)
+    key = NoiseKey.fresh()
+    keys = [key.derive(part.name) for part in parts]
+    found = noised_together(parts, sums, keys, 3.0)
+    assert found.keys() == sums.keys()
+    for part, secret in zip(parts, keys, strict=True):
+
+        def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
+            return gaussian(secret, size, part.noise_std, dtype=dtype, onto=onto, divisor=divisor)
+
+        alone = noised([sums[name].clone() for name in part.parameters], draw, 3.0)
+        assert all(torch.equal(found[n], one) for n, one in zip(part.parameters, alone, strict=True))
+
+
+def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() -> None:
+    sums = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    one, two = Part("a", ("a",), 1.0, 1.0), Part("b", ("b",), 1.0, 1.0)
+    assert fit_together([one, two], sums)
+    assert not fit_together([one], {"a": sums["a"]})
+    assert not fit_together([one, Part("b", ("b",), 1.0, 0.0)], sums)
+    assert not fit_together([one, Part("b", ("b",), 1.0, 1.0, (2.0,))], sums)
+    assert not fit_together([one, two], sums | {"b": torch.zeros(2).double()})
+    assert not fit_together([one, two], sums | {"b": torch.zeros(ROOM)})

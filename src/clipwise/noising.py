@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
-from clipwise.release import noised, scales_of
+from clipwise.release import fit_together, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
 
 
@@ -23,6 +23,10 @@ def noised_sums(
     number. Every draw has a label of its own, so no two share a stream. A scaled parameter is (m sum + noise) / (m L).
     Secure noise lies on a grid, and so does the sum that it is put onto.
     """
+    if fit_together(parts, total):
+        keys = [key.derive(f"noise/{number}/0/0") for number in range(len(parts))]
+        total.update(noised_together(parts, total, keys, divisor))
+        return total
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
         if part.noise_std == 0:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from clipwise.noise import gaussians
 from clipwise.privacy import Part
 
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
@@ -32,6 +33,33 @@ def buckets(sizes: Sequence[int]) -> list[int]:
         found[-1] += 1
         room -= size
     return found
+
+
+def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
+    """Whether the noise of several parts can be drawn side by side: plain noise on the CPU, for one bucket of sums."""
+    return (
+        len(parts) > 1
+        and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
+        and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in sums.values())
+        and sum(t.numel() for t in sums.values()) <= _BUCKET
+    )
+
+
+@torch.no_grad()
+def noised_together(
+    parts: Sequence[Part], sums: Mapping[str, Tensor], keys: Sequence[bytes], divisor: float
+) -> dict[str, Tensor]:
+    """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in a few operations."""
+    names = [part.parameters or (part.name,) for part in parts]
+    sizes = [sum(sums[name].numel() for name in some) for some in names]
+    stds = [part.noise_std for part in parts]
+    noise = gaussians(list(zip(keys, sizes, stds, strict=True)), torch.float32)
+    ordered = [name for some in names for name in some]
+    pieces = torch.split(noise, [sums[name].numel() for name in ordered])
+    views = [piece.view_as(sums[name]) for piece, name in zip(pieces, ordered, strict=True)]
+    torch._foreach_add_(views, [sums[name] for name in ordered])
+    noise.div_(divisor)
+    return dict(zip(ordered, views, strict=True))
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
