@@ -31,11 +31,11 @@ import math
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -49,8 +49,6 @@ KEY_BYTES = 32
 # Normals in one piece of work on the CPU: large enough to hide the cost of a call, small enough for the cache
 # and for small models to be worth a second thread. It is part of what a key means: another size is other noise.
 _CPU_CHUNK = 1 << 15
-_Chunk = tuple[bytes, int, float, "np.ndarray[Any, Any]"]  # key, number within its draw, std, where it goes
-T = TypeVar("T")
 
 
 class NoiseKey:
@@ -196,38 +194,26 @@ def gaussian(
         # 128 bits of the key count there: words from a counter, made into normals by Box-Muller.
         words_4 = key_words(key).to(target, non_blocking=True)
         return normals(words_4, size, std, dtype, target, onto, divisor)
-    noise = gaussians([(key, size, std)], dtype).to(target)
+    noise = _on_cpu(key, size, std, dtype).to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
-def gaussians(draws: Sequence[tuple[bytes, int, float]], dtype: torch.dtype) -> Tensor:
-    """What `gaussian` gives on the CPU for each key, size and std, side by side in one piece of memory.
-
-    By as many threads as torch may use; a single chunk by the caller alone.
-    """
-    noise = torch.empty(sum(size for _, size, _ in draws), dtype=dtype)
-    out, first = noise.numpy(), 0
-    chunks: deque[_Chunk] = deque()
-    for key, size, std in draws:
-        ends = range(first, first + size, _CPU_CHUNK)
-        chunks.extend(
-            (key, number, std, out[start : min(start + _CPU_CHUNK, first + size)])
-            for number, start in enumerate(ends)
-        )
-        first += size
-    by_all_threads(chunks, _draw_chunks)
+def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
+    """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
+    noise = torch.empty(size, dtype=dtype)
+    by_all_threads(deque(range(0, size, _CPU_CHUNK)), partial(_draw_chunks, key, noise, std))
     return noise
 
 
-def by_all_threads(chunks: deque[T], draw_chunks: Callable[[deque[T]], None]) -> None:
-    """Let threads take chunks until none is left; one chunk is for the caller alone."""
+def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]) -> None:
+    """Let threads take chunks from where they start until none is left; one chunk is for the caller alone."""
     threads = torch.get_num_threads()
-    if threads == 1 or len(chunks) <= 1:
-        draw_chunks(chunks)
+    if threads == 1 or len(starts) <= 1:
+        draw_chunks(starts)
         return
     pool = _pool(os.getpid(), threads)
-    drawers = range(min(threads, len(chunks)))
-    for drawer in [pool.submit(draw_chunks, chunks) for _ in drawers]:
+    drawers = range(min(threads, len(starts)))
+    for drawer in [pool.submit(draw_chunks, starts) for _ in drawers]:
         drawer.result()
 
 
@@ -237,19 +223,21 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
-def _draw_chunks(chunks: deque[_Chunk]) -> None:
-    """Draw chunks until none is left, by way of one buffer in float64.
+def _draw_chunks(key: bytes, noise: Tensor, std: float, starts: deque[int]) -> None:
+    """Draw chunks until no start is left, by way of one buffer in float64.
 
     Numpy lets go of the interpreter lock while it draws and while it scales, so threads do this side by side.
     """
-    buffer = np.empty(_CPU_CHUNK)
-    while chunks:
+    out = noise.numpy()
+    buffer = np.empty(min(_CPU_CHUNK, len(out)))
+    while starts:
         try:
-            key, number, std, chunk = chunks.popleft()
+            start = starts.popleft()
         except IndexError:  # another thread was quicker
             return
+        chunk = out[start : start + _CPU_CHUNK]
         drawn = buffer[: len(chunk)]
-        _stream(key, number).standard_normal(out=drawn)
+        _stream(key, start // _CPU_CHUNK).standard_normal(out=drawn)
         np.multiply(drawn, std, out=chunk, casting="same_kind")
 
 

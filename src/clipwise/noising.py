@@ -24,8 +24,7 @@ def noised_sums(
     Secure noise lies on a grid, and so does the sum that it is put onto.
     """
     if fit_together(parts, total):
-        keys = [key.derive(f"noise/{number}/0/0") for number in range(len(parts))]
-        total.update(noised_together(parts, total, keys, divisor))
+        total.update(noised_together(parts, total, partial(_draw_part, key), divisor))
         return total
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
@@ -61,6 +60,11 @@ def _draw(
 ) -> Tensor:
     secret = key.derive(f"{label}/{bucket}")
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
+
+
+def _draw_part(key: NoiseKey, number: int, size: int, std: float) -> Tensor:
+    """Plain noise of a part that is one bucket, on the CPU."""
+    return gaussian(key.derive(f"noise/{number}/0/0"), size, std)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

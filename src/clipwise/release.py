@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from clipwise.noise import gaussians
 from clipwise.privacy import Part
 
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
@@ -36,7 +35,7 @@ def buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
-    """Whether the noise of several parts can be drawn side by side: plain noise on the CPU, for one bucket of sums."""
+    """Whether the noise of several parts can be put onto all sums at once: plain noise on the CPU, for one bucket."""
     return (
         len(parts) > 1
         and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
@@ -47,19 +46,25 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 
 @torch.no_grad()
 def noised_together(
-    parts: Sequence[Part], sums: Mapping[str, Tensor], keys: Sequence[bytes], divisor: float
+    parts: Sequence[Part],
+    sums: Mapping[str, Tensor],
+    draw: Callable[[int, int, float], Tensor],
+    divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in a few operations."""
-    names = [part.parameters or (part.name,) for part in parts]
-    sizes = [sum(sums[name].numel() for name in some) for some in names]
-    stds = [part.noise_std for part in parts]
-    noise = gaussians(list(zip(keys, sizes, stds, strict=True)), torch.float32)
-    ordered = [name for some in names for name in some]
-    pieces = torch.split(noise, [sums[name].numel() for name in ordered])
-    views = [piece.view_as(sums[name]) for piece, name in zip(pieces, ordered, strict=True)]
-    torch._foreach_add_(views, [sums[name] for name in ordered])
-    noise.div_(divisor)
-    return dict(zip(ordered, views, strict=True))
+    """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in fewer operations.
+
+    `draw` gives the noise of a part from its number, its size and its standard deviation.
+    """
+    found: dict[str, Tensor] = {}
+    for number, part in enumerate(parts):
+        names = part.parameters or (part.name,)
+        sizes = [sums[name].numel() for name in names]
+        pieces = torch.split(draw(number, sum(sizes), part.noise_std), sizes)
+        found.update((name, piece.view_as(sums[name])) for name, piece in zip(names, pieces, strict=True))
+    views = list(found.values())
+    torch._foreach_add_(views, [sums[name] for name in found])
+    torch._foreach_div_(views, divisor)
+    return found
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
