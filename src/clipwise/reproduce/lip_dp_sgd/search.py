@@ -52,14 +52,15 @@ class Row:
 def space(row: Row) -> dict[str, Dimension]:
     """What may be chosen for a row."""
     is_image = row.data in IMAGES
-    rates: tuple[float, ...] = (1 / 40, 1 / 16, 1 / 4) if is_image else (1 / 64, 1 / 16, 1 / 4)
+    rates: tuple[float, ...] = (1 / 16, 1 / 4) if is_image else (1 / 64, 1 / 16, 1 / 4)
     if row.data in _FEW:
         rates = (1 / 24, 1 / 8, 1 / 3)
-    epochs: tuple[int, ...] = (5, 15) if is_image else (8, 32)
+    epochs: tuple[int, ...] = (6, 16) if is_image else (8, 32)
     if row.data == DIGITS:  # to show that everything works
         rates, epochs = (1 / 8,), (1,)
+    smallest = 0.1 if row.method == "dp-sgd" else 1.0 if is_image else 0.5
     found: dict[str, Dimension] = {
-        "max_norm": Range(0.1, 15, log=True) if row.method == "dp-sgd" else Range(0.5, 15, log=True),
+        "max_norm": Range(smallest, 15, log=True),
         "learning_rate": Range(3e-4, 1e-2, log=True) if is_image else Range(1e-3, 1e-1, log=True),
         "sample_rate": Choice(rates),
         "epochs": Choice(epochs),
