@@ -246,9 +246,8 @@ def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> No
 def test_no_row_passes_the_bound(
     draw: tuple[str, str], parts: Any, method: str, record: int, scale: float, seed: int
 ) -> None:
-    if isinstance(
-        parts, RandomLayer
-    ):  # parts are drawn by the place in the batch: the last one moves nobody's
+    if isinstance(parts, RandomLayer):
+        # Parts are drawn by the place in the batch: without the last one all others keep theirs.
         record = N - 1
     random = torch.Generator().manual_seed(seed)
     setting = by_row(*draw, parts=parts, method=method)
