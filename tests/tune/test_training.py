@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import clipwise
 from clipwise import accounting
@@ -11,7 +13,7 @@ from clipwise.bench.limits import Deadline
 from clipwise.errors import ConfigurationError
 from clipwise.tune import METHODS, Trial
 from clipwise.tune.noise import multiplier
-from clipwise.tune.records import records
+from clipwise.tune.records import Records, records
 from clipwise.tune.training import LateError, Training, judged, network, run, trained
 
 CPU = torch.device("cpu")
@@ -147,3 +149,14 @@ def test_cost_closes_the_run(digits):
     training = Training(SHORT, digits, 0)
     training.step()
     assert training.cost()["epsilon"] < 8.0
+
+
+def test_a_trial_may_name_its_network():
+    images = torch.zeros(4, 1, 28, 28)
+    rows = TensorDataset(images, torch.zeros(4, dtype=torch.long))
+    at_hand = Records(rows, rows, "patch_convnet6", 10, 12.0, 1e-5)
+    own, named = (network(SHORT.but(network=name), at_hand, 0) for name in (None, "convnet6"))
+    strides = [[m.stride for m in model.modules() if isinstance(m, nn.Conv2d)] for model in (own, named)]
+    assert strides[0] != strides[1]
+    with pytest.raises(ConfigurationError, match="no such network"):
+        network(SHORT.but(network="no such network"), at_hand, 0)

@@ -154,7 +154,7 @@ def rate_of(trial: Trial, count: int) -> float:
 
 
 def network(trial: Trial, records: Records, seed: int) -> nn.Module:
-    """The network for the records, with first weights from the seed. Every method has the same one."""
+    """The network of the trial or else of the records, with first weights from the seed."""
     options: dict[str, Any] = {"norm": trial.norm, "groups": trial.groups, "alpha": trial.alpha}
     options |= {"input_norm": records.input_norm}
     if len(records.shape) == 1:
@@ -164,7 +164,7 @@ def network(trial: Trial, records: Records, seed: int) -> nn.Module:
     devices = [records.train.tensors[0].device]
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
         torch.manual_seed(seed)
-        model = models.build(records.model, classes=records.classes, **options)
+        model = models.build(trial.network or records.model, classes=records.classes, **options)
         if trial.first_weights == "orthogonal":
             _make_orthogonal_(model)
     return model.to(devices[0])

@@ -36,6 +36,7 @@ class Trial:
         split: how the noise is divided over layers, for "lip" and "fix-lip".
         first_weights: "usual", torch's own, or "orthogonal": all singular values of a layer are 1, and its biases 0. A
             network then passes on nearly as much as its bounds allow.
+        network: a model by name, in place of the one that goes with the data.
         averaged: the decay of an exponential average of the parameters, which is then tested too.
     """
 
@@ -55,6 +56,7 @@ class Trial:
     split: str = "optimal"
     averaged: float | None = None
     first_weights: str = "usual"
+    network: str | None = None
 
     def __post_init__(self) -> None:
         require_known("method", self.method, METHODS)

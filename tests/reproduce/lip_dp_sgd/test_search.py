@@ -56,3 +56,17 @@ def test_the_paper_has_seven_tables_and_every_one_has_a_row():
 def test_networks_for_images_begin_with_orthogonal_weights_whatever_the_method(row):
     is_image = row in image_rows(quick=False)
     assert {t.first_weights for t in spread(row, 3)} == {"orthogonal" if is_image else "usual"}
+
+
+def test_dp_sgd_also_has_networks_whose_windows_overlap():
+    others = [row for row in image_rows(quick=False) if row.network]
+    assert {(row.data, row.norm, row.method, row.network) for row in others} == {
+        (data, norm, "dp-sgd", network)
+        for data, network in (("fashion_mnist", "convnet6"), ("cifar10", "shallow_vgg"))
+        for norm in ("none", "bounded")
+    }
+    assert len({row.label for row in ROWS}) == len(set(ROWS))
+    for row in others:
+        own = Row(row.data, row.norm, row.method, row.epsilon)
+        for trial, usual in zip(spread(row, 3), spread(own, 3), strict=True):
+            assert trial == usual.but(network=row.network) and trial.key != usual.key

@@ -32,10 +32,10 @@ def markdown(store: Store, quick: bool) -> str:
     lines += how(store)
     lines += [
         "Accuracy in percent on the test part, read once a seed: mean and standard error. Every method has the same "
-        "network, the same epsilon (by PLD, Poisson batches, a record left out), the same number of trials on a "
-        "validation part, and the same seeds. Weight clipping is run in its sound form: noise for all layers jointly, "
-        "certified norms, a constant divisor. The choice of settings is not accounted for; the data is public. p is "
-        "that of a Wilcoxon signed-rank test on pairs of seeds.",
+        "network (where a row names one, that), the same epsilon (by PLD, Poisson batches, a record left out), the "
+        "same number of trials on a validation part, and the same seeds. Weight clipping is run in its sound form: "
+        "noise for all layers jointly, certified norms, a constant divisor. The choice of settings is not accounted "
+        "for; the data is public. p is that of a Wilcoxon signed-rank test on pairs of seeds.",
         "",
     ]
     for figure, title in (
@@ -93,7 +93,7 @@ def _images(results: Results, quick: bool) -> list[str]:
     ]
     for row in image_rows(quick):
         entries = [in_words(results.tested("1", row, e), results.trials("1", row)) for e in epsilons]
-        lines.append(f"| {row.data} | {row.norm} | {TITLES[row.method]} | {' | '.join(entries)} |")
+        lines.append(f"| {row.data} | {row.norm} | {row.title} | {' | '.join(entries)} |")
     return lines
 
 

@@ -54,6 +54,8 @@ def _images(canvas: Any, results: Results, quick: bool) -> bool:
     axes = _panels(canvas, [DIGITS] if quick else list(IMAGES))
     something = False
     for row in image_rows(quick):
+        if row.network:
+            continue  # in the table
         points = [(e, found) for e in EPSILONS if (found := mean_of(results.tested("1", row, e))) is not None]
         if points:
             something = True

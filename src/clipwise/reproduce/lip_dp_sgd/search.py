@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from clipwise.tune.records import DIGITS, IMAGES
 from clipwise.tune.space import Choice, Dimension, Range, point
-from clipwise.tune.trial import Trial
+from clipwise.tune.trial import TITLES, Trial
 
 _PRIMES = (2, 3, 5, 7, 11)
 # Below 5,000 records, where 1/64 of them would be a batch of a few.
@@ -36,17 +36,26 @@ TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(20, 10), Effort(8, 4), Effort(
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared: one method, on one data set, with or without norm, at one epsilon."""
+    """What is compared: one method, on one data set, with or without norm, at one epsilon.
+
+    `network` is a model by name, in place of the one that goes with the data.
+    """
 
     data: str
     norm: str
     method: str
     epsilon: float
+    network: str | None = None
 
     @property
     def label(self) -> str:
         """How the row is called among results."""
-        return f"{self.data}/{self.norm}/{self.method}"
+        return f"{self.data}/{self.norm}/{self.method}" + (f"/{self.network}" if self.network else "")
+
+    @property
+    def title(self) -> str:
+        """The method, for readers."""
+        return TITLES[self.method] + (f", {self.network}" if self.network else "")
 
 
 def space(row: Row) -> dict[str, Dimension]:
@@ -93,7 +102,9 @@ def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
 def _trial(row: Row, u: list[float]) -> Trial:
     chosen = point(space(row), u)
     first = "orthogonal" if row.data in IMAGES else "usual"
-    return Trial(row.data, row.method, row.norm, row.epsilon, first_weights=first, **chosen)
+    return Trial(
+        row.data, row.method, row.norm, row.epsilon, first_weights=first, network=row.network, **chosen
+    )
 
 
 def _halton(index: int, dimensions: int) -> list[float]:
