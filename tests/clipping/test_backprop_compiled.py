@@ -22,14 +22,15 @@ from tests.test_compiled import (
     drawn,
     go,
     loss_with,
-    one_thread,
     ordinary,
     recorded,
     replays,
     require_close,
 )
 
-__all__ = ["drawn", "one_thread", "recorded"]  # fixtures
+__all__ = ["drawn", "recorded"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WAYS = [(mode, bound) for mode in ("clip", "normalize") for bound in ("upstream", "gradient")]
 every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
