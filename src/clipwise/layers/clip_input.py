@@ -16,7 +16,8 @@ class ClipInput(nn.Module):
 
     The first module of a network whose gradients are bounded by its weights. It is a part of the model, so that
     training and evaluation see the same. An example that is not finite counts as 0. Its place in the graph
-    of a loss shows that the inputs were clipped.
+    of a loss shows that the inputs were clipped. (So an ordinary `loss.backward()` goes on to the inputs, which costs
+    some time; `torch.autograd.grad` with the parameters does not, and neither does a private step.)
 
     Args:
         max_norm: C, a public constant.

@@ -108,8 +108,11 @@ class Training:
         x, y = next(self._batches)
         self.model.train()
         if self.private is None:
-            self._optimizer.zero_grad()
-            self._loss(self.model(x), y).mean().backward()  # type: ignore[no-untyped-call]
+            # (With backward() the clip of the inputs would ask the first layer for a gradient that nobody needs.)
+            parameters = list(self.model.parameters())
+            found = torch.autograd.grad(self._loss(self.model(x), y).mean(), parameters)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
             self._optimizer.step()
         else:
             outputs = self.model(x)
