@@ -20,6 +20,7 @@ from clipwise import data, models
 from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, trace
 from clipwise.lipschitz.balance import noise_of
 from clipwise.lipschitz.rule import Effort
+from clipwise.models.first_weights import make_orthogonal_
 
 INPUT_NORM, CLIP = 12.0, 0.1
 NETWORKS = ("convnet3", "convnet6", "patch_convnet6")
@@ -30,10 +31,8 @@ def network(name: str, is_orthogonal: bool) -> nn.Module:
     """With first weights from seed 0."""
     torch.manual_seed(0)
     model = models.build(name, input_norm=INPUT_NORM)
-    for layer in model.modules():
-        if is_orthogonal and isinstance(layer, (nn.Linear, nn.Conv2d)):
-            nn.init.orthogonal_(layer.weight)
-            nn.init.zeros_(layer.bias)
+    if is_orthogonal:
+        make_orthogonal_(model)
     return model
 
 

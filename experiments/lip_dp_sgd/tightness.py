@@ -19,6 +19,7 @@ from clipwise import models
 from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, clip_weights_, limits_of, trace
+from clipwise.models.first_weights import make_orthogonal_
 
 EXAMPLES = 64
 
@@ -42,8 +43,15 @@ def convnet(normalized: bool = False, bias: bool = True) -> tuple[nn.Module, tup
 
 def paper(name: str, norm: str = "none") -> tuple[nn.Module, tuple[int, ...]]:
     """A network with the paper's number of parameters."""
-    shape = (3, 32, 32) if name == "shallow_vgg" else (1, 28, 28)
+    shape = (3, 32, 32) if name.endswith("vgg") else (1, 28, 28)
     return models.build(name, input_norm=1.0, norm=norm), shape
+
+
+def as_run(name: str, norm: str = "none") -> tuple[nn.Module, tuple[int, ...]]:
+    """The same as figure 1 has it, with orthogonal first weights."""
+    model, shape = paper(name, norm)
+    make_orthogonal_(model)
+    return model, shape
 
 
 NETWORKS = {
@@ -55,6 +63,11 @@ NETWORKS = {
     **{
         f"{name} + group norm": partial(paper, name, "bounded")
         for name in ("convnet3", "convnet6", "shallow_vgg")
+    },
+    **{
+        f"{name}, orthogonal{words}": partial(as_run, name, norm)
+        for name in ("convnet3", "patch_convnet6", "patch_vgg")
+        for norm, words in (("none", ""), ("bounded", " + group norm"))
     },
 }
 

@@ -18,6 +18,7 @@ from clipwise.averaged import AveragedParameters
 from clipwise.bench.limits import Deadline
 from clipwise.clipping import PerExample, Strategy
 from clipwise.lipschitz import SoftmaxCrossEntropy
+from clipwise.models.first_weights import make_orthogonal_
 from clipwise.tune.noise import multiplier
 from clipwise.tune.records import Records
 from clipwise.tune.trial import Trial
@@ -169,18 +170,8 @@ def network(trial: Trial, records: Records, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = models.build(trial.network or records.model, classes=records.classes, **options)
         if trial.first_weights == "orthogonal":
-            _make_orthogonal_(model)
+            make_orthogonal_(model)
     return model.to(devices[0])
-
-
-@torch.no_grad()
-def _make_orthogonal_(model: nn.Module) -> None:
-    """Each layer as outputs x inputs: orthonormal rows or columns, whichever are fewer; no biases."""
-    for layer in model.modules():
-        if isinstance(layer, (nn.Linear, nn.Conv2d)):
-            nn.init.orthogonal_(layer.weight)
-            if layer.bias is not None:
-                layer.bias.zero_()
 
 
 def strategy(trial: Trial, records: Records) -> Strategy:
