@@ -206,10 +206,12 @@ def test_every_wiring_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_noise_of_a_captured_step_is_that_of_its_parts(recorded: list[Recorded]) -> None:
-    model, private = exact_run(noise_multiplier=1e4, batch_size=20)
+    model, private = exact_run(noise_multiplier=1e2, batch_size=20)
     go(private, private.compiled(loss_with(model)), 8)
     assert replays(recorded) > 0
-    for part in private.parts():
-        (name,) = part.parameters
-        found = gradients(model)[name] * 20 / part.noise_std
-        assert 0.3 < float(found.square().mean().sqrt()) < 2.5
+    values = gradients(model)
+    scaled = [(values[part.parameters[0]] * 20 / part.noise_std).flatten() for part in private.parts()]
+    assert all(
+        0.1 < float(part.square().mean().sqrt()) < 2.5 for part in scaled
+    )  # the smallest has 3 numbers
+    assert 0.7 < float(torch.cat(scaled).square().mean().sqrt()) < 1.4
