@@ -206,7 +206,7 @@ def test_every_wiring_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_noise_of_a_captured_step_is_that_of_its_parts(recorded: list[Recorded]) -> None:
-    model, private = exact_run(noise_multiplier=1e2, batch_size=20)
+    model, private = exact_run(noise_multiplier=1e4, batch_size=20)
     go(private, private.compiled(loss_with(model)), 8)
     assert replays(recorded) > 0
     values = gradients(model)

@@ -164,6 +164,16 @@ def test_rounding_of_denormals_is_no_disagreement() -> None:
     assert not Probe(plain, torch.tensor([[1.0], [5e-6]]), weights).agrees(Layout(0, 1, 2, 1))
 
 
+@pytest.mark.parametrize("small", [1e-150, 1e-158, 1e-161, 1e-170])
+def test_squares_that_are_too_small_are_no_disagreement(small: float) -> None:
+    """Of losses that are as good as 0, in float64. A row that can be squared still speaks."""
+    weights_B = torch.tensor([1.0, 4096.0, 2.0], dtype=torch.float64)
+    plain = torch.tensor([[1.0, 0.5], [1.1 * small, 0.0], [0.3, 0.2]], dtype=torch.float64)
+    assert Probe(plain, plain * weights_B[:, None], weights_B).agrees(Layout(0, 1, 3, 1))
+    wrong = torch.tensor([[1.0, 0.5], [1.1e-130, 0.0], [0.3, 0.2]], dtype=torch.float64)
+    assert not Probe(wrong, wrong * weights_B.flip(0)[:, None], weights_B).agrees(Layout(0, 1, 3, 1))
+
+
 # Growth: what is made of parameters alone keeps its size
 
 

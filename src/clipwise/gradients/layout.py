@@ -29,6 +29,7 @@ LARGEST_WEIGHT = 2.0 ** (LEVELS - 1)
 _QUIET = 1e-10  # of the longest row, squared: on CUDA, shorter rows say nothing
 _UNREPEATABLE = 64.0  # how much more two passes may differ than two others did, squared
 _DENORMAL = 2.0**20  # below this many times the smallest normal number digits may have been lost
+_UNSQUARED = 2.0**-480  # of the largest: the square of less loses its digits in float64
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Probe:
         r = layout.along_axis(self.weights_B.double())
         error, size = r.square() * pp - 2 * r * pw + ww, r.square() * pp + ww
         tolerance = 1e-10 if self.plain.device.type == "cpu" else 1e-6  # squared; atomics reorder sums
-        lost: Tensor | float = self._lost**2 * (self.plain.numel() / max(1, len(error)))
+        lost: Tensor | float = max(self._lost, _UNSQUARED) ** 2 * (self.plain.numel() / max(1, len(error)))
         if self.plain.device.type != "cpu" and size.numel():
             # A row that ought to be 0 is what rounding left of its terms, in an order that changes.
             lost = lost + _QUIET * size.max()
