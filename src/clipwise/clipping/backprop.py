@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise.clipping.choices import require_split
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
+from clipwise.known import require_known
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers
 from clipwise.layers.clipped.scales import MODES
@@ -66,12 +68,9 @@ class Backprop(Strategy):
     bounds_inside = True
 
     def __post_init__(self) -> None:
-        if self.mode is not None and not (isinstance(self.mode, str) and self.mode in MODES):
-            raise ConfigurationError(
-                f"mode={self.mode!r} is not known: use one of {', '.join(map(repr, MODES))}."
-            )
-        if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
-            raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        if self.mode is not None:
+            require_known("mode", self.mode, MODES)
+        require_split(self.split)
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model whose trainable parameters are all in clipped layers."""

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise.clipping.choices import require_split
 from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_not_coupled, require_outputs
 from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
+from clipwise.known import require_known
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
@@ -100,11 +102,8 @@ class Lipschitz(Strategy):
     bounds_inside = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.norm, str) or self.norm not in NORMS:
-            choices = ", ".join(map(repr, NORMS))
-            raise ConfigurationError(f"norm={self.norm!r} is not known: use one of {choices}.")
-        if isinstance(self.split, str) and self.split not in ("optimal", "equal"):
-            raise ConfigurationError(f"split={self.split!r} is not known: use one of 'optimal', 'equal'.")
+        require_known("norm", self.norm, NORMS)
+        require_split(self.split)
         for name in ("fixed", "tight", "balanced"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} must be True or False, not {getattr(self, name)!r}.")

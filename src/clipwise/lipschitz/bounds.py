@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.known import require_known
 from clipwise.lipschitz.measuring import measured_together
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import EFFORTS, Effort
@@ -96,10 +97,7 @@ def bounds_of(
     """
     if not (math.isfinite(loss_constant) and loss_constant > 0):
         raise ConfigurationError(f"loss_constant must be a positive, finite number, not {loss_constant!r}.")
-    if effort not in EFFORTS:
-        raise ConfigurationError(
-            f"effort={effort!r} is not known: use one of {', '.join(map(repr, EFFORTS))}."
-        )
+    require_known("effort", effort, EFFORTS)
     norms = _allowed_norms(network, limits) if limits is not None else measured_norms(network, effort)
     return bounds_from(network, norms, loss_constant)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 
 KINDS = ("all-pairs", "largest", "one-against-all")
 
@@ -80,10 +81,7 @@ class MulticlassHinge(BoundedLoss):
     margin: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigurationError(
-                f"kind={self.kind!r} is not known: use one of {', '.join(map(repr, KINDS))}."
-            )
+        require_known("kind", self.kind, KINDS)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         is_class = F.one_hot(targets, outputs.shape[1]).bool()

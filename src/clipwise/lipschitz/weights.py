@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.known import require_known
 from clipwise.lipschitz.bounds import Measured, measured_norms
 from clipwise.lipschitz.measuring import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
@@ -55,8 +56,7 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     Returns:
         For each parameter its norm before over its limit, on its device: above 1 it was clipped. See `on_limit`.
     """
-    if norm not in NORMS:
-        raise ConfigurationError(f"norm={norm!r} is not known: use one of {', '.join(map(repr, NORMS))}.")
+    require_known("norm", norm, NORMS)
     parameters = _parameters(network)
     ratios = _clip_operations_(parameters, network.operations, limits, norm)
     return {
