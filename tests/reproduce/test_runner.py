@@ -28,6 +28,17 @@ def test_a_second_command_runs_only_what_is_missing(tmp_path, fake):
     assert len(fake) == 2 * first + 1
 
 
+def test_machines_can_share_a_grid_by_rows(tmp_path, fake):
+    lines, say = said()
+    store = reproduce(
+        Options("batch-clipping", tmp_path, figures=("4",), quick=True, only="BC, enhanced"), say
+    )
+    rows = {place["row"] for cell in store.cells.values() for place in cell["shown"]}
+    assert rows and all("BC, enhanced" in row for row in rows) and len(fake) < paper.QUICK_ROWS
+    assert not any("time is up" in line for line in lines), "what was asked for is there"
+    assert "--only 'BC, enhanced'" in (tmp_path / "results.json").read_text()
+
+
 def test_figures_share_runs(tmp_path, fake):
     reproduce(Options("batch-clipping", tmp_path, figures=("4", "18"), quick=True), said()[1])
     keys = [setting.key for setting, _ in fake]

@@ -46,6 +46,7 @@ def reproduce(
     take: Annotated[
         list[Path] | None, typer.Option(help="Take over the runs of another folder of results.")
     ] = None,
+    only: Annotated[str, typer.Option(help="Rows with this text in their name, and no others.")] = "",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -85,6 +86,7 @@ def reproduce(
             workers=workers,
             retry=retry,
             take=tuple(take or ()),
+            only=only,
         ),
         say,
     )

@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--take", type=Path, action="append", default=[], metavar="DIR", help="take over the runs of DIR"
     )
+    parser.add_argument("--only", default="", help="rows with this text in their name")
     given = vars(parser.parse_args(arguments))
     given["out"] = given["out"] or Path("runs") / given["paper"]
     given["figures"] = asked_for(given["figures"], given.pop("tables"))

@@ -44,6 +44,7 @@ class Options:
         workers: how many runs at a time, each in a process of its own.
         retry: run again what failed.
         take: other folders of results, whose runs are taken over.
+        only: a text: rows whose name does not have it are left out, so that machines can share a grid.
     """
 
     paper: str
@@ -58,6 +59,7 @@ class Options:
     workers: int = 1
     retry: bool = False
     take: tuple[Path, ...] = ()
+    only: str = ""
 
     @property
     def command(self) -> str:
@@ -65,6 +67,7 @@ class Options:
         words = [f"clipwise reproduce {self.paper}", *map(_as_option, self.figures)]
         words += ["--data DIR"] if self.data else []
         words += [f"--device {self.device}"]
+        words += [f"--only '{self.only}'"] if self.only else []
         words += [f"--seeds {self.seeds}"] if self.seeds is not None else []
         words += [f"--epochs {self.epochs}"] if self.epochs else []
         words += [f"--workers {self.workers}"] if self.workers > 1 else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from clipwise.bench.environment import at_its_best, device_of, environment
@@ -95,7 +95,7 @@ class _Grid:
 
     def next(self, running: set[str]) -> Task | None:
         """The next run that is missing and is not under way; runs that are there are shown in all their places."""
-        for task in self._paper.tasks(self._options, self._store.cells):
+        for task in self._tasks():
             if task.key in running:
                 continue
             if self._is_missing(task.key):
@@ -109,7 +109,7 @@ class _Grid:
         """Whether nothing is left to run."""
         return all(
             "unfinished" not in self._store.cells.get(task.key, {"unfinished": True})
-            for task in self._paper.tasks(self._options, self._store.cells)
+            for task in self._tasks()
         )
 
     def finished(self, task: Task, cell: Cell) -> None:
@@ -126,6 +126,10 @@ class _Grid:
         }
         self._store.add(task.key, told | cell)
         self._store.show(task.key, task.place.to_dict())
+
+    def _tasks(self) -> Iterator[Task]:
+        tasks = self._paper.tasks(self._options, self._store.cells)
+        return (task for task in tasks if self._options.only in task.place.row)
 
     def _is_missing(self, key: str) -> bool:
         """An unfinished run goes on, once a command; a failed one if that is asked for."""
