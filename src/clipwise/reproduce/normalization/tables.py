@@ -69,7 +69,7 @@ _BY_MINI_SET = {
 # Statistics that the run itself released, with noise: no public rows.
 _RELEASED = {"noised statistics": {"norm": "released"}}
 _RATES = tuple({"learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1))
-_PRIVATE = Setting(batch_size=1024)
+_PRIVATE = Setting(batch_size=2048)
 
 TABLES: tuple[Table, ...] = (
     Table(
@@ -80,7 +80,7 @@ TABLES: tuple[Table, ...] = (
         families={"LeNet-5": _PRIVATE},
         methods=_SOUND | _RELEASED | _BY_MINI_SET,
         trials=tuple(
-            {"epochs": epochs, "learning_rate": rate} for epochs in (3, 10) for rate in (0.5, 1.4, 4.0)
+            {"epochs": epochs, "learning_rate": rate} for epochs in (3, 10) for rate in (0.7, 2.0, 6.0)
         ),
         seeds=5,
         claims=CLAIMS["5"],
@@ -91,8 +91,8 @@ TABLES: tuple[Table, ...] = (
         over="noise",
         values=NOISES,
         families={
-            "LeNet-300-100": Setting(model="lenet_300_100", batch_size=256),
-            "LeNet-5": Setting(model="lenet5", batch_size=256),
+            "LeNet-300-100": Setting(model="lenet_300_100", batch_size=1024),
+            "LeNet-5": Setting(model="lenet5", batch_size=1024),
         },
         methods=_NOISY,
         trials=_RATES,
@@ -164,8 +164,8 @@ TABLES: tuple[Table, ...] = (
         over="noise",
         values=(0.0, 0.1, 1.0),
         families={
-            "ResNet-18": Setting(data="cifar10", model="resnet18", width=16, batch_size=256, epochs=6),
-            "VGG-16": Setting(data="cifar10", model="vgg16", width=16, batch_size=256, epochs=6),
+            "ResNet-18": Setting(data="cifar10", model="resnet18", width=16, batch_size=512, epochs=6),
+            "VGG-16": Setting(data="cifar10", model="vgg16", width=16, batch_size=512, epochs=6),
         },
         methods={
             "batch norm, hidden layers": {"norm": "batch", "placement": "hidden"},
