@@ -20,13 +20,12 @@ _OURS["epsilon"] = (
     "record left out (zero-out), epsilon by PLD for one run. † marks claims whose epsilon is not true: the published "
     "scheme lets one record move all gradients of its batch."
 )
-
-
 _BY_MINI_SET = (
     f" BC clips the mean gradient of mini-sets of about {MINI_SET} records, to the same bound, and normalizes by the "
     "mini-set at hand; for evaluation, by the public rows, or by noised statistics of the run. Its rates are such that "
-    "an update's noise is about as large. Noised statistics take a tenth of the privacy of each step."
+    "an update's noise is about as large."
 )
+_RELEASED = " Noised statistics take a tenth of the privacy of each step."
 
 
 def markdown(store: Store, is_quick: bool) -> str:
@@ -69,6 +68,8 @@ def _table(table: Table, found: Results) -> Iterator[str]:
     ours = _OURS[table.over]
     if any(changes.get("clip") == "batch" for changes in table.methods.values()):
         ours += _BY_MINI_SET
+    if any("noised" in method for method in table.methods):
+        ours += _RELEASED
     yield f"**Shortened: {table.shortened}.** {ours}" if table.shortened else ours
     for family in table.families:
         papers = [method for name, method in table.claims if name == family]
