@@ -141,7 +141,13 @@ def captured_floor(name: str, device: torch.device) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    kept = model, x, y  # a graph reads memory that it does not own
+
+    def replay() -> None:
+        assert kept
+        graph.replay()
+
+    return replay
 
 
 def compiled(name: str, bound: str, device: torch.device) -> tuple[Callable[[], None], Callable[[], None]]:

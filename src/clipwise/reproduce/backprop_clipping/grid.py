@@ -21,8 +21,8 @@ EPSILONS: dict[str, tuple[float, ...]] = {
     "cifar10": (1.0, 3.64, 7.53),
     DIGITS: (8.0,),
 }
-# On colour images a run is long: the paper's form and the one that is best on grey images.
-_OF_COLOUR = ("upstream-clip", "gradient-normalize")
+# On colour images a run is long: the paper's form and the two that are best on grey images.
+_OF_COLOUR = ("upstream-clip", "gradient-clip", "gradient-normalize")
 SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0
 SIGNALS = ("gradient-normalize", "dp-sgd-layer", "dp-sgd-relu")
 _QUICK_METHODS = ("dp-sgd-tanh", "upstream-clip", "gradient-normalize")
