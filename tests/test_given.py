@@ -41,6 +41,7 @@ def test_functions_that_take_what_they_are_called_with() -> None:
     [
         lambda given: layers.clip_inputs(given, input_norm=1.0),
         lambda given: layers.norms_from_public(given, losses, (ROWS, torch.zeros(6).long())),
+        lambda given: layers.set_clips(given, grad_norm=1.0),
         lambda given: layers.replace_batchnorm(given, ROWS),
         layers.without_running_statistics,
         layers.with_released_statistics,

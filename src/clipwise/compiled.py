@@ -133,6 +133,9 @@ class CompiledStep:
             if self._ordinary >= _ORDINARY_STEPS and not self._stays_ordinary:
                 self._capture(batch)
             return True
+        if self._captured.parts != self._private._parts:  # other noise than that of the graphs
+            self._captured, self._ordinary, self._attempts = None, 0, 0
+            return True
         if self._replayed < _LOOK_AGAIN_AFTER:
             return True
         self._replayed = 0
@@ -163,6 +166,7 @@ class _Captured:
 
     def __init__(self, private: Private, loss: Loss, size: int, batch: Sequence[Any]) -> None:
         self._private, self._loss, self._size = private, loss, size
+        self.parts = private._parts
         self._names = list(private._parameters)
         parameters = list(private._parameters.values())
         self._device = parameters[0].device
@@ -204,6 +208,12 @@ class _Captured:
         for rows, count in _pieces(batch, piece.size, self._size):
             self._add(rows, count)
         # The device is at work. What the host has to do for the release it does meanwhile.
+        if private._parts != self.parts:
+            private.loader.reset()
+            raise StepError(
+                "Clips were changed between two pieces of a batch: change them between batches, when a step has "
+                "returned True."
+            )
         if _state_of(private._model) != self._state:
             raise StepError(
                 "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "

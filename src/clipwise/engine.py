@@ -115,7 +115,8 @@ class Private:
             self._key, self._seeded = self._watch.begins(self), True
         self._epoch_secret, self._slot = b"", 0
         self._followed = ledger.position  # releases whose update was taken in by what follows the weights
-        self._partial: dict[str, Tensor] | None = None
+        self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
+        self._partial_bounds = self._clipper.bounds
         self._written: dict[str, tuple[Tensor, int]] = {}
         self._buffers = checks.BufferGuard(model)
         self._hands = guards.Watch(model, optimizer)
@@ -205,7 +206,14 @@ class Private:
     def _gather(self, piece: Piece, clipped: dict[str, Tensor]) -> bool:
         """Add the bounded sum of a piece; after the last one of the batch, release. Returns whether it was."""
         if piece.index_in_batch == 0 or self._partial is None:
-            self._partial = clipped
+            self._partial, self._partial_bounds = clipped, self._clipper.bounds
+        elif self._clipper.bounds != self._partial_bounds:
+            self._partial = None
+            self.loader.reset()
+            raise StepError(
+                "Weights or clips were changed between two pieces of a batch, so that noise for its end would not do "
+                "for its beginning. Change them between batches: private.step says when one is complete."
+            )
         else:
             for name, gathered in self._partial.items():
                 gathered += clipped[name]

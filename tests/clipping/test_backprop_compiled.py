@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Backprop, Private, compiled, layers
 from clipwise.clipping import backprop
+from clipwise.errors import StepError
 from clipwise.layers.clipped import switch
 from tests.runs import data, gradients, network, private_run, sgd
 from tests.sites import site
@@ -90,6 +91,31 @@ def test_images_too(mode: str, bound: str, recorded: list[Recorded]) -> None:
     go(plain, ordinary(expected, plain), 8)
     require_close(model, expected)
     assert replays(recorded) > 0
+
+
+def test_other_constants_are_captured_anew(recorded: list[Recorded]) -> None:
+    (model, private), (expected, plain) = exact_run(), exact_run()
+    step, plain_step = private.compiled(loss_with(model)), ordinary(expected, plain)
+    for updates in (9, 9):
+        go(private, step, updates)
+        go(plain, plain_step, updates)
+        for changed in (model, expected):
+            layers.set_clips(changed, input_norm=0.3, grad_norm=0.05)
+    require_close(model, expected)
+    assert len(recorded) == 6 and all(graph.replays > 0 for graph in recorded)
+
+
+def test_pieces_of_a_batch_have_the_constants_of_the_graph(recorded: list[Recorded]) -> None:
+    model, private = exact_run(sampling="full", max_physical_batch_size=9)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    pieces = iter(private.loader)
+    assert replays(recorded) > 0 and not step(*next(pieces))
+    layers.set_clips(model, grad_norm=0.001)
+    with pytest.raises(StepError, match="between two pieces of a batch"):
+        step(*next(pieces))
+    assert private.steps == 6
+    go(private, step, 1)
 
 
 def test_empty_and_single_draws_go_through_the_graphs(recorded: list[Recorded], drawn: Drawn) -> None:

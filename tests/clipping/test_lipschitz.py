@@ -148,6 +148,27 @@ def test_pieces_of_a_batch_change_nothing() -> None:
         assert torch.allclose(finished[0][name], finished[1][name], rtol=1e-5, atol=1e-6)
 
 
+def test_weights_stay_while_a_batch_comes_in_pieces() -> None:
+    """With smaller weights there is less noise, which would not do for pieces that were gathered before."""
+    model, private = run(sampling="full", max_physical_batch_size=9)
+    pieces = iter(private.loader)
+
+    def step() -> bool:
+        x, y = next(pieces)
+        outputs = model(x)
+        return private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
+
+    assert not step() and not step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.01)
+    with pytest.raises(StepError, match="between two pieces of a batch"):
+        step()
+    assert private.steps == 0
+    train(model, private, 1)
+    assert private.steps == 1
+
+
 def test_an_empty_draw_releases_noise_and_counts() -> None:
     model, private = run(sample_rate=1e-9)
     before = parameters(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from clipwise.clipping.choices import require_split
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
-from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers
-from clipwise.layers.clipped.scales import MODES
+from clipwise.layers.clipped.scales import MODES, Constants
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
 
@@ -34,7 +34,8 @@ class Backprop(Strategy):
     The model's trainable layers must be clipped ones, which `clipwise.layers.clip_inputs` puts in: each scales every
     example's input down to a norm of C1 and, on the way back, its upstream gradient to one of C2. A layer's gradient
     is a product of the two, so one example adds at most C1 C2 to the weights' gradient, and at most C2 to the bias's,
-    which is a part of its own. The layers hold the constants. Those given here are compared with theirs.
+    which is a part of its own. The layers hold the constants. Those given here are compared with theirs. They may be
+    changed between two steps, see `clipwise.layers.set_clips`: the noise follows.
 
     Args:
         input_norm: C1; None for whatever the layers have.
@@ -46,6 +47,7 @@ class Backprop(Strategy):
     Guarantee:
         Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the uses that
         the layer was allowed) and replace-one (twice as much), under every sampling scheme that knows the adjacency.
+        Constants that change while it trains must be chosen by what is public or was released.
         Unit: one record. All parts come from one sample and are one Gaussian release.
         Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i (both
         checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
@@ -108,11 +110,8 @@ class BackpropClipper(Clipper):
         self.arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
         self.divisor = site.scheme.expected_size
         # Replacing a record takes one bounded gradient out of the sum and puts another one in.
-        factor = (2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0) * (1 + self.arithmetic.slack)
-        self.bounds = tuple(
-            Bound(name, (name,), factor * most)
-            for name, most in most_of_each(site.parameters, layers).items()
-        )
+        self._factor = (2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0) * (1 + self.arithmetic.slack)
+        self._take_constants()
         self._to_probe: dict[Wiring, int] = {}
         self._since_probe = 0
 
@@ -124,6 +123,7 @@ class BackpropClipper(Clipper):
         """
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        self._require_same_constants()
         nodes, wiring = clipped_nodes(losses, self._parameters)
         if (
             real_B is None
@@ -150,17 +150,51 @@ class BackpropClipper(Clipper):
         if factors:
             aside.any(torch.cat(factors) == 0)
 
+    def follow(self, is_updated: bool) -> bool:
+        """Take over constants that were set since the last step."""
+        if self._constants == self._constants_now():
+            return False
+        self._take_constants()
+        return True
+
     def look_again(self) -> None:
         """The next ordinary step probes."""
         self._since_probe = _PROBED_AGAIN
 
     def state_dict(self) -> dict[str, Any]:
-        """What the layers clip to. It does not change, and tells one run from another."""
+        """What the layers clip to."""
         return {
-            "layers": {
-                name: [*vars(layer.constants).values(), layer.uses] for name, layer in self._layers.items()
-            }
+            "layers": {name: [*vars(c).values(), uses] for name, (c, uses) in self._constants_now().items()}
         }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Put constants back that were changed on the way; layers that clip in another way stay as they are."""
+        saved, here = state.get("layers", {}), self.state_dict()["layers"]
+        if {name: values[2:] for name, values in saved.items()} != {n: v[2:] for n, v in here.items()}:
+            return False
+        for name, layer in self._layers.items():
+            input_norm, grad_norm = saved[name][:2]
+            layer.constants = replace(layer.constants, input_norm=input_norm, grad_norm=grad_norm)
+        return self.follow(is_updated=False)
+
+    def _constants_now(self) -> dict[str, tuple[Constants, int]]:
+        return {name: (layer.constants, layer.uses) for name, layer in self._layers.items()}
+
+    def _take_constants(self) -> None:
+        self._constants = self._constants_now()
+        self.bounds = tuple(
+            Bound(name, (name,), self._factor * most)
+            for name, most in most_of_each(self._parameters, self._layers).items()
+        )
+
+    def _require_same_constants(self) -> None:
+        """The noise is for the constants that were there when the batch was drawn."""
+        for name, now in self._constants_now().items():
+            if now != self._constants[name]:
+                raise StepError(
+                    f"Layer {name!r} was given other constants between the draw of a batch and its step. Call "
+                    "layers.set_clips after a step and before the next batch is drawn."
+                )
 
     def _probe(self, losses: Tensor, nodes: list[Any], wiring: Wiring) -> None:
         """On the first batches of every wiring, and now and then: a single example shows nothing."""

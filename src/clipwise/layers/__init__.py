@@ -9,7 +9,7 @@ from clipwise.layers.batch_statistics import (
 )
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
-from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public
+from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
 from clipwise.layers.l2_attention import L2Attention, L2Mixture
 from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_batchnorm import (
@@ -44,6 +44,7 @@ __all__ = [
     "norms_from_public",
     "recompute_statistics",
     "replace_batchnorm",
+    "set_clips",
     "standardize_weights",
     "with_noisy_weights",
     "with_released_statistics",

@@ -47,8 +47,10 @@ class ClippedAttention(ClippedLayer):
         ):
             if is_there:
                 raise UnsupportedModelError(f"Layer {name!r} (MultiheadAttention) {what}: {instead}.")
+
+    def _take(self, constants: Constants) -> None:
         share = replace(constants, grad_norm=constants.grad_norm / math.sqrt(3))
-        d = layer.embed_dim
+        d = self.layer.embed_dim
         self._thirds = [
             MapRole(self, share, role, map=Matrix(), rows=slice(k * d, (k + 1) * d))
             for k, role in enumerate(_THIRDS)

@@ -165,9 +165,8 @@ class ClippedConvolution(ClippedLayer):
 
     layer: AnyConvolution
 
-    def __init__(self, layer: AnyConvolution, constants: Constants, uses: int = 1, name: str = "") -> None:
-        super().__init__(layer, constants, uses, name)
-        self._role = MapRole(self, constants, map=Convolution(layer))
+    def _take(self, constants: Constants) -> None:
+        self._role = MapRole(self, constants, map=Convolution(self.layer))
 
     def bounds(self) -> Mapping[str, float]:
         c = self.constants

@@ -77,6 +77,8 @@ class ClippedEmbedding(ClippedLayer):
                 raise UnsupportedModelError(
                     f"Layer {name!r} (Embedding) has {option} set, which has no bound here: build it without."
                 )
+
+    def _take(self, constants: Constants) -> None:
         self._role = Role(self, constants)
 
     def bounds(self) -> Mapping[str, float]:

@@ -21,14 +21,29 @@ class ClippedLayer(nn.Module, ABC):
 
     Attributes:
         layer: the layer itself, with its parameters.
-        constants: what it clips to.
+        constants: what it clips to. Others may be set, see `set_clips`.
         uses: how often a forward pass may use it, at most. What one example adds grows with it.
         name: how messages call it.
     """
 
     def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
         super().__init__()
-        self.layer, self.constants, self.uses, self.name = layer, constants, uses, name
+        self.layer, self.uses, self.name = layer, uses, name
+        self.constants = constants
+
+    @property
+    def constants(self) -> Constants:
+        """What it clips to."""
+        return self._constants
+
+    @constants.setter
+    def constants(self, constants: Constants) -> None:
+        self._constants = constants
+        self._take(constants)
+
+    @abstractmethod
+    def _take(self, constants: Constants) -> None:
+        """Make the roles that nodes of the next forward passes have. Earlier nodes keep theirs."""
 
     @abstractmethod
     def bounds(self) -> Mapping[str, float]:

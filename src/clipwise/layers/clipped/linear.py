@@ -67,8 +67,7 @@ class ClippedLinear(ClippedLayer):
 
     layer: nn.Linear
 
-    def __init__(self, layer: nn.Linear, constants: Constants, uses: int = 1, name: str = "") -> None:
-        super().__init__(layer, constants, uses, name)
+    def _take(self, constants: Constants) -> None:
         self._role = MapRole(self, constants, map=Matrix())
 
     def bounds(self) -> Mapping[str, float]:

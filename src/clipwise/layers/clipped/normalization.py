@@ -117,8 +117,7 @@ class _ClippedNorm(ClippedLayer):
 
     function: ClassVar[type[torch.autograd.Function]]
 
-    def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
-        super().__init__(layer, constants, uses, name)
+    def _take(self, constants: Constants) -> None:
         self._role = Role(self, constants)
 
     def bounds(self) -> Mapping[str, float]:

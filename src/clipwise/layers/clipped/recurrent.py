@@ -148,12 +148,14 @@ class ClippedRecurrent(ClippedLayer):
             raise UnsupportedModelError(
                 f"Layer {name!r} ({type(layer).__name__}) is frozen in part: train all of it, or freeze all of it."
             )
+
+    def _take(self, constants: Constants) -> None:
         self._roles = {
             suffix: Role(self, constants, suffix)
             for suffix in (
                 f"l{level}{way}"
-                for level in range(layer.num_layers)
-                for way in ("", "_reverse")[: 1 + layer.bidirectional]
+                for level in range(self.layer.num_layers)
+                for way in ("", "_reverse")[: 1 + self.layer.bidirectional]
             )
         }
 
