@@ -114,6 +114,6 @@ def _borne(accuracies: dict[float, float | None]) -> str:
             break
         most = noise
     last = accuracies[max(accuracies)]
-    left = "fails" if last is None else f"{last:.2f}"
+    left = "nothing" if last is None else f"{last:.2f}"
     kept = f"keeps {first:.2f} within {BORNE:g} point up to noise {most:g}"
     return f"{kept}, and {left} is left at noise {max(accuracies):g}"
