@@ -335,7 +335,7 @@ def test_a_run_goes_on_when_everything_is_frozen() -> None:
 def test_a_run_that_goes_on_has_the_same_frozen_entries(
     strategy: Strategy, made: int, tmp_path: Path
 ) -> None:
-    """At the end of a window bit for bit; within one, up to the end of the window that would have been."""
+    """Bit for bit, past the end of the window it was stopped in: else one noise would be on two different sums."""
     model = network()
     private = run_with(strategy, model, ledger=tmp_path / "ledger")
     train(model, private, made)
@@ -346,7 +346,7 @@ def test_a_run_that_goes_on_has_the_same_frozen_entries(
 
     straight = network()
     whole = run_with(strategy, straight)
-    more = T if made % T == 0 else T - 4
+    more = 2 * T - 1
     train(straight, whole, made + more)
 
     other = network(seed=3)
@@ -358,6 +358,39 @@ def test_a_run_that_goes_on_has_the_same_frozen_entries(
     train(other, again, more)
     assert same(parameters(other), parameters(straight))
     assert same(dict(again._clipper.frozen), dict(whole._clipper.frozen))
+
+
+def test_a_checkpoint_before_the_update_of_ones_own_keeps_frozen_entries(tmp_path: Path) -> None:
+    """Momentum has moved them, and nobody has put them back yet: the checkpoint says where they belong."""
+    model, straight, other = network(), network(), network()
+    strategy = STRATEGIES[0]
+
+    def stray(model: nn.Module, private: Any) -> None:
+        train(model, private, T)
+        batch = next(iter(private.loader))
+        private.backward(losses_of(model, batch))
+        private.optimizer.step()
+
+    private, whole = run_with(strategy, model, ledger=tmp_path / "ledger"), run_with(strategy, straight)
+    stray(model, private)
+    stray(straight, whole)
+    saved = private.state_dict()
+    private.close()
+    again = run_with(strategy, other, ledger=tmp_path / "ledger")
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(saved)
+    train(other, again, 2)
+    train(straight, whole, 2)
+    assert same(parameters(other), parameters(straight))
+
+
+def test_the_ledger_holds_no_window(tmp_path: Path) -> None:
+    """It is as long as the model."""
+    model = network()
+    private = run_with(STRATEGIES[0], model, ledger=tmp_path / "ledger")
+    train(model, private, 3)
+    private.close()
+    assert "averages" not in (tmp_path / "ledger").read_text()
 
 
 def test_the_state_is_plain_and_public() -> None:
@@ -380,6 +413,9 @@ def test_the_state_is_plain_and_public() -> None:
         {"frozen": {"wait": 0, "entries": {"0.weight": "AA=="}}},
         {"frozen": {"wait": 0, "entries": {"0.weight": "?"}}},
         {"frozen": {"wait": 0, "entries": {"nobody": "AA=="}}},
+        {"frozen": {"wait": 0, "entries": {}, "held": {}}},
+        {"frozen": {"wait": 0, "entries": {}, "held": {}, "window": {"length": 1}}},
+        {"frozen": {"wait": 0, "entries": {"0.weight": "AAAAAA=="}, "held": {}, "window": {"length": 0}}},
     ],
     ids=repr,
 )

@@ -51,8 +51,8 @@ class Sparse:
     `private.step` keeps frozen entries where they are, whatever momentum or weight decay the optimizer has. After
     `private.backward` and an update of your own they are put back when the next batch is handed out.
 
-    A checkpoint holds which entries are frozen, and not the window: a run that goes on from it begins a new
-    window. At the end of a window nothing is lost by that.
+    A checkpoint holds the frozen entries and the window so far, so that a run that goes on from it freezes what it
+    would have frozen. It takes up to 16 bytes an entry of the model for that.
 
     Args:
         every: T, the length of a window: "epoch", or a number of steps, at least 10.
@@ -195,29 +195,31 @@ class Thinned(Constants):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Put frozen entries back. After a checkpoint their values are those of the model that came with it."""
+        """Put frozen entries back."""
         for name, frozen in self.frozen.items():
             p = self._parameters[name]
-            held = self._held.setdefault(name, p.detach().clone())
-            p.copy_(torch.where(frozen, held, p))
+            p.copy_(torch.where(frozen, self._held[name], p))
 
     def state_dict(self) -> dict[str, Any]:
         masks = {name: _packed(mask) for name, mask in self.frozen.items()}
-        return {**self._inner.state_dict(), "frozen": {"entries": masks, "wait": self._wait}}
+        held = {name: _written(value) for name, value in self._held.items()}
+        frozen = {"entries": masks, "held": held, "wait": self._wait, "window": self._window.state_dict()}
+        return {**self._inner.state_dict(), "frozen": frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         try:
             saved = state["frozen"]
             wait = int(saved["wait"])
             masks = {name: _unpacked(text, self._parameters[name]) for name, text in saved["entries"].items()}
+            held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
+            window = _Window(self._parameters, saved["window"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 "This state_dict of a private run is damaged: it does not say which entries are frozen. Use the one "
                 "saved before it."
             ) from error
         self._inner.load_state_dict(state)
-        self._wait, self.frozen, self._held = wait, masks, {}
-        self._window = _Window(self._parameters)
+        self._wait, self.frozen, self._held, self._window = wait, masks, held, window
         self._active = {
             name: p.numel() - (int(masks[name].sum()) if name in masks else 0)
             for name, p in self._parameters.items()
@@ -228,11 +230,25 @@ class Thinned(Constants):
 class _Window:
     """Sums over the releases since the last decision, entry by entry, in float32 or better."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters, self.length = parameters, 0
+    def __init__(self, parameters: Parameters, state: Mapping[str, Any] | None = None) -> None:
+        self._parameters = parameters
+        self.length = 0 if state is None else int(state["length"])
         self._sums: dict[str, Tensor] = {}  # of z
         self._squares: dict[str, Tensor] = {}  # of z^2
         self._averages: dict[str, Tensor] = {}  # of the weights at which the releases were computed
+        if state is not None and self.length:
+            for kind, found in self._kinds().items():
+                found.update((n, _read(state[kind][n], at_least_float32(p))) for n, p in parameters.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, in plain types: it follows from releases."""
+        return {"length": self.length} | {
+            kind: {name: _written(value) for name, value in found.items()}
+            for kind, found in self._kinds().items()
+        }
+
+    def _kinds(self) -> dict[str, dict[str, Tensor]]:
+        return {"sums": self._sums, "squares": self._squares, "averages": self._averages}
 
     def hear(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """One release, at weights that have not yet taken it in. Without noise nothing hovers within it."""
@@ -265,15 +281,37 @@ class _Window:
 
 def _packed(mask: Tensor) -> str:
     """A bit an entry, as text: for JSON and `weights_only=True`."""
-    return base64.b64encode(np.packbits(mask.cpu().numpy().reshape(-1)).tobytes()).decode()
+    return _text(np.packbits(mask.cpu().numpy().reshape(-1)).tobytes())
 
 
 def _unpacked(text: str, like: Tensor) -> Tensor:
-    try:
-        packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
-    except binascii.Error as error:
-        raise ValueError("no base64") from error
-    if len(packed) != -(-like.numel() // 8):
-        raise ValueError("a mask of another shape")
+    packed = np.frombuffer(_bytes(text, -(-like.numel() // 8)), dtype=np.uint8)
     bits = np.unpackbits(packed, count=like.numel()).astype(bool)
     return torch.from_numpy(bits).view(like.shape).to(like.device)
+
+
+def _written(value: Tensor) -> str:
+    """Every bit of a tensor, as text."""
+    return _text(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _read(text: str, like: Tensor) -> Tensor:
+    """What was written of a tensor of this shape and type."""
+    content = bytearray(_bytes(text, like.numel() * like.element_size()))
+    if not content:
+        return torch.empty_like(like)
+    return torch.frombuffer(content, dtype=like.dtype).view(like.shape).to(like.device)
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _bytes(text: str, length: int) -> bytes:
+    try:
+        content = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError("no base64") from error
+    if len(content) != length:
+        raise ValueError("of another shape")
+    return content
