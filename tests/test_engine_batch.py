@@ -285,6 +285,40 @@ def test_other_buffers_stay_guarded(make: Any) -> None:
         private.step(losses)
 
 
+class Averaging(nn.Linear):
+    """Keeps a running mean of its inputs in a plain attribute: a new tensor, or the same one in place."""
+
+    def __init__(self, first: Any, in_place: bool = False) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.mean, self.in_place = first, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = x.detach().mean(0)
+        if self.in_place:
+            self.mean.mul_(0.9).add_(0.1 * new)
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * new
+        return super().forward(x - self.mean)
+
+
+@pytest.mark.parametrize("clipping", [Batch(), PerExample()], ids=["batch", "per example"])
+@pytest.mark.parametrize("first, in_place", [(0, False), (torch.zeros(FEATURES), False),
+                                             (torch.zeros(FEATURES), True)])  # fmt: skip
+def test_a_plain_attribute_learns_nothing_either(clipping: Any, first: Any, in_place: bool) -> None:
+    model, private = private_run(Averaging(first, in_place), clipping=clipping, sampling="full")
+    losses = losses_of(model, next(iter(private.loader)))
+    with pytest.raises(UnsupportedModelError, match="Attribute 'mean' was set or changed"):
+        private.step(losses)
+
+
+def test_an_attribute_that_stays_is_accepted() -> None:
+    model = Averaging(torch.zeros(FEATURES))
+    model.forward = lambda x: nn.Linear.forward(model, x - model.mean)  # type: ignore[method-assign]
+    _, private = private_run(model, clipping=PerExample(), sampling="full")
+    for batch in private.loader:
+        private.step(losses_of(model, batch))
+
+
 def test_check_knows_coupled_strategies() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)

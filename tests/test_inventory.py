@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from clipwise.inventory import Inventory
 
@@ -44,6 +45,8 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a parameter less": lambda m: m[1][0].register_parameter("bias", None),
     "a buffer more": lambda m: m[1][0].register_buffer("late", torch.zeros(1)),
     "a buffer set": lambda m: setattr(m, "scale", torch.ones(1)),
+    "an attribute more": lambda m: setattr(m[1][0], "seen", torch.zeros(1)),
+    "an attribute that becomes a tensor": lambda m: setattr(m[2], "out_features", torch.ones(1)),
     "another name": _rename,
     "a parametrization": _parametrize,
 }
@@ -79,3 +82,15 @@ def test_every_tensor_has_a_name_that_says_where_it_is() -> None:
     names = [name for name, _, _ in Inventory(model()).up_to_date().tensors]
     assert "Parameter '1.0.weight'" in names and "Buffer 'scale'" in names
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_torch_makes_of_others_are_no_attributes() -> None:
+    """They are made anew in every forward pass, of parameters alone."""
+    for make in (nn.utils.weight_norm, nn.utils.spectral_norm, _pruned):
+        listed = Inventory(make(nn.Linear(3, 3))).up_to_date().tensors
+        assert not [name for name, _, _ in listed if name.startswith("Attribute")]
+
+
+def _pruned(layer: nn.Linear) -> nn.Module:
+    return prune.random_unstructured(layer, "weight", amount=1)

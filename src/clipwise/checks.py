@@ -183,7 +183,7 @@ def require_rows(batch: object, size: int) -> None:
 
 
 class BufferGuard:
-    """Nothing that a buffer or a parameter learned in a forward pass may leave with the model."""
+    """Nothing that a buffer, a parameter or an attribute learned in a forward pass may leave with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inventory = Inventory(model)
@@ -211,7 +211,7 @@ class BufferGuard:
                         f"{name} was set or changed between the draw of a batch and private.step, as in a forward "
                         "pass that learns. What it learned from private data would leave with the model without any "
                         "noise. Set it before the first batch, from public data; update parameters before the next "
-                        "batch is drawn."
+                        "batch is drawn; what forward computes for the loss, let it return."
                     )
         if self._left:
             self._left -= 1

@@ -20,9 +20,9 @@ class Inventory:
     """The lists of one model, as they were when `up_to_date` was called last.
 
     Attributes:
-        tensors: a name for messages, and the place where the tensor (or None) is found, of every buffer and
-            parameter; not those of spectral norm: its power iteration looks at weights alone, which are
-            released anyway.
+        tensors: a name for messages, and the place where the tensor (or None) is found, of every buffer, parameter
+            and tensor that is a plain attribute; not those that follow from weights alone, which are released
+            anyway: of spectral norm's power iteration, and weights that torch computes of a parametrization.
         parameters: as `named_parameters` gives them.
         statistics: layers that may keep statistics of a batch.
     """
@@ -31,7 +31,7 @@ class Inventory:
         self._model = model
         self._modules: list[nn.Module] = []
         self._structure: tuple[list[object], ...] = ()
-        self.tensors: list[tuple[str, dict[str, Tensor | None], str]] = []
+        self.tensors: list[tuple[str, dict[str, Any], str]] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.statistics: list[tuple[str, nn.Module]] = []
 
@@ -51,9 +51,19 @@ class Inventory:
             (f"{kind} {f'{prefix}.{name}' if prefix else name!r}", tensors, name)
             for prefix, module in named
             if type(module).__name__ != "_SpectralNorm"
-            for kind, tensors in (("Buffer", module._buffers), ("Parameter", module._parameters))
-            for name in tensors
+            for kind, tensors, names in (
+                ("Buffer", module._buffers, module._buffers),
+                ("Parameter", module._parameters, module._parameters),
+                ("Attribute", vars(module), _kept_in(module)),
+            )
+            for name in names
         ]
+
+
+def _kept_in(module: nn.Module) -> list[str]:
+    """Attributes that are tensors; not a `weight` that weight norm or pruning makes of `weight_g` or `weight_orig`."""
+    made = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig")}
+    return [name for name, value in vars(module).items() if isinstance(value, Tensor) and name not in made]
 
 
 def _structure(modules: list[nn.Module]) -> tuple[list[object], ...]:
@@ -66,4 +76,13 @@ def _structure(modules: list[nn.Module]) -> tuple[list[object], ...]:
         list(map(len, every)),
         list(chain.from_iterable(every)),
         list(map(id, chain.from_iterable(map(_VALUES, entries)))),
+        _tensor_attributes(modules),
     )
+
+
+def _tensor_attributes(modules: list[nn.Module]) -> list[object]:
+    """Who keeps tensors in plain attributes, and in which; what was None or 0 may have become one."""
+    kinds = set(map(type, chain.from_iterable(map(_VALUES, map(vars, modules)))))
+    if not any(issubclass(kind, Tensor) for kind in kinds):
+        return []
+    return [(id(m), name) for m in modules for name, value in vars(m).items() if isinstance(value, Tensor)]
