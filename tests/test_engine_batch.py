@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,57 @@ def test_empty_batches_release_noise() -> None:
         assert all(bool(g.any()) and bool(g.isfinite().all()) for g in gradients(model).values())
 
 
+@pytest.mark.parametrize("nothing", [torch.tensor(0.0), torch.tensor(0), torch.zeros(0)], ids=repr)
+def test_of_an_empty_mini_set_any_loss_will_do(nothing: Tensor) -> None:
+    model, private = private_run(clipping=Batch(), batch_size=1)
+    empty = 0
+    for _, batch in zip(range(20), private.loader, strict=False):
+        empty += not len(batch[0])
+        private.step(losses_of(model, batch) if len(batch[0]) else nothing)
+    assert empty
+
+
+class Experts(nn.Module):
+    """Which expert a row goes to is decided by its first feature: a mini-set may not reach one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        to_first = x[:, 0] > 0
+        out = x.new_zeros(len(x), CLASSES)
+        for expert, rows in zip(self.experts, (to_first, ~to_first), strict=True):
+            if rows.any():
+                out[rows] = expert(x[rows])
+        return out
+
+
+def test_a_parameter_that_was_reached_before_may_be_left_out() -> None:
+    """Whether a mini-set reaches it depends on private rows, which may not stop a run."""
+    model, private = private_run(Experts(), clipping=Batch(), sampling="full", noise_multiplier=0.0)
+    for number, (x, y) in zip(range(2), iter_epochs(private), strict=False):
+        x = x.detach().clone()
+        if number:
+            x[:, 0] = x[:, 0].abs() + 1
+        private.step(F.cross_entropy(model(x), y))
+    first, second = (expert.weight.grad for expert in model.experts)
+    assert first is not None and second is not None
+    assert bool(first.any()) and not bool(second.any())
+
+
+def test_a_parameter_that_nobody_reached_is_refused() -> None:
+    model, private = private_run(Experts(), clipping=Batch(), sampling="full")
+    x, y = next(iter(private.loader))
+    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.weight' takes no part"):
+        private.step(F.cross_entropy(model(x.detach().abs() + 1), y))
+
+
+def iter_epochs(private: Private) -> Iterator[Any]:
+    while True:
+        yield from private.loader
+
+
 def test_pieces_of_a_mini_set_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"max_physical_batch_size.*mini_sets=k"):
         private_run(clipping=Batch(), max_physical_batch_size=4)
@@ -234,6 +286,15 @@ def test_running_statistics_are_refused_before_the_first_step() -> None:
     tracked = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1, track_running_stats=True))
     with pytest.raises(UnsupportedModelError, match="InstanceNorm1d"):
         private_run(nn.Sequential(tracked, nn.Flatten(), nn.Linear(5, 3)), clipping=Batch())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_fail_on_one_record_are_refused_before_the_first_step(training: bool) -> None:
+    """torch's error would come in the middle of a run, and would tell the size drawn."""
+    plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(training)
+    with pytest.raises(UnsupportedModelError, match=r"Layer '1'.*one record.*without_running_statistics"):
+        private_run(plain, clipping=Batch())
+    private_run(layers.without_running_statistics(plain), clipping=Batch())
 
 
 def test_without_them_batch_norm_trains_and_nothing_is_kept() -> None:
@@ -475,6 +536,31 @@ def test_a_local_update_may_not_touch_the_model_itself() -> None:
         batch = next(iter(private.loader))
         with pytest.raises(error):
             private.step_sets(batch)
+
+
+def test_a_local_update_tells_no_size() -> None:
+    """torch's own error on a single record says how many there were."""
+
+    def update(model: nn.Module, batch: Any) -> None:
+        model(batch[0][:1]).sum().backward()
+
+    _, private = private_run(normalized(keep=True), clipping=Batch(1.0, local_update=update), sampling="full")
+    with pytest.raises(StepError, match="batch norm.*without_running_statistics") as refusal:
+        private.step_sets(next(iter(private.loader)))
+    assert "size" not in str(refusal.value) and refusal.value.__context__ is None
+
+
+def test_check_lets_a_local_update_have_a_copy_to_learn_in() -> None:
+    model, batch = normalized(keep=True), tuple(t[:6] for t in data().tensors)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    assert check(model, loss, batch, clipping=Batch(1.0, local_update=local_sgd)).ok
+    assert same(before, dict(model.named_buffers()))
+    frozen = model.requires_grad_(False)
+    assert "no trainable parameter" in str(check(frozen, loss, batch, clipping=Batch(local_update=local_sgd)))
 
 
 def test_running_statistics_of_the_copy_are_thrown_away() -> None:

@@ -126,16 +126,23 @@ def _has_no_statistics(module: nn.Module) -> bool:
 
 
 def _require_no_running_statistics(name: str, module: nn.modules.batchnorm._BatchNorm) -> None:
-    """Statistics of the batch may be used: the clip bounds what comes of them. To keep them is no part of that."""
-    updates = module.running_mean is not None and not isinstance(module, BatchStatisticsNorm)
-    if module.training and updates:
-        raise UnsupportedModelError(
-            f"Layer {name!r} ({type(module).__name__}) would update running statistics from private data, and they "
-            "would leave with the model without any noise. Call clipwise.layers.without_running_statistics(model) "
-            "before make_private: the layer then uses the statistics of each batch. For evaluation, "
-            "Batch(..., running_statistics=NoisedStatistics()) learns them from noised releases, and "
-            "clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
-        )
+    """Statistics of the batch may be used: the clip bounds what comes of them. To keep them is no part of that.
+
+    A layer of torch's that keeps none fails on a draw of one record, and its message tells the size drawn.
+    """
+    if isinstance(module, BatchStatisticsNorm) or not (module.training or module.running_mean is None):
+        return
+    trouble = (
+        "would fail on a mini-set of one record, which a random draw may bring"
+        if module.running_mean is None
+        else "would update running statistics from private data, and they would leave with the model without any noise"
+    )
+    raise UnsupportedModelError(
+        f"Layer {name!r} ({type(module).__name__}) {trouble}. Call "
+        "clipwise.layers.without_running_statistics(model) before make_private: the layer then uses the statistics of "
+        "each batch. For evaluation, Batch(..., running_statistics=NoisedStatistics()) learns them from noised "
+        "releases, and clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
+    )
 
 
 def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
@@ -145,19 +152,19 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
     """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
-    if losses.dim() == 0 and is_coupled:
-        losses = losses if size else losses.reshape(1)[:0]
-    elif losses.dim() == 0:
+    if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
+        return torch.zeros(0)  # whatever it is, and of whatever type: no example is in it
+    if losses.dim() == 0 and not is_coupled:
         raise StepError(
             "losses is a single number, so the examples can no longer be told apart. Give one loss an "
             "example: use reduction='none' and no mean or sum over the batch."
         )
-    elif losses.dim() != 1:
+    if losses.dim() > 1:
         raise StepError(
             f"losses has {losses.dim()} dimensions. Give one loss an example: sum or average each example's "
             "own positions, for instance losses.flatten(1).sum(1)."
         )
-    elif len(losses) != size:
+    if losses.dim() == 1 and len(losses) != size:
         raise StepError(
             "losses does not have one entry for each example of the batch that private.loader handed out. "
             "Do not drop, repeat or pool examples."

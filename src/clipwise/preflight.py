@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
-from clipwise.clipping import Backprop, Strategy
+from clipwise.clipping import Backprop, Batch, Strategy
 from clipwise.clipping.backprop import clipped_layers, most_of_each
+from clipwise.clipping.batch import copied
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.given import require_module, require_takes
@@ -74,7 +75,12 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     report = Report()
     is_coupled = clipping is not None and clipping.is_coupled
     structure = _clipped_structure if isinstance(clipping, Backprop) else _structure
-    for test in (_coupled_structure,) if is_coupled else (structure, _replacement, _removal, _random_numbers):
+    tests: tuple[Callable[..., None], ...] = (structure, _replacement, _removal, _random_numbers)
+    if isinstance(clipping, Batch) and clipping.local_update is not None:
+        tests = (_copied_structure,)
+    elif is_coupled:
+        tests = (_coupled_structure,)
+    for test in tests:
         try:
             test(model, loss, batch, size, report)
         except CoupledExamplesError as refusal:
@@ -129,6 +135,13 @@ def _coupled_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size:
     guard.remember()
     require_losses(_run(model, loss, tuple(batch)), size, is_coupled=True)
     guard.compare()
+
+
+def _copied_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+    """The checks of a local update, which works on a copy: that may learn what it likes, and the model does not."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    require_losses(_run(copied(model), loss, tuple(batch)), size, is_coupled=True)
 
 
 @torch.no_grad()

@@ -61,6 +61,43 @@ def test_nested_and_odd_layers_are_found_and_frozen_ones_stay() -> None:
     assert type(model["frozen"]) is nn.BatchNorm1d
 
 
+@pytest.mark.parametrize("same_parent", [True, False])
+def test_a_layer_that_is_used_twice_stays_one(same_parent: bool) -> None:
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, nn.Tanh(), norm if same_parent else nn.Sequential(norm))
+    keys = list(model.state_dict())
+    without_running_statistics(model)
+    second = model[2] if same_parent else model[2][0]
+    assert isinstance(second, BatchStatisticsNorm) and second is model[0]
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("has_statistics", [False, True])
+def test_evaluation_can_be_exported(has_statistics: bool) -> None:
+    model, x = without_running_statistics(network()), torch.randn(5, 3)
+    if has_statistics:
+        recompute_statistics(model, [torch.randn(20, 3)])
+    model.eval()
+    rows = torch.export.Dim("rows", min=2)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: rows},)).module()
+    torch.testing.assert_close(exported(x), model(x))
+    torch.testing.assert_close(exported(x[:3]), model(x[:3]))
+
+
+def test_whether_there_are_statistics_follows_the_state() -> None:
+    model, other = without_running_statistics(network()), without_running_statistics(network())
+    recompute_statistics(model, [torch.randn(20, 3)])
+    fresh = other.state_dict()
+    fresh = {name: value.clone() for name, value in fresh.items()}
+    other.load_state_dict(model.state_dict())
+    assert other[1].has_statistics and copy.deepcopy(other)[1].has_statistics
+    torch.testing.assert_close(other.eval()(torch.ones(1, 3)), model(torch.ones(1, 3)))
+    other.load_state_dict(fresh)
+    assert not other[1].has_statistics
+    model[1].reset_running_stats()
+    assert not model[1].has_statistics
+
+
 def test_types_and_devices_follow() -> None:
     own = without_running_statistics(nn.BatchNorm1d(3).double())
     assert own.running_mean.dtype == torch.float64  # type: ignore[union-attr]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,9 @@ from clipwise.sampling.schemes import whole
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
-_AIM = 1 - 2.0**-20  # times C: norms in float64 and one rounding to float32 stay well within what is left
+_ROOM = 2.0**-20  # of C is left: norms in float64 and one rounding to float32 stay well within it
+_ROOM_64 = 2.0**-40  # where nothing is rounded to float32
+_UNIT = 2.0**-53  # a sum of d squares in float64 is off by d of these at most, in any order
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class BatchClipper(ClipperByConstants):
     def __init__(self, strategy: Batch, site: Site, constants: Constants) -> None:
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
         # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
+        self._reached: set[str] = set()  # parameters that some mini-set of the run has reached
         self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
         halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
         factor = 1.0 if halves else 2.0
@@ -152,25 +155,20 @@ class BatchClipper(ClipperByConstants):
         assert real_B is None  # batches are not filled up: is_capturable is False
         if losses.dim() and len(losses) == 0:
             return self.nothing()
-        found = torch.autograd.grad(
-            losses.mean(), list(self._parameters.values()), allow_unused=True, materialize_grads=False
-        )
-        gradients = dict(zip(self._parameters, found, strict=True))
-        for name, gradient in gradients.items():
-            if gradient is None:
-                raise UnsupportedModelError(
-                    f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
-                    "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
-                )
-        dense = {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items() if g is not None}
-        return self._clipped(dense) | self._statistics.clipped(losses)
+        found = torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
+        gradients = {
+            name: self._missing(name) if g is None else g.to_dense() if g.is_sparse else g
+            for name, g in zip(self._parameters, found, strict=True)
+        }
+        self._reached.update(name for name, g in zip(self._parameters, found, strict=True) if g is not None)
+        return self._clipped(gradients) | self._statistics.clipped(losses)
 
     def clipped_update(self, mini_set: Any) -> dict[str, Tensor]:
         """[-delta]_C of the local update of one mini-set that is not empty: an optimizer goes against a gradient."""
         assert self._strategy.local_update is not None
-        model = _copy(self._model)
+        model = copied(self._model)
         with torch.enable_grad():
-            given = self._strategy.local_update(model, mini_set)
+            given = _called(self._strategy.local_update, model, mini_set)
         deltas = self._changes(model) if given is None else self._given(given)
         return self._clipped({name: -delta for name, delta in deltas.items()})
 
@@ -202,14 +200,34 @@ class BatchClipper(ClipperByConstants):
         result = {}
         for part, names in groups.items():
             is_there = not chosen or bool(chosen[part])
-            nu = _weight(part_norms[part], self._constants.norms[part]) if is_there else 0.0
+            aim = self._constants.norms[part] * (1 - self._room(names))
+            nu = (1.0 if part_norms[part] <= aim else aim / part_norms[part]) if is_there else 0.0
             for name in names:
                 # In float64: a tiny weight would be rounded by more than the room that is left.
                 result[name] = (vectors[name].detach().double() * nu).to(self._dtype(self._parameters[name]))
         return result
 
+    def _missing(self, name: str) -> Tensor:
+        """The gradient of a parameter that a mini-set does not reach: 0, if others do, as in a mixture of experts.
+
+        That records take another way is their secret, and nothing to stop a run for.
+        """
+        if name not in self._reached:
+            raise UnsupportedModelError(
+                f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
+                "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
+            )
+        return torch.zeros_like(self._parameters[name])
+
     def _zeros(self) -> dict[str, Tensor]:
         return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
+
+    def _room(self, names: Sequence[str]) -> float:
+        """How much of C is left for rounding: in the norm, and in what is clipped."""
+        group = [self._parameters[name] for name in names]
+        if any(p.dtype != torch.float64 for p in group):
+            return _ROOM
+        return _ROOM_64 + _UNIT * sum(p.numel() for p in group)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if self._adds_up or p.dtype == torch.float64 else torch.float32
@@ -247,12 +265,6 @@ class BatchClipper(ClipperByConstants):
         }
 
 
-def _weight(norm: float, bound: float) -> float:
-    """min(1, C / n), a little below C."""
-    aim = bound * _AIM
-    return 1.0 if norm <= aim else aim / norm
-
-
 def _expected_mini_sets(mini_sets: int, site: Site) -> float:
     """How many clipped vectors a step is expected to have, at most: a constant, whatever was drawn."""
     if site.unit is not Unit.RECORD:
@@ -272,7 +284,21 @@ def _largest(mini_sets: int, scheme: Scheme) -> int:
     return -(-scheme.dataset_size // mini_sets)
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def _called(update: LocalUpdate, model: nn.Module, mini_set: Any) -> Mapping[str, Tensor] | None:
+    """What the update returns. Batch norm of torch's fails on one record and tells the size, which is secret."""
+    try:
+        return update(model, mini_set)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+    raise StepError(  # out here, so that it does not carry the other one
+        "local_update: a batch norm layer in training got a single value a channel, as of a mini-set or a last piece of "
+        "one record. Call clipwise.layers.without_running_statistics(model) before make_private: its layers accept "
+        "that; or use GroupNorm."
+    )
+
+
+def copied(model: nn.Module) -> nn.Module:
     """A model of its own for a local update: nothing that it learns stays, and nothing passes to the next one."""
     try:
         return copy.deepcopy(model)

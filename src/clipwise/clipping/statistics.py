@@ -199,6 +199,7 @@ class LayerStatistics:
             _var(layer).copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked += 1
+            layer.has_statistics = True
 
 
 def part_name(layer: str) -> str:

@@ -32,11 +32,14 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
 
     Attributes:
         is_observed: whether, in training, the graph of its output tells what it saw (layers/observed.py).
+        has_statistics: whether there are statistics for evaluation: of public data, or released. It says that
+            `num_batches_tracked` is not 0, without a look into a tensor, which an exported forward pass cannot have.
 
     A batch with a single value a channel, which a random draw may bring, is its own mean: it comes out as the bias.
     """
 
     is_observed: bool = False
+    has_statistics: bool = False
 
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True, **options: Any) -> None:
         super().__init__(num_features, eps, momentum=None, affine=affine, track_running_stats=True, **options)
@@ -57,10 +60,14 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
             normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         return observed(normalized, self, input) if self.training and self.is_observed else normalized
 
-    @property
-    def has_statistics(self) -> bool:
-        """Whether there are statistics for evaluation: of public data, or released."""
-        return self.num_batches_tracked is not None and int(self.num_batches_tracked) > 0
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        self.has_statistics = False
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        count = self.num_batches_tracked
+        self.has_statistics = count is not None and not count.is_meta and int(count) > 0
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
@@ -127,10 +134,13 @@ def _replaced(model: nn.Module, kind: type[BatchStatisticsNorm]) -> nn.Module:
     require_module(model)
     if _is_to_replace(model):
         return _replacement(model, kind)
+    made: dict[nn.Module, BatchStatisticsNorm] = {}  # a layer that is used in several places stays one
     for module in list(model.modules()):
-        for name, child in module.named_children():
-            if _is_to_replace(child):
-                setattr(module, name, _replacement(child, kind))
+        for name, child in module._modules.items():
+            if child is not None and _is_to_replace(child):
+                if child not in made:
+                    made[child] = _replacement(child, kind)
+                module._modules[name] = made[child]
     return model
 
 
@@ -217,6 +227,7 @@ def _set(layer: BatchStatisticsNorm, batches: int) -> None:
     layer.running_mean.copy_(found.mean_C)
     layer.running_var.copy_(found.square_C / (found.count - 1))
     layer.num_batches_tracked.fill_(batches)
+    layer.has_statistics = True
 
 
 def _on_first(model: nn.Module, batch: Any) -> Any:
