@@ -291,7 +291,9 @@ def test_running_statistics_are_refused_before_the_first_step() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_fail_on_one_record_are_refused_before_the_first_step(training: bool) -> None:
     """torch's error would come in the middle of a run, and would tell the size drawn."""
-    plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(training)
+    plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(
+        training
+    )
     with pytest.raises(UnsupportedModelError, match=r"Layer '1'.*one record.*without_running_statistics"):
         private_run(plain, clipping=Batch())
     private_run(layers.without_running_statistics(plain), clipping=Batch())
@@ -545,7 +547,7 @@ def test_a_local_update_tells_no_size() -> None:
         model(batch[0][:1]).sum().backward()
 
     _, private = private_run(normalized(keep=True), clipping=Batch(1.0, local_update=update), sampling="full")
-    with pytest.raises(StepError, match="batch norm.*without_running_statistics") as refusal:
+    with pytest.raises(StepError, match=r"batch norm.*without_running_statistics") as refusal:
         private.step_sets(next(iter(private.loader)))
     assert "size" not in str(refusal.value) and refusal.value.__context__ is None
 

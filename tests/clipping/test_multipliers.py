@@ -38,10 +38,34 @@ def unzip(found: list[tuple[float, int]]) -> tuple[dict[str, float], dict[str, i
 
 @QUICK
 @given(layers, st.sampled_from(["optimal", "paper"]))
-def test_the_typical_gradient_keeps_its_length(found: list[tuple[float, int]], kind: str) -> None:
+def test_the_typical_gradient_keeps_its_length_if_asked_for(
+    found: list[tuple[float, int]], kind: str
+) -> None:
+    """By one number for all layers."""
     e, d = unzip(found)
-    m = multipliers(e, d, kind)
+    m, printed = multipliers(e, d, kind, keep_length=True), multipliers(e, d, kind)
+    assert [m[h] / printed[h] for h in e] == pytest.approx([m["0"] / printed["0"]] * len(e))
     assert math.hypot(*(m[h] * e[h] for h in e)) == pytest.approx(math.hypot(*e.values()))
+
+
+def test_the_factors_are_those_that_are_printed() -> None:
+    """max e / e_h and (sqrt(d_h) / e_h)^(1/2), in the sum as well: no other number beside them."""
+    e, d = {"a": 0.5, "b": 2.0}, {"a": 16, "b": 64}
+    assert multipliers(e, d, "paper") == {"a": 4.0, "b": 1.0}
+    assert multipliers(e, d, "optimal") == pytest.approx({"a": math.sqrt(8), "b": 2.0})
+    on = small_model()
+    e = mean_norms(public(), on, trainable(on), LAYERS, "example", None)
+    (bound,) = PerExample(0.9, Multipliers(public(), kind="paper")).attach(site(on)).bounds
+    scales = dict(zip(bound.parameters, bound.scales, strict=True))
+    for h, names in LAYERS.items():
+        assert [scales[n] for n in names] == pytest.approx([max(e.values()) / e[h]] * len(names))
+
+
+def test_how_long_a_scaled_gradient_is_belongs_to_the_configuration() -> None:
+    assert Multipliers(public()).describe()["keep_length"] is False
+    assert Multipliers(public(), keep_length=True).describe()["keep_length"] is True
+    assert Multipliers(Released()).describe()["keep_length"] is True  # ratios do not tell a length
+    assert Multipliers(Released(), kind="paper").describe()["keep_length"] is False  # nor is one asked for
 
 
 @QUICK
@@ -79,7 +103,8 @@ def test_it_leaves_what_bounds_by_layer_leave_at_equal_noise(
     on, z = small_model(), 1.1
     box = PerExample(C, Adaptive(public()), split).attach(site(on))
     bounds = {b.name: b.sensitivity for b in box.bounds}
-    flat = PerExample(math.hypot(*bounds.values()), Multipliers(public(), kind=kind)).attach(site(on))
+    scaled = Multipliers(public(), kind=kind, keep_length=True)
+    flat = PerExample(math.hypot(*bounds.values()), scaled).attach(site(on))
     x = rows(1, seed)
     g = oracle(small_model(), (x,))
     longest = max(math.hypot(*(float(g[n].norm()) for n in LAYERS[h])) / bounds[h] for h in LAYERS)
@@ -97,13 +122,15 @@ def test_it_leaves_what_bounds_by_layer_leave_at_equal_noise(
 
 @pytest.mark.parametrize("kind", ["optimal", "paper"])
 @pytest.mark.parametrize("relative", [False, True])
-def test_the_sum_is_that_of_the_definition(kind: str, relative: bool) -> None:
+@pytest.mark.parametrize("keep_length", [False, True])
+def test_the_sum_is_that_of_the_definition(kind: str, relative: bool, keep_length: bool) -> None:
     on, x, factors = small_model(), rows(9, seed=3), torch.logspace(-1, 1, 9).double()
     e = mean_norms(public(), on, trainable(on), LAYERS, "example", None)
     d = {h: sum(trainable(on)[n].numel() for n in names) for h, names in LAYERS.items()}
-    m = multipliers(e, d, kind)
-    C = 0.9 * math.hypot(*e.values()) if relative else 0.9
-    clipper = PerExample(0.9, Multipliers(public(), kind=kind, relative=relative)).attach(site(on))
+    m = multipliers(e, d, kind, keep_length)
+    C = 0.9 * math.hypot(*(m[h] * e[h] for h in e)) if relative else 0.9
+    policy = Multipliers(public(), kind=kind, relative=relative, keep_length=keep_length)
+    clipper = PerExample(0.9, policy).attach(site(on))
     assert clipper.bounds[0].sensitivity == pytest.approx(C)
     found = clipper.clipped_sum(losses(on, (x,)) * factors)
     truth = {n: torch.einsum("b,b...->b...", factors, g) for n, g in oracle(small_model(), (x,)).items()}

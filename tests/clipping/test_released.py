@@ -129,7 +129,7 @@ def test_constants_follow_what_was_released(kind: str) -> None:
         assert [b.sensitivity for b in clipper.bounds] == pytest.approx(expected, rel=1e-6)
     else:
         sizes = {h: sum(trainable(on)[n].numel() for n in LAYERS[h]) for h in LAYERS}
-        m = multipliers(e, sizes, "optimal")
+        m = multipliers(e, sizes, "optimal", keep_length=True)
         by_name = {n: m[h] for h in LAYERS for n in LAYERS[h]}
         (bound,) = clipper.bounds
         assert bound.scales == pytest.approx([by_name[n] for n in bound.parameters], rel=1e-6)

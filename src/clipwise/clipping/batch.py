@@ -292,9 +292,9 @@ def _called(update: LocalUpdate, model: nn.Module, mini_set: Any) -> Mapping[str
         if "more than 1 value per channel" not in str(error):
             raise
     raise StepError(  # out here, so that it does not carry the other one
-        "local_update: a batch norm layer in training got a single value a channel, as of a mini-set or a last piece of "
-        "one record. Call clipwise.layers.without_running_statistics(model) before make_private: its layers accept "
-        "that; or use GroupNorm."
+        "local_update: a batch norm layer in training got a single value a channel, as of a mini-set, or a last piece "
+        "of one, of one record. Call clipwise.layers.without_running_statistics(model) before make_private: its layers "
+        "accept that; or use GroupNorm."
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from clipwise.clipping.following import Choice, Source
 from clipwise.clipping.norm_policy import NormPolicy
 from clipwise.clipping.parts import Groups, described_groups
+from clipwise.clipping.released import Released
 from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
 from clipwise.known import require_known
@@ -29,18 +30,21 @@ class Multipliers(NormPolicy):
     constant, when C goes with the length of the scaled typical gradient. By Cauchy and Schwarz that is at least
     (sum_h e_h sqrt(d_h))^2, and "optimal" reaches it. There is no factor sqrt(number of layers): one part, one clip.
 
-    All m_h are then multiplied by one number such that the typical gradient keeps its length,
-    sum_h m_h^2 e_h^2 = sum_h e_h^2. So `max_norm` means what it means in flat clipping: a typical gradient of
-    length |e| is clipped if |e| > max_norm. What `Adaptive` with bounds C_h leaves as it is, this with
-    max_norm = sqrt(sum_h C_h^2) leaves too, at equal noise: "paper" as with an equal split, "optimal" as with an
-    optimal one.
+    `max_norm` is the bound of the *scaled* gradient, whose typical length |m e| = sqrt(sum_h m_h^2 e_h^2) is another
+    than |e|. There are two ways not to tune it from scratch: `relative`, and `keep_length`. To multiply all m_h and C
+    by one number changes nothing, so both are a choice of C and no other mechanism.
 
     Args:
         public: `Public` data on which e_h is measured, or `Released()`.
         kind: "optimal" or "paper".
         of, every, mini_set_size: as in `Adaptive`.
         groups: what has an m_h of its own: "layer", "tensor", or lists of names.
-        relative: measure `max_norm` in typical gradients: C = max_norm |e|. Not with `Released()`.
+        relative: measure `max_norm` in typical gradients: C = max_norm |m e|. Not with `Released()`.
+        keep_length: multiply all m_h by one number more, such that the typical gradient keeps its length,
+            |m e| = |e|. `max_norm` then means what it means in flat clipping: a typical gradient is clipped if
+            |e| > max_norm. What `Adaptive` with bounds C_h leaves as it is, this with max_norm = sqrt(sum_h C_h^2)
+            leaves too, at equal noise: "paper" as with an equal split, "optimal" as with an optimal one. "optimal"
+            with `Released()`, which knows ratios of norms only, always does so.
 
     Guarantee:
         That of flat clipping: the *scaled* sum has sensitivity C or 2 C, and gets the noise. To divide by m_h is
@@ -55,6 +59,7 @@ class Multipliers(NormPolicy):
     groups: Groups = "layer"
     mini_set_size: int | None = None
     relative: bool = False
+    keep_length: bool = False
 
     def __post_init__(self) -> None:
         self.require_measurable()
@@ -71,8 +76,8 @@ class Multipliers(NormPolicy):
     ) -> Choice:
         """One part, and m_h for the typical norms of its layers."""
         sizes = {h: sum(site.parameters[n].numel() for n in names) for h, names in layers.items()}
-        m = multipliers(e, sizes, self.kind)
-        C = max_norm * (math.hypot(*e.values()) if self.relative else 1.0)
+        m = multipliers(e, sizes, self.kind, self._keeps_length())
+        C = max_norm * (_length(m, e) if self.relative else 1.0)
         by_name = {n: m[h] for h, names in layers.items() for n in names}
         return Choice({"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters})
 
@@ -84,14 +89,28 @@ class Multipliers(NormPolicy):
             **self.describe_norms(),
             "groups": described_groups(self.groups),
             "relative": self.relative,
+            "keep_length": self._keeps_length(),
         }
 
+    def _keeps_length(self) -> bool:
+        """Of norms that are known up to a factor, (sqrt(d_h) / e_h)^(1/2) is known up to one, too."""
+        return self.keep_length or (self.kind == "optimal" and isinstance(self.public, Released))
 
-def multipliers(norms: Mapping[str, float], sizes: Mapping[str, int], kind: str) -> dict[str, float]:
-    """m_h of each layer, such that sum_h m_h^2 e_h^2 = sum_h e_h^2."""
+
+def multipliers(
+    norms: Mapping[str, float], sizes: Mapping[str, int], kind: str, keep_length: bool = False
+) -> dict[str, float]:
+    """m_h of each layer; with `keep_length` such that sum_h m_h^2 e_h^2 = sum_h e_h^2."""
     if kind == "paper":
-        raw = {h: max(norms.values()) / e for h, e in norms.items()}
+        m = {h: max(norms.values()) / e for h, e in norms.items()}
     else:
-        raw = {h: (math.sqrt(max(sizes[h], 1)) / e) ** 0.5 for h, e in norms.items()}
-    whole = math.hypot(*norms.values()) / math.hypot(*(raw[h] * e for h, e in norms.items()))
-    return {h: m * whole for h, m in raw.items()}
+        m = {h: (math.sqrt(max(sizes[h], 1)) / e) ** 0.5 for h, e in norms.items()}
+    if not keep_length:
+        return m
+    whole = math.hypot(*norms.values()) / _length(m, norms)
+    return {h: m_h * whole for h, m_h in m.items()}
+
+
+def _length(m: Mapping[str, float], e: Mapping[str, float]) -> float:
+    """|m e|, of the scaled typical gradient."""
+    return math.hypot(*(m[h] * e[h] for h in e))

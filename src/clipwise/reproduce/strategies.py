@@ -85,7 +85,8 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
     if setting.parts in ("enhanced", "zhang"):
         return Adaptive(public, kind=setting.parts, groups=setting.layers, **question)
     kind = "paper" if setting.parts == "multipliers-paper" else "optimal"
-    return Multipliers(public, kind=kind, groups=setting.layers, **question)
+    # So that max_norm can be tuned over the values of the other rows.
+    return Multipliers(public, kind=kind, groups=setting.layers, keep_length=True, **question)
 
 
 def _local_update(rate: float) -> Callable[[nn.Module, Any], None]:
