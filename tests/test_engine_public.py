@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import PerExample, make_private
+from clipwise import Adaptive, Batch, ByNorm, Multipliers, PerExample, Public, make_private
+from clipwise.clipping.strategy import Strategy
 from clipwise.engine import Private
-from clipwise.layers import PublicStatistics
+from clipwise.errors import PrivacyWarning
+from clipwise.layers import PublicBatchNorm, PublicStatistics
+from clipwise.layers.public_batchnorm import PUBLIC_KINDS
 from tests.layers.normalized import images, labels, losses_of, public, sound
 
 SIZE = 24
 
 
-def run(kind: str, noise_multiplier: float = 0.0) -> tuple[torch.nn.Module, Private]:
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def run(
+    kind: str, noise_multiplier: float = 0.0, optimizer: Optimizers = sgd, clipping: Strategy | None = None
+) -> tuple[nn.Module, Private]:
     model, _ = sound(kind)
     private = make_private(
         model,
-        torch.optim.SGD(model.parameters(), 0.1),
+        optimizer(model),
         TensorDataset(images(SIZE), labels(SIZE)),
-        clipping=PerExample(1e9),
+        clipping=clipping or PerExample(1e9),
         sampling="full",
         noise_multiplier=noise_multiplier,
     )
@@ -74,3 +92,142 @@ def test_the_statement_names_the_public_rows() -> None:
 
 def test_another_kind_is_another_configuration() -> None:
     assert len({run(kind)[1]._fingerprint() for kind in ("public", "self+public", "group")}) >= 2
+
+
+# ------------------------------------------------------------- as fresh as the weights
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes as old optimizers do: torch does not count it."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
+
+
+UNCOUNTED: list[Optimizers] = [
+    lambda m: torch.optim.SGD(m.parameters(), 0.1, fused=True),
+    lambda m: torch.optim.AdamW(m.parameters(), 0.1, fused=True),
+    lambda m: ThroughData(m.parameters()),
+]
+
+
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where contents are not looked at, since that would wait for the device."""
+    monkeypatch.setattr("clipwise.changes.Changes.may_have_changed", lambda self: self.was_counted())
+
+
+def with_fresh_statistics(model: nn.Module, x: Tensor) -> Tensor:
+    """By a copy, whose statistics are made anew."""
+    other = copy.deepcopy(model)
+    PublicStatistics.of(other).refresh()
+    return other.eval()(x)
+
+
+@pytest.mark.parametrize("is_whole_step", [True, False])
+@pytest.mark.parametrize("optimizer", UNCOUNTED)
+def test_statistics_follow_updates_that_torch_does_not_count(
+    optimizer: Optimizers, is_whole_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_an_accelerator(monkeypatch)
+    model, private = run("public", 1.0, optimizer)
+    x, x_test = next(iter(private.loader)), images(3, seed=5)
+    before = model(x_test)
+    losses = losses_of(model, *x)
+    if is_whole_step:
+        private.step(losses)
+    else:  # and whoever steps on their own may evaluate right after
+        private.backward(losses)
+        private.optimizer.step()
+    after = model.eval()(x_test)
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(after, with_fresh_statistics(model, x_test))
+
+
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+def test_one_public_pass_a_step(kind: str) -> None:
+    model, private = run(kind, 1.0)
+    passes = []
+    collect = PublicStatistics.collect
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            PublicStatistics, "collect", lambda *given: (passes.append(given[1]), collect(*given))[1]
+        )
+        for _ in range(3):
+            for batch in private.loader:
+                private.step(losses_of(model, *batch))
+    assert len(passes) == 3 * sum(isinstance(m, PublicBatchNorm) for m in model.modules())
+
+
+def test_a_loaded_checkpoint_can_be_evaluated_at_once() -> None:
+    model, private = run("public-exact", 1.0)
+    private.step(losses_of(model, *next(iter(private.loader))))
+    states = copy.deepcopy((model.state_dict(), private.state_dict()))
+    private.close()
+    other, again = run("public-exact", 1.0)
+    other.load_state_dict(states[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        again.load_state_dict(states[1])
+    torch.testing.assert_close(other.eval()(images(3)), model.eval()(images(3)))
+
+
+def test_an_optimizer_is_told_of_by_one_hook_that_goes_with_the_run() -> None:
+    model, private = run("public", 1.0)
+    optimizer = private.optimizer
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    copied = copy.deepcopy(optimizer)
+    assert not copied._optimizer_step_post_hooks
+    private.close()
+    assert not optimizer._optimizer_step_post_hooks
+    _, plain = run("group", 1.0)
+    assert not plain.optimizer._optimizer_step_post_hooks  # a captured step allows for none
+    model, private = run("public", 1.0)
+    optimizer = private.optimizer
+    del private
+    gc.collect()
+    optimizer.step()  # the run is gone without having been closed
+
+
+# ------------------------------------------------- strategies that look at the model
+
+
+def batches() -> Public:
+    return Public(TensorDataset(public(), labels(12)), loss=losses_of, name="shared rows")
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "adaptive": lambda: PerExample(parts=Adaptive(batches(), every=1)),
+    "multipliers": lambda: PerExample(parts=Multipliers(batches(), every=1)),
+    "by norm": lambda: PerExample(parts=ByNorm(batches(), every=1)),
+    "mini-sets": lambda: Batch(parts=Adaptive(batches(), every=1, of="mini-set"), mini_sets=2),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norms_are_measured_with_public_statistics(strategy: str, kind: str) -> None:
+    model, private = run(kind, 1.0, clipping=STRATEGIES[strategy]())
+    before = private.parts()
+    for _ in range(2):
+        for batch in private.loader:
+            private.step(losses_of(model, *batch))
+    assert private.parts() != before
+    assert PublicStatistics.of(model).is_fresh
+
+
+def test_a_model_that_was_moved_is_refreshed_before_it_is_measured() -> None:
+    model, statistics = sound("public")
+    model.register_buffer("places", torch.zeros(2))  # is copied while norms are measured
+    model.to(torch.float32)
+    assert not statistics.is_fresh
+    rows = Public(TensorDataset(public(torch.float32), labels(12)), loss=losses_of)
+    make_private(
+        model, sgd(model), TensorDataset(images(SIZE, torch.float32), labels(SIZE)), batch_size=8,
+        noise_multiplier=1.0, clipping=PerExample(parts=Adaptive(rows)),
+    )  # fmt: skip
+    assert statistics.is_fresh

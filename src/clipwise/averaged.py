@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.known import require_known
-from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.layers.all_public_statistics import AllPublicStatistics
 
 KINDS = ("exponential", "uniform")
 
@@ -71,18 +71,18 @@ class AveragedParameters:
             own = {name: p.detach().clone() for name, p in parameters.items()}
             self._write(parameters, self._averages)
         try:
-            _refresh_statistics(self._model)
+            AllPublicStatistics(self._model).refresh()
             yield self._model
         finally:
             with torch.no_grad():
                 self._write(parameters, own)
-            _refresh_statistics(self._model)
+            AllPublicStatistics(self._model).refresh()
 
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages into a model of the same kind, for good."""
         with torch.no_grad():
             self._write(dict(model.named_parameters()), self._averages)
-        _refresh_statistics(model)
+        AllPublicStatistics(model).refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and how they came about, in types that `weights_only=True` loads. It may be published."""
@@ -135,10 +135,3 @@ class AveragedParameters:
     def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             parameters[name].copy_(value)
-
-
-def _refresh_statistics(model: nn.Module) -> None:
-    """Statistics of public rows follow the weights, whoever wrote them."""
-    statistics = PublicStatistics.find(model)
-    if statistics is not None:
-        statistics.refresh()

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
 from clipwise.about import About, versions
@@ -34,7 +36,7 @@ from clipwise.errors import (
     PrivacyWarning,
     StepError,
 )
-from clipwise.layers import PublicStatistics
+from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger
 from clipwise.noise import NoiseKey
 from clipwise.noising import noised_sums
@@ -85,7 +87,7 @@ class Private:
         resume_file: Path | None,
         seed: int | None,
         cut: Cut | None,
-        public_statistics: PublicStatistics | None,
+        public_statistics: AllPublicStatistics | None,
         views: Views | None,
         averages: AveragedParameters | None,
         penalty: Penalty | None,
@@ -125,6 +127,7 @@ class Private:
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._closed = False
+        self._stepped = None if public_statistics is None else _told_of_steps(optimizer, self)
         self.loader = PrivateLoader(
             scheme if self._watch is None else watched(scheme, partial(self._watch.kept, self)),
             Fetcher(dataset, collate_fn),
@@ -238,16 +241,22 @@ class Private:
             self._hands.after_update()
         return is_released
 
-    def _follow_update(self) -> None:
-        """Bring up to date what follows the released weights, once an optimizer has moved them, or anybody else."""
+    def _follow_update(self, has_stepped: bool = False) -> None:
+        """Bring up to date what follows the released weights, once an optimizer has moved them, or anybody else.
+
+        Args:
+            has_stepped: whether the optimizer says so itself. Fused ones leave no trace that torch counts.
+        """
         self._clipper.settle()
-        is_updated = self._followed != self._ledger.position
+        is_new = self._followed != self._ledger.position
+        is_updated = is_new or has_stepped
         self._followed = self._ledger.position
+        if self._public_statistics is not None:
+            self._public_statistics.refresh(force=is_updated)
         if self._clipper.follow(is_updated):
             self._parts = self._next_parts()
-        if is_updated and self._averages is not None:
+        if is_new and self._averages is not None:
             self._averages.update()
-        self._refresh_statistics()
 
     def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
@@ -277,7 +286,7 @@ class Private:
         faults.reached("step.before-grad")
         gradients: Mapping[str, Tensor] = noised_sums
         if self._public_statistics is not None:
-            gradients = self._public_statistics.correct(noised_sums)
+            gradients = self._public_statistics.correct(noised_sums, self._parameters)
         if self._clipper.frozen:
             gradients = without(gradients, self._clipper.frozen)
         for name, p in self._parameters.items():
@@ -479,6 +488,8 @@ class Private:
         self._must_load, self._partial = False, None
         self._followed = self._ledger.position
         self._hands.forget()
+        if self._public_statistics is not None:
+            self._public_statistics.refresh(force=True)  # the model's own state was loaded before
         self.loader.reset()
 
     def close(self) -> None:
@@ -486,6 +497,8 @@ class Private:
         if self._closed:
             return
         self._closed = True
+        if self._stepped is not None:
+            self._stepped.remove()
         try:
             begun = not self._must_load and self._ledger.position > 0
             # (A forked copy has nothing to leave behind: the run and its secrets are the other process's.)
@@ -565,11 +578,6 @@ class Private:
                 f"are {self._views.count} an example. Their mean is taken here."
             )
         return self._views.mean(losses)
-
-    def _refresh_statistics(self) -> None:
-        """Public statistics follow the weights; their buffers hold nothing of private data."""
-        if self._public_statistics is not None:
-            self._public_statistics.refresh()
 
     def _require_open(self) -> PrivateLoader:
         if self._closed:
@@ -715,6 +723,21 @@ class Private:
 
     def _ledger_name(self) -> str:
         return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"
+
+
+def _told_of_steps(optimizer: torch.optim.Optimizer, private: Private) -> RemovableHandle:
+    """Let a run follow each update, also where the loop steps the optimizer itself and evaluates right after.
+
+    The optimizer does not hold the run: it may be copied, pickled and live longer.
+    """
+    run = ref(private)
+
+    def follow(*_: object) -> None:
+        followed = run()
+        if followed is not None:
+            followed._follow_update(has_stepped=True)
+
+    return optimizer.register_step_post_hook(follow)
 
 
 def _plain(value: Any) -> Any:

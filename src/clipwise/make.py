@@ -26,7 +26,7 @@ from clipwise.budget import Budget
 from clipwise.clipping import Batch, PerExample, Site, Strategy
 from clipwise.engine import Private
 from clipwise.errors import ConfigurationError
-from clipwise.layers import PublicStatistics
+from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger, MemoryLedger
 from clipwise.parts import parts_of
 from clipwise.penalty import Penalty, require_penalty
@@ -143,6 +143,9 @@ def make_private(
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
+    statistics = AllPublicStatistics(model)
+    statistics.require_correctable(parameters)
+    statistics.refresh()  # a strategy may measure the model
     empty_batch = Fetcher(dataset, collate_fn).empty
     clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
@@ -172,7 +175,7 @@ def make_private(
             resume_file=None if resume_file is None else Path(resume_file),
             seed=seed,
             cut=cut,
-            public_statistics=PublicStatistics.find(model),
+            public_statistics=statistics or None,
             views=_views(averaged_views),
             averages=_averages(averaged, model),
             penalty=penalty,

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import clipwise
 from clipwise import Lipschitz, Private, RandomLayer, lipschitz
-from clipwise.clipping.outputs import Watch
 from clipwise.errors import (
     CheckpointError,
     ConfigurationError,
@@ -257,15 +256,6 @@ def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
     outputs = model(x)
     with pytest.raises(StepError, match="weights were changed"):
         private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
-
-
-def test_a_watch_sees_what_torch_does_not_count() -> None:
-    t = torch.ones(3)
-    watch = Watch([t])
-    watch.remember()
-    assert not watch.has_changed()
-    t.data.add_(1)
-    assert watch.has_changed()
 
 
 def test_the_statement_says_that_bounds_follow_the_weights() -> None:

@@ -229,6 +229,62 @@ def test_an_update_a_loaded_state_another_layer_and_another_precision_make_them_
     model(images(2, torch.float32))
 
 
+class ThroughData(torch.optim.Optimizer):
+    """Writes as old optimizers do: torch does not count it."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
+
+
+def moved_otherwise(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(1.5 * vector, model.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: torch.optim.SGD(m.parameters(), 0.1, fused=True).step(),
+        lambda m: torch.optim.Adam(m.parameters(), 0.1, fused=True).step(),
+        lambda m: torch.optim.Adagrad(m.parameters(), 0.1, fused=True).step(),
+        lambda m: ThroughData(m.parameters()).step(),
+        moved_otherwise,
+    ],
+)
+def test_changes_that_torch_does_not_count_are_seen(change: object) -> None:
+    model, statistics = sound("public", torch.float32)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    change(model)  # type: ignore[operator]
+    assert not statistics.is_fresh
+    with pytest.raises(StepError, match="stale"):
+        model(images(2, torch.float32))
+    assert statistics.refresh() and statistics.is_fresh
+    model(images(2, torch.float32))
+
+
+def test_in_a_forward_pass_one_layer_looks_at_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = sound("public")
+    looks = []
+    measured = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *a: looks.append(1) or measured(*a))
+    model(images(2))
+    assert len(looks) == 1
+
+
+def test_weights_that_are_not_finite_do_not_count_as_changed() -> None:
+    model, statistics = sound("public")
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] = torch.nan
+    statistics.refresh()
+    assert statistics.is_fresh
+
+
 def test_a_copy_has_statistics_of_its_own() -> None:
     model, statistics = sound("public-exact")
     other = copy.deepcopy(model)
@@ -306,6 +362,40 @@ def test_inputs_must_have_the_shape_of_the_layer() -> None:
             layer(x)
     with pytest.raises(ConfigurationError, match="kind='private' is not known"):
         PublicBatchNorm1d(3, kind="private")
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer before a norm. Notes how it is run."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.cell, self.norm = nn.LSTM(3, 4, dropout=0.5, num_layers=2), PublicBatchNorm1d(4, kind=kind)
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((torch.is_grad_enabled(), self.cell.training, torch.backends.cudnn.enabled))
+        return self.norm(self.cell(x.transpose(0, 1))[0][-1])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("public", (False, False, True)), ("public-exact", (True, False, False))])
+def test_a_pass_that_goes_back_through_recurrent_layers_does_without_cudnn(
+    kind: str, expected: tuple[bool, bool, bool]
+) -> None:
+    """In .eval() cuDNN refuses to go back; elsewhere it stays as it was."""
+    model = Recurrent(kind)
+    statistics = PublicStatistics(model, torch.randn(6, 5, 3))
+    statistics.refresh()
+    assert model.seen == [expected]
+    assert torch.backends.cudnn.enabled and model.cell.training
+    statistics.correct({name: torch.ones_like(p) for name, p in model.named_parameters()})
+
+
+def test_convolutions_keep_cudnn() -> None:
+    model, statistics = sound("public-exact")
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.enabled))
+    statistics.refresh(force=True)
+    assert seen == [True]
 
 
 def test_the_public_pass_is_not_random_and_keeps_modes() -> None:

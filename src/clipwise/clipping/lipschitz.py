@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise.changes import Changes
 from clipwise.clipping.choices import require_split
-from clipwise.clipping.outputs import Watch, gradients_at_outputs, require_not_coupled, require_outputs
+from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
 from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
@@ -217,7 +218,7 @@ class LipschitzClipper(Clipper):
         }
         self._settings = {name: _settings_of(module) for name, module in self._modules.items()}
         self._match = GraphMatch(network)
-        self._watch = Watch([*network.graph.parameters(), *network.graph.buffers()])
+        self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
         self._norms: Measured = {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping.public import Public
 from clipwise.gradients import Memory, per_example_gradients
+from clipwise.layers.all_public_statistics import AllPublicStatistics
 
 Groups = Mapping[str, Sequence[str]]
 Parameters = Mapping[str, nn.Parameter]
@@ -36,7 +37,8 @@ def mean_norms(
     size = (mini_set_size or public.batch_size) if of == "mini-set" else None
     device = next(iter(parameters.values())).device
     totals, count = dict.fromkeys(groups, 0.0), 0
-    with undisturbed(model, parameters):
+    # Public statistics stay those of the weights: copies of buffers are as good as the buffers.
+    with AllPublicStatistics(model).held(), undisturbed(model, parameters):
         memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
         for batch in public.batches(size):
             losses = public.losses(model, batch, device)

@@ -1,8 +1,7 @@
-"""From losses to each example's gradient at the model's outputs, and whether weights stay what they were."""
+"""From losses to each example's gradient at the model's outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,46 +109,3 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
             if child is not None and child not in entered:
                 entered.add(child)
                 stack.append(child)
-
-
-class Watch:
-    """Whether tensors were changed since the last look, also through `.data`, which torch does not count."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [t for t in tensors if t.is_floating_point()]
-        self._seen: object = None
-        self._lengths: Tensor | None = None
-
-    def remember(self) -> None:
-        """They are as they should be. Nobody waits for the device."""
-        self._seen, self._lengths = self._counts(), self._now()
-
-    def was_counted(self) -> bool:
-        """Whether torch has counted a change since `remember`: what the host alone can tell."""
-        return self._counts() != self._seen
-
-    def has_moved(self) -> Tensor:
-        """Whether a length differs from that of `remember`, on the device."""
-        if self._lengths is None or not self._tensors:
-            return torch.tensor(self._lengths is None)
-        return (self._now() != self._lengths).any()
-
-    def has_changed(self) -> bool:
-        """Since `remember`, by either sign."""
-        return self.was_counted() or bool(self.has_moved())
-
-    def may_have_changed(self) -> bool:
-        """`has_changed`; on an accelerator only what the host can tell, so that nobody waits."""
-        is_near = all(t.device.type == "cpu" for t in self._tensors)
-        return self.has_changed() if is_near else self.was_counted()
-
-    def _counts(self) -> object:
-        return [(t._version, t.data_ptr()) for t in self._tensors]
-
-    @torch.no_grad()
-    def _now(self) -> Tensor:
-        if not self._tensors:
-            return torch.zeros(0)
-        lengths = torch._foreach_norm(self._tensors)
-        is_mixed = len({n.dtype for n in lengths}) > 1
-        return torch.stack([n.double() for n in lengths] if is_mixed else list(lengths))

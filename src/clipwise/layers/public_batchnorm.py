@@ -75,7 +75,7 @@ class PublicBatchNorm(nn.Module):
         if self.statistics is not None:
             if self.statistics.is_collecting:
                 return self._public(x, self.statistics)
-            self.statistics.require_fresh()
+            self.statistics.require_fresh(self)
         elif not self.is_frozen:
             raise StepError(
                 f"A {type(self).__name__} has no public statistics: make PublicStatistics(model, public), or use "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from clipwise.changes import Changes
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.inventory import Inventory
 from clipwise.layers.noisy_weights import NoisyWeights
@@ -52,25 +55,24 @@ class PublicStatistics:
                     f"Layer {name!r} has public statistics already: one PublicStatistics serves a model."
                 )
         self.corrects = any(layer.kind == "public-exact" for layer in self._layers.values())
-        for name, layer in self._layers.items():
-            if layer.kind == "public-exact":
-                _require_correctable(model, name, layer)
+        self.require_correctable(model)
         if self._layers:
             _require_settled_weights(model)
         for layer in self._layers.values():
-            layer.statistics, layer.rows = self, self.rows
+            layer.statistics = self
         self._inventory = Inventory(model)
         self._collected: dict[PublicBatchNorm, Moments] | None = None
         self._graph: dict[PublicBatchNorm, Moments] = {}  # the last ones, with the graph that made them
-        self._fresh_for: list[tuple[Tensor, int]] = []
+        self._changes: Changes | None = None  # of all parameters and buffers, since the statistics were made
+        self._is_held = False
 
     # -------------------------------------------------------------- for the loop
 
     def refresh(self, force: bool = False) -> bool:
         """Make the statistics those of the present weights. Does nothing if they are; returns whether they were not.
 
-        One forward pass of the public rows. `force` where weights changed and torch cannot tell, as in a replayed
-        CUDA graph.
+        One forward pass of the public rows. `force` where weights changed and nobody can tell: on an accelerator
+        after a write through `.data`, a fused optimizer or a replayed CUDA graph.
         """
         self._inventory.up_to_date()
         if not self._layers or (self.is_fresh and not force):
@@ -80,11 +82,15 @@ class PublicStatistics:
             for layer, (mean_C, var_C) in moments.items():
                 layer.running_mean.copy_(mean_C)
                 layer.running_var.copy_(var_C)
+                layer.rows = self.rows
         self._graph = moments if self.corrects else {}
-        self._fresh_for = self._versions()
+        self._changes = Changes(self._tensors())
+        self._changes.remember()
         return True
 
-    def correct(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def correct(
+        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter] | None = None
+    ) -> dict[str, Tensor]:
         """Add the gradient through the public statistics to a released one, by parameter.
 
         With y = gamma (x - mu) r + beta and r = (v + eps)^(-1/2), what the loss owes to the statistics shows in
@@ -95,25 +101,30 @@ class PublicStatistics:
         These go back through the pass of the public rows that made mu and v. Both steps are linear, so the sum of
         examples gives the sum of their corrections; without clipping and noise the result is the gradient through
         everything. It must be called before the weights are updated. Other entries than parameters stay as they are.
+
+        Args:
+            gradients: what was released, by name.
+            parameters: what the names stand for, where the model is a part of a larger one; by default its own.
         """
         corrected = dict(gradients)
-        exact = {name: layer for name, layer in self._layers.items() if layer.kind == "public-exact"}
+        exact = self._exact()
         if not exact:
             return corrected
         self.require_fresh()
+        named = dict(self._model.named_parameters()) if parameters is None else parameters
+        names = {p: name for name, p in named.items()}  # a parameter is known by its identity
         moments, self._graph = self._graph or self._public_pass(), {}
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
-        for name, layer in exact.items():
-            assert layer.weight is not None
+        for layer in exact.values():
+            assert layer.weight is not None and layer.bias is not None
             mean_C, var_C = moments[layer]
             if not mean_C.requires_grad:
                 continue  # nothing trainable before it
             scale_C = layer.weight.detach()
             r_C = (var_C.detach() + layer.eps).rsqrt()
-            prefix = f"{name}." if name else ""
-            shift_gradient_C = gradients[f"{prefix}bias"].to(mean_C)
-            scale_gradient_C = gradients[f"{prefix}weight"].to(mean_C)
+            shift_gradient_C = gradients[names[layer.bias]].to(mean_C)
+            scale_gradient_C = gradients[names[layer.weight]].to(mean_C)
             roots += [mean_C, var_C]
             cotangents += [
                 -scale_C * r_C * shift_gradient_C,
@@ -121,10 +132,11 @@ class PublicStatistics:
             ]
         if not roots:
             return corrected
-        trained = {n: p for n, p in self._model.named_parameters() if n in gradients and p.requires_grad}
-        found = torch.autograd.grad(roots, list(trained.values()), cotangents, allow_unused=True)
-        for name, through_statistics in zip(trained, found, strict=True):
+        trained = [p for p in self._model.parameters() if p.requires_grad and names.get(p) in gradients]
+        found = torch.autograd.grad(roots, trained, cotangents, allow_unused=True)
+        for p, through_statistics in zip(trained, found, strict=True):
             if through_statistics is not None:
+                name = names[p]
                 corrected[name] = gradients[name] + through_statistics.to(gradients[name])
         return corrected
 
@@ -139,37 +151,43 @@ class PublicStatistics:
         self._layers, self._graph, self.corrects = {}, {}, False
         return self._model
 
-    def describe(self) -> dict[str, Any]:
-        """The configuration in plain types, for fingerprints and statements."""
-        return {"rows": self.rows, "kinds": {name: layer.kind for name, layer in self._layers.items()}}
-
     # ------------------------------------------------------------ for the layers
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the statistics are those of the present weights, as far as torch counts changes."""
-        now, then = list(self._tensors()), self._fresh_for
-        return (
-            bool(then)
-            and len(now) == len(then)
-            and all(
-                t is known and t._version == version for t, (known, version) in zip(now, then, strict=True)
-            )
-        )
+        """Whether the statistics are those of the present weights; on an accelerator, as far as torch counts."""
+        return self._is_fresh(looks_inside=True)
 
     @property
     def is_collecting(self) -> bool:
         """Whether it is public rows that run through the model at present."""
         return self._collected is not None
 
-    def require_fresh(self) -> None:
-        """Refuse to work with statistics of other weights."""
-        if self._layers and not self.is_fresh:
+    def require_fresh(self, layer: PublicBatchNorm | None = None) -> None:
+        """Refuse to work with statistics of other weights.
+
+        A layer that asks names itself: to look at the contents of all weights once in a forward pass is enough, and
+        it is the first layer that does.
+        """
+        looks_inside = layer is None or layer is next(iter(self._layers.values()), None)
+        if self._layers and not self._is_held and not self._is_fresh(looks_inside):
             raise StepError(
                 "The public statistics are stale: weights or buffers changed since they were made (an update, "
-                "load_state_dict, .to(), a copy of the model). Call PublicStatistics.refresh() after every such "
-                "change, before the next batch is drawn or the model is evaluated; PublicStatistics.of(model) finds it."
+                "load_state_dict, .to(), a copy of the model, torch.export). Call PublicStatistics.refresh() after "
+                "every such change, before the next batch is drawn or the model is evaluated; "
+                "PublicStatistics.of(model) finds it. To export or trace a model, take a copy (copy.deepcopy), refresh "
+                "its statistics and turn them into constants with PublicStatistics.freeze()."
             )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In this block the statistics count as fresh, for who works with equal copies of the model's buffers."""
+        self.require_fresh()
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
 
     def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor) -> None:
         """Called by a layer for the public rows that reach it."""
@@ -182,18 +200,53 @@ class PublicStatistics:
         self._collected[layer] = mean_C, var_C
 
     @staticmethod
-    def find(model: nn.Module) -> PublicStatistics | None:
-        """The public statistics that a model's layers have, if any."""
+    def all_of(model: nn.Module) -> list[PublicStatistics]:
+        """The public statistics that a model's layers have: one, unless parts of it were given theirs one by one."""
         layers = (m for m in model.modules() if isinstance(m, PublicBatchNorm))
-        return next((layer.statistics for layer in layers if layer.statistics is not None), None)
+        return list(dict.fromkeys(layer.statistics for layer in layers if layer.statistics is not None))
 
     @staticmethod
     def of(model: nn.Module) -> PublicStatistics:
-        """The same, or an error. A copy of a model has its own."""
-        found = PublicStatistics.find(model)
-        if found is None:
+        """The public statistics of a model, or an error. A copy of a model has its own."""
+        found = PublicStatistics.all_of(model)
+        if not found:
             raise ConfigurationError("The model has no layer with public statistics.")
-        return found
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"The model has {len(found)} public statistics, since parts of it were given theirs one by one: "
+                "PublicStatistics.all_of(model) finds all of them."
+            )
+        return found[0]
+
+    def require_correctable(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        """Refuse "public-exact" where `correct` could not work, in a model of which this one may be a part.
+
+        It reads off what the loss owes to the statistics from scale and shift: they must be the layer's own, and
+        among the parameters that are trained.
+        """
+        uses = [p for module in model.modules() for p in module._parameters.values()]
+        trained = None if parameters is None else set(parameters.values())
+        for name, layer in self._exact().items():
+            for key in ("weight", "bias"):
+                p = layer._parameters.get(key)
+                if p is None or not p.requires_grad:
+                    raise ConfigurationError(
+                        f"Layer {name!r}: kind='public-exact' needs a trainable {key}, whose gradient it works with. "
+                        "Let it require gradients, or use kind='public'."
+                    )
+                if sum(p is other for other in uses) > 1:
+                    raise ConfigurationError(
+                        f"Layer {name!r}: kind='public-exact' needs a {key} of its own, but the model has this one at "
+                        "several places. Give the layer a copy, or use kind='public'."
+                    )
+                if trained is not None and p not in trained:
+                    raise ConfigurationError(
+                        f"Layer {name!r}: kind='public-exact' works with the gradient of its {key}, which is no "
+                        "parameter of the model that is trained. Train the whole model that the public statistics were "
+                        "made for, or use kind='public'."
+                    )
 
     # -------------------------------------------------------------------- inside
 
@@ -204,7 +257,7 @@ class PublicStatistics:
             with (
                 evaluating(self._model),
                 torch.inference_mode(False),
-                torch.set_grad_enabled(self.corrects),
+                _differentiable(self._model) if self.corrects else torch.no_grad(),
             ):
                 self._public = placed(self._public, next(iter(self._layers.values())).running_mean)
                 self._model(*self._public)
@@ -219,41 +272,43 @@ class PublicStatistics:
                 )
         return collected
 
+    def _exact(self) -> dict[str, PublicBatchNorm]:
+        return {name: layer for name, layer in self._layers.items() if layer.kind == "public-exact"}
+
+    def _is_fresh(self, looks_inside: bool) -> bool:
+        changes = self._changes
+        if changes is None or not changes.are_of(list(self._tensors())):
+            return False
+        return not (changes.may_have_changed() if looks_inside else changes.was_counted())
+
     def _tensors(self) -> Iterator[Tensor]:
         """Every parameter and buffer there is now."""
-        return (t for _, tensors, key in self._inventory.tensors if (t := tensors[key]) is not None)
-
-    def _versions(self) -> list[tuple[Tensor, int]]:
-        # The tensors themselves: while they are held, no other gets their identity.
-        return [(t, t._version) for t in self._tensors()]
+        held = (tensors[key] for _, tensors, key in self._inventory.tensors)
+        return (t for t in held if t is not None and not is_lazy(t))
 
     def _name(self, layer: PublicBatchNorm) -> str:
         return next(name for name, other in self._layers.items() if other is layer)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs. It is stale at first, since its tensors are others; a graph cannot be copied."""
-        return {**self.__dict__, "_graph": {}, "_fresh_for": [], "_inventory": None}
+        return {**self.__dict__, "_graph": {}, "_changes": None, "_inventory": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._inventory = Inventory(self._model)
 
 
-def _require_correctable(model: nn.Module, name: str, layer: PublicBatchNorm) -> None:
-    """`correct` reads off what the loss owes to the statistics from scale and shift: they must be this layer's own."""
-    uses = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    for key in ("weight", "bias"):
-        p = layer._parameters.get(key)
-        if p is None or not p.requires_grad:
-            raise ConfigurationError(
-                f"Layer {name!r}: kind='public-exact' needs a trainable {key}, whose gradient it works with. Let it "
-                "require gradients, or use kind='public'."
-            )
-        if sum(p is other for other in uses) > 1:
-            raise ConfigurationError(
-                f"Layer {name!r}: kind='public-exact' needs a {key} of its own, but the model has this one at several "
-                "places. Give the layer a copy, or use kind='public'."
-            )
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """With a graph, in `.eval()`: there cuDNN does not go back through recurrent layers, and torch's own kernels do."""
+    was_enabled = torch.backends.cudnn.enabled
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    torch.backends.cudnn.enabled = was_enabled and not is_recurrent
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.backends.cudnn.enabled = was_enabled
 
 
 def _require_settled_weights(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from clipwise.bench.environment import device_of
 from clipwise.bench.limits import Deadline
 from clipwise.clipping.strategy import Strategy
 from clipwise.errors import ConfigurationError
+from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.reproduce.normalization.networks import losses, network
 from clipwise.reproduce.normalization.sets import Sets, load, public_rows
 from clipwise.reproduce.normalization.setting import Setting
@@ -154,9 +155,7 @@ def _clipping(setting: Setting) -> tuple[Strategy, float]:
 def _accuracy(model: nn.Module, dataset: TensorDataset) -> float:
     """The share of examples whose class is found."""
     model.eval()
-    statistics = layers.PublicStatistics.find(model)
-    if statistics is not None:
-        statistics.refresh()
+    AllPublicStatistics(model).refresh()
     x, y = dataset.tensors
     pieces: Callable[[int], tuple[Tensor, ...]] = x.split
     found = torch.cat([model(some).argmax(1) for some in pieces(_ROWS)])

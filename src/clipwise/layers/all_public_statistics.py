@@ -1,0 +1,63 @@
+"""All public statistics of a model as one, for who follows its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from clipwise.layers.public_batchnorm import PublicBatchNorm
+from clipwise.layers.public_statistics import PublicStatistics
+
+
+class AllPublicStatistics:
+    """Every `PublicStatistics` of a model, which may belong to a part of it: a model in a wrapper, one of two encoders.
+
+    No statistics depend on another part's weights, since each part has public rows of its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._each = model, PublicStatistics.all_of(model)
+
+    def __bool__(self) -> bool:
+        return bool(self._each)
+
+    def refresh(self, force: bool = False) -> None:
+        """After a change of the weights; see `PublicStatistics.refresh`."""
+        for statistics in self._each:
+            statistics.refresh(force)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In this block they count as fresh; see `PublicStatistics.held`."""
+        with ExitStack() as stack:
+            for statistics in self._each:
+                stack.enter_context(statistics.held())
+            yield
+
+    def require_correctable(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse "public-exact" layers for which `correct` would not find what it needs among these parameters."""
+        for statistics in self._each:
+            statistics.require_correctable(self._model, parameters)
+
+    def correct(
+        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+    ) -> Mapping[str, Tensor]:
+        """Add the gradient through the public statistics to a released one, by parameter.
+
+        One after the other: no part has another part's scales and shifts, so none is corrected before it is read.
+        """
+        for statistics in self._each:
+            gradients = statistics.correct(gradients, parameters)
+        return gradients
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types, for fingerprints and statements."""
+        named = self._model.named_modules()
+        followed = {name: m for name, m in named if isinstance(m, PublicBatchNorm) and not m.is_frozen}
+        return {
+            "rows": sum(statistics.rows for statistics in self._each),
+            "kinds": {name: layer.kind for name, layer in followed.items()},
+        }

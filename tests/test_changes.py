@@ -1,0 +1,64 @@
+"""Changes of tensors, counted by torch or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clipwise.changes import Changes
+
+
+def remembered(*tensors: torch.Tensor) -> Changes:
+    changes = Changes(tensors)
+    changes.remember()
+    return changes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.add_(1),
+        lambda t: t.data.add_(1),
+        lambda t: setattr(t, "data", t.clone()),  # other memory, the same contents
+    ],
+)
+def test_it_sees_what_torch_counts_and_what_it_does_not(change: object) -> None:
+    t = torch.ones(3)
+    changes = remembered(torch.zeros(2), t)
+    assert not changes.has_changed() and not changes.may_have_changed()
+    change(t)  # type: ignore[operator]
+    assert changes.has_changed() and changes.may_have_changed()
+    changes.remember()
+    assert not changes.has_changed()
+
+
+def test_a_fused_optimizer_is_seen() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    changes = remembered(p)
+    p.grad = torch.ones(3)
+    torch.optim.SGD([p], 0.1, fused=True).step()
+    assert changes.has_changed()
+
+
+def test_what_is_not_a_number_has_not_changed_by_that() -> None:
+    for value in (torch.nan, torch.inf):
+        assert not remembered(torch.full((3,), value)).has_changed()
+
+
+def test_whole_numbers_and_other_precisions_are_watched_too() -> None:
+    whole = torch.zeros(2, dtype=torch.int64)
+    changes = remembered(whole, torch.ones(2), torch.ones(2).double())
+    assert not changes.has_changed()
+    whole.add_(1)
+    assert changes.has_changed()
+
+
+def test_before_the_first_look_everything_is_new() -> None:
+    assert Changes([torch.ones(1)]).has_changed()
+    assert Changes([]).has_changed() and not remembered().has_changed()
+
+
+def test_it_is_of_these_tensors_and_no_others() -> None:
+    a, b = torch.ones(1), torch.ones(1)
+    assert Changes([a, b]).are_of([a, b])
+    assert not Changes([a, b]).are_of([a]) and not Changes([a, b]).are_of([b, a])
