@@ -17,6 +17,7 @@ import clipwise
 from clipwise import Backprop, PerExample, layers
 from clipwise.accounting import zcdp
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.layers.clipped import unclipped
 from clipwise.privacy import Adjacency, Unit
 from tests.runs import data, losses_of, network, private_run, train
 from tests.sites import site
@@ -163,8 +164,29 @@ def test_a_parameter_outside_of_the_clips_is_refused_by_name() -> None:
         private_run(model, clipping=Backprop())
 
 
+@pytest.mark.parametrize("argument", ["input_norm", "grad_norm"])
+def test_its_own_constants_are_checked(argument: str) -> None:
+    for value in (-1.0, math.nan, "a", [1.0], {"0": 0.0}):
+        with pytest.raises(ConfigurationError, match=argument):
+            Backprop(**{argument: value})  # type: ignore[arg-type]
+    for names, match in (
+        ({"0": 2.0, "2": 2.0, "zzz": 7.0}, "no trainable layer 'zzz'"),
+        ({"0": 2.0}, "layer '2' too"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"{argument}.*{match}"):
+            private_run(clipped(grad_norm=2.0), clipping=Backprop(**{argument: names}))  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model = clipped(input_norm=np.float32(2.0), grad_norm=np.float64(0.5))
+    private_run(model, clipping=Backprop(np.int64(2), np.float32(0.5)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="grad_norm"):
+        clipped(grad_norm=np.array([1.0]))
+
+
 def test_constants_that_disagree_with_the_layers_are_refused() -> None:
-    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize"), Backprop({"0": 1.0})):
+    wrong = Backprop({"0": 1.0, "2": 2.0})
+    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize"), wrong):
         with pytest.raises(ConfigurationError, match="layer '0' has"):
             private_run(clipped(), clipping=given)
     private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))
@@ -192,6 +214,62 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
         with pytest.raises(UnsupportedModelError, match=r"'0\.layer\.weight' is used outside.*weight_decay"):
             private.step(losses_of(model, batch) + model[0].layer.weight.square().sum())  # type: ignore[index, union-attr]
         break
+
+
+class OneIntoTheOther(nn.Module):
+    """A weight is what another layer looks at: no clip bounds what comes back to it."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        reader = self.one if self.own else self.other
+        y: Tensor = self.other(self.one(x)) + reader(self.one.layer.weight)[: len(x)]  # type: ignore[operator]
+        return y
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_weight_that_goes_into_a_clipped_layer_is_refused(own: bool) -> None:
+    model = clipped(OneIntoTheOther(own), uses={"one": 2, "other": 2})
+    clipper = Backprop().attach(site(model))
+    by = "one" if own else "other"
+    with pytest.raises(
+        UnsupportedModelError, match=rf"'one\.layer\.weight' is used outside.*layer '{by}', as its"
+    ):
+        clipper.clipped_sum(model(torch.randn(5, 5)).sum(1))
+
+
+def test_a_number_of_uses_that_changes_between_draw_and_step_is_refused() -> None:
+    """The graph would be allowed more uses than the noise is for."""
+    model, private = private_run(clipped(), clipping=Backprop())
+    batch = next(iter(private.loader))
+    model[0].uses = 5  # type: ignore[index, assignment]
+    with pytest.raises(StepError, match="Layer '0' was given other constants"):
+        private.step(losses_of(model, batch))
+    train(model, private, 1)
+    assert private.parts()[0].sensitivity == 5.0
+
+
+def test_losses_from_before_a_change_of_constants_are_refused() -> None:
+    """Their graph clips to what was there when it was made."""
+    model, private = private_run(clipped(), clipping=Backprop(), sampling="full")
+    earlier = losses_of(model, next(iter(private.loader)))
+    layers.set_clips(model, grad_norm=0.01)
+    batch = next(iter(private.loader))
+    with pytest.raises(StepError, match="was given other constants after these losses"):
+        private.step(earlier)
+    private.step(losses_of(model, batch))
+
+
+def test_nothing_is_released_while_clips_are_suspended() -> None:
+    model, private = private_run(clipped(), clipping=Backprop(), sampling="full")
+    losses = losses_of(model, next(iter(private.loader)))
+    with unclipped(), pytest.raises(StepError, match="Clips are suspended"):
+        private.backward(losses)
+    assert private.steps == 0 and model[0].layer.weight.grad is None  # type: ignore[index, union-attr]
+    private.backward(losses)
 
 
 def test_a_layer_that_is_used_more_often_than_was_said_is_refused() -> None:

@@ -18,8 +18,8 @@ from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
 from clipwise.layers.clipped import ClippedLayer
-from clipwise.layers.clipped.put_in import Numbers
-from clipwise.layers.clipped.scales import MODES, Constants
+from clipwise.layers.clipped.put_in import Numbers, require_layers
+from clipwise.layers.clipped.scales import MODES, Constants, number
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
 
@@ -51,7 +51,8 @@ class Backprop(Strategy):
         Unit: one record. All parts come from one sample and are one Gaussian release.
         Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i (both
         checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
-        must be used through its clipped layer only, no more often than was said. Losses are summed, not averaged, and
+        must be used through its clipped layer only, no more often than was said. Trainable weights are in float32 or
+        float64, for sums are formed in their type. Losses are summed, not averaged, and
         the divisor is a constant. An input or an upstream gradient that is not finite counts as 0. Rows that fill up
         the batch of a compiled step weigh 0: this takes it that backward passes hand on 0 for 0.
         Clips aim at (1 - 2^-10) of their bounds, which leaves room for the rounding of an example's own terms: it is
@@ -70,6 +71,10 @@ class Backprop(Strategy):
     bounds_inside = True
 
     def __post_init__(self) -> None:
+        for argument in ("input_norm", "grad_norm"):
+            given = getattr(self, argument)
+            for value in given.values() if isinstance(given, Mapping) else () if given is None else (given,):
+                number(argument, value)
         if self.mode is not None:
             require_known("mode", self.mode, MODES)
         require_split(self.split)
@@ -78,19 +83,30 @@ class Backprop(Strategy):
         """Bind to a model whose trainable parameters are all in clipped layers."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"Backprop protects single records, not unit={str(site.unit)!r}.")
-        layers = clipped_layers(site.model)
-        for name, layer in layers.items():
-            self._require_agreement(name, layer)
-        return BackpropClipper(site, layers)
+        return BackpropClipper(site, self.layers_of(site.model, site.parameters))
 
-    def _require_agreement(self, name: str, layer: ClippedLayer) -> None:
+    def layers_of(self, model: nn.Module, parameters: Parameters) -> dict[str, ClippedLayer]:
+        """The clipped layers of a model, by name. Refused if they do not cover the parameters, or not as said here."""
+        layers = clipped_layers(model)
+        self._require_agreement(layers)
+        _require_float32(parameters)
+        most_of_each(parameters, layers)
+        return layers
+
+    def _require_agreement(self, layers: Mapping[str, ClippedLayer]) -> None:
+        named = {layer.name: layer for layer in layers.values()}  # as clip_inputs called them
         for argument in ("input_norm", "grad_norm", "mode"):
-            given, has = getattr(self, argument), getattr(layer.constants, argument)
-            if isinstance(given, Mapping):
-                given = given.get(layer.name)
-            if given is not None and given != has:
+            given = getattr(self, argument)
+            if given is None:
+                continue
+            by_layer = given if isinstance(given, Mapping) else dict.fromkeys(named, given)
+            require_layers(argument, by_layer, named)
+            for name, layer in layers.items():
+                here, has = by_layer[layer.name], getattr(layer.constants, argument)
+                if here == has:
+                    continue
                 raise ConfigurationError(
-                    f"Backprop has {argument}={given!r} and layer {name!r} has {has!r}: give clip_inputs and Backprop "
+                    f"Backprop has {argument}={here!r} and layer {name!r} has {has!r}: give clip_inputs and Backprop "
                     "the same, or leave it out here."
                 )
 
@@ -124,6 +140,7 @@ class BackpropClipper(Clipper):
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._require_same_constants()
+        _require_float32(self._parameters)
         nodes, wiring = clipped_nodes(losses, self._parameters)
         if (
             real_B is None
@@ -215,6 +232,17 @@ def clipped_layers(model: nn.Module) -> dict[str, ClippedLayer]:
             "clipwise.layers.clip_inputs(model, input_norm=..., grad_norm=...) before make_private."
         )
     return layers
+
+
+def _require_float32(parameters: Parameters) -> None:
+    """torch sums gradients in the type of the weights, and a sum in 8 or 11 bits is no sum of bounded terms."""
+    for name, p in parameters.items():
+        if torch.finfo(p.dtype).bits < 32:
+            raise UnsupportedModelError(
+                f"Parameter {name!r} has the type {p.dtype}, in which sums over a batch are rounded by more than the "
+                "sensitivity allows. Keep trainable weights in float32 (model.float()), and run the forward pass "
+                "under torch.autocast for speed."
+            )
 
 
 def most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:

@@ -31,18 +31,21 @@ def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> tuple[lis
         kinds.append(node.name() if layer is None else (layer.name, node.role.name))
         if layer is not None:
             found.append(node)
-        for child, _ in node.next_functions:
+        for slot, (child, _) in enumerate(node.next_functions):
             if child is None:
                 continue
-            if layer is None and (name := names.get(id(getattr(child, "variable", None)))) is not None:
+            variable = getattr(child, "variable", None)
+            if (name := names.get(id(variable))) is not None and not _bounds(layer, slot, variable):
+                by = type(node).__name__ if layer is None else f"layer {layer.name!r}, as its input"
                 raise UnsupportedModelError(
-                    f"Parameter {name!r} is used outside of its clipped layer, by {type(node).__name__}, where nothing "
+                    f"Parameter {name!r} is used outside of its clipped layer, by {by}, where nothing "
                     "bounds what one example does to it. Use it through its layer alone; penalties on weights belong "
                     "into the optimizer (weight_decay)."
                 )
             if child not in entered:
                 entered.add(child)
                 stack.append(child)
+    _require_present(found)
     _require_uses(found)
     _require_examples(found, len(losses))
     return found, hash(tuple(kinds))
@@ -72,6 +75,20 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
 def _layer_of(node: Node) -> ClippedLayer | None:
     role = getattr(node, "role", None)
     return None if role is None else getattr(role, "layer", None)
+
+
+def _bounds(layer: ClippedLayer | None, slot: int, parameter: object) -> bool:
+    """Whether a node bounds the gradient of what it takes in a slot: its own weights. The first slot is the input."""
+    return layer is not None and slot > 0 and any(p is parameter for p in layer.layer.parameters())
+
+
+def _require_present(nodes: list[Node]) -> None:
+    for node in nodes:
+        if not node.role.is_present:
+            raise StepError(
+                f"Layer {node.role.layer.name!r} was given other constants after these losses were computed, and the "
+                "noise is for those it has now. Compute the losses of the batch that was drawn last."
+            )
 
 
 def _require_uses(nodes: list[Node]) -> None:

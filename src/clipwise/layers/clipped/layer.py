@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,15 @@ class Role:
     layer: ClippedLayer
     constants: Constants
     name: str = ""
+    _all: Constants = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_all", self.layer.constants)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the layer still clips as it did when this role was made."""
+        return self._all == self.layer.constants
 
 
 def is_plain() -> bool:

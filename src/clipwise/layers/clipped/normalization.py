@@ -28,7 +28,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
         ctx.role, ctx.examples, ctx.axis = role, len(x), 0
         layer = role.layer.layer
-        ctx.shape = list(layer.normalized_shape)  # type: ignore[arg-type]
+        ctx.shape, ctx.dtype = list(layer.normalized_shape), x.dtype  # type: ignore[arg-type]
         y, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, layer.eps)  # type: ignore[arg-type]
         ctx.save_for_backward(x, mean, rstd, weight)
         return y
@@ -49,7 +49,7 @@ class _LayerNorm(torch.autograd.Function):
             dw = _summed(*_sum_and_mass(terms.mT), ctx.role.constants).view(ctx.shape)
         if ctx.needs_input_grad[2]:
             db = _summed(*_sum_and_mass(g.reshape(rows).mT), ctx.role.constants).view(ctx.shape)
-        return dx, dw, db, None
+        return (None if dx is None else dx.to(ctx.dtype)), dw, db, None
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _GroupNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
         ctx.role, ctx.examples, ctx.axis = role, len(x), 0
         layer = role.layer.layer
-        ctx.groups = layer.num_groups
+        ctx.groups, ctx.dtype = layer.num_groups, x.dtype
         x = x.contiguous()
         B, c, p = len(x), x.shape[1], x[0:1, 0:1].numel()
         y, mean, rstd = torch.native_group_norm(x, weight, bias, B, c, p, ctx.groups, layer.eps)  # type: ignore[arg-type]
@@ -86,15 +86,18 @@ class _GroupNorm(torch.autograd.Function):
             dw = _summed(scale_Bc, mass_of_scale_Bc, ctx.role.constants)
         if ctx.needs_input_grad[2]:
             db = _summed(shift_Bc, mass_Bc, ctx.role.constants)
-        return dx, dw, db, None
+        return (None if dx is None else dx.to(ctx.dtype)), dw, db, None
 
 
 def _arrived(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What came back and what was kept on the way there, with 0 for examples that are not finite."""
+    """What came back and what was kept on the way there, with 0 for examples that are not finite.
+
+    Under autocast they may be in bfloat16: sums are formed in the type of the weights.
+    """
     switch.saw(ctx, g)
     x, mean, rstd, weight = ctx.saved_tensors
     counts_B = torch.isfinite(lengths(g)) & torch.isfinite(lengths(x))
-    g, x, mean, rstd = (cleaned(t, counts_B) for t in (g.to(x.dtype), x, mean, rstd))
+    g, x, mean, rstd = (cleaned(t.to(weight.dtype), counts_B) for t in (g, x, mean, rstd))
     return g, x, mean, rstd, weight
 
 

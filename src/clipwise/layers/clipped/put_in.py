@@ -79,7 +79,7 @@ def clip_inputs(
     uses = {} if uses is None else dict(uses)
     for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
         if isinstance(given, Mapping):
-            _require_known(argument, given, found, complete=argument != "uses")
+            require_layers(argument, given, found, complete=argument != "uses")
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in found.items():
         constants = Constants(
@@ -121,13 +121,14 @@ def _trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _require_known(
-    argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool
+def require_layers(
+    argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool = True
 ) -> None:
+    """A mapping must name layers that there are, and all of them if it is to be complete."""
     layers = ", ".join(map(repr, found))
-    if unknown := sorted(set(given) - set(found)):
+    if unknown := [name for name in given if name not in found]:
         raise ConfigurationError(f"{argument}: there is no trainable layer {unknown[0]!r}, only {layers}.")
-    if complete and (missing := sorted(set(found) - set(given))):
+    if complete and (missing := [name for name in found if name not in given]):
         raise ConfigurationError(
             f"{argument}: give a number for layer {missing[0]!r} too, or one number for all."
         )

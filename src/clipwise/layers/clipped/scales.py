@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,6 +130,8 @@ def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
 
 def number(name: str, value: object) -> float:
     """A constant to clip to, or an error that names the argument."""
+    if isinstance(value, np.number):
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(f"{name} must be a number, not {value!r}.")
     if not _SMALLEST_CONSTANT <= value <= _LARGEST_CONSTANT:

@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from clipwise.errors import StepError
+
 Watcher = Callable[[Any, Tensor], None]  # a node of the graph, and the gradient of its output
 
 _held = threading.RLock()
@@ -45,6 +47,11 @@ def unclipped(watcher: Watcher | None = None) -> Iterator[None]:
 def settled() -> Iterator[None]:
     """In this block no other thread turns the switch: for a backward pass whose sums will be released."""
     with _held:
+        if not is_clipping():
+            raise StepError(
+                "Clips are suspended here by layers.unclipped(), and what is released must be clipped: call "
+                "private.step and private.backward outside of that block."
+            )
         yield
 
 
