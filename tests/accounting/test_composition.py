@@ -46,7 +46,9 @@ def test_rate_one_is_no_amplification(entry: Make) -> None:
 
 def test_steps_beyond_double_precision_are_replaced_by_worse_ones(entry: Make) -> None:
     assert compose([entry("poisson", 1e-200, 1e9, 1)]).steps[0][0] == Step(Amplification.COIN, 1e-12, 1e6)
-    assert compose([entry("poisson", 0.1, 1e-3, 4)]) == compose([entry("full", 1.0, 1e-3, 4)])
+    small, sure = compose([entry("poisson", 0.1, 1e-3, 4)]), compose([entry("full", 1.0, 1e-3, 4)])
+    assert (small.mu, small.steps, small.unamplified_mu) == (sure.mu, sure.steps, sure.unamplified_mu)
+    assert small.drawn == (((0.1, 1e-3), 4),)  # for the bound by participations
     assert compose([entry("poisson", 0.1, 1e-200, 4)]).mu == math.inf
 
 

@@ -162,3 +162,13 @@ def test_views_of_an_example_are_averaged(digits):
     assert ready.shape == (4, 3, 1, 32, 32) and labels.shape == (4,)
     each = torch.stack([trainer._losses(ready[:, [k]].repeat(1, 3, 1, 1, 1), labels) for k in range(3)])
     torch.testing.assert_close(trainer._losses(ready, labels), each.mean(0))
+
+
+def test_views_may_be_cropped_and_not_flipped(digits):
+    """A row that no flip leaves as it is: bright on the left."""
+    x = torch.zeros(64, 1, 32, 32)
+    x[..., 8] = 1.0
+    left = digits.views(1, augmented=True, flipped=False).of(x)
+    assert set(left.argmax(-1).amax((1, 2)).tolist()) <= set(range(4, 13))
+    both = digits.views(1, augmented=True).of(x)
+    assert both.argmax(-1).amax() > 16

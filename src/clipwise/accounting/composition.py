@@ -61,12 +61,17 @@ class Composition:
             in closed form, whatever the numbers.
         excess: a bound on the probability that any batch was cut (truncated Poisson sampling). The rest says
             what the history costs if none is; interpret.py adds what cutting costs.
+        drawn: how often a unit is drawn by chance, independently from step to step, as ((rate, z), count), also with
+            so little noise that it is no amplified step; and
+        sure_mu: mu of all other releases, if a unit takes part in each: for participations.py.
     """
 
     mu: float
     steps: Steps
     unamplified_mu: float
     excess: float = 0.0
+    drawn: tuple[tuple[tuple[float, float], int], ...] = ()
+    sure_mu: float = 0.0
 
     @property
     def count(self) -> int:
@@ -81,6 +86,8 @@ def compose(history: Sequence[Entry]) -> Composition:
     unamplified: dict[float, int] = {}  # how often a unit takes part, by noise multiplier
     amplified: dict[float, int] = {}
     excess: dict[float, int] = {}
+    drawn: dict[tuple[float, float], int] = {}  # by rate and noise multiplier
+    sure: dict[float, int] = {}
     for entry in history:
         if entry.count < 0 or entry.count != int(entry.count):
             raise ConfigurationError("history: the count of an entry is a whole number that is not negative.")
@@ -95,12 +102,18 @@ def compose(history: Sequence[Entry]) -> Composition:
         else:
             amplified[z] = amplified.get(z, 0) + participations
             steps[step] = steps.get(step, 0) + entry.count
+        if _is_drawn(entry.event):
+            drawn[entry.event.sample_rate, z] = drawn.get((entry.event.sample_rate, z), 0) + entry.count
+        else:
+            sure[z] = sure.get(z, 0) + participations
     in_order = tuple(sorted(steps.items(), key=lambda item: (item[0].amplification.value, *item[0][1:])))
     return Composition(
         mu=_mu(unamplified),
         steps=in_order,
         unamplified_mu=_mu(unamplified, amplified),
         excess=min(1.0, math.fsum(count * cut for cut, count in excess.items())),
+        drawn=tuple(sorted(drawn.items())),
+        sure_mu=_mu(sure),
     )
 
 
@@ -121,6 +134,12 @@ def require_one_guarantee(history: Sequence[Entry]) -> None:
             "The history mixes adjacencies or units of privacy, so no single guarantee covers it: account for "
             "the releases of each adjacency and unit on their own."
         )
+
+
+def _is_drawn(event: Event) -> bool:
+    """Whether a unit is in the batch by a draw of this step alone, and not always; blocks are chosen anew, too."""
+    draws = event.sampling not in (Sampling.FULL, Sampling.SHUFFLED)
+    return draws and event.sample_rate < 1 and event.noise_multiplier > 0
 
 
 def _amplified_step(event: Event) -> Step | None:

@@ -3,8 +3,9 @@
 Everything that is discretised or rounded is an upper bound (dots.py, losses.py, spectrum.py), for any delta. A
 figure takes 5 to 100 ms. More than `MOST_KINDS` different steps are rounded to fewer (schedule.py). Where a
 grid would have to be longer than `LARGEST_GRID` (very many or very uneven steps) it is made coarser; with
-more than `MOST_STEPS` it is left out. Then the answer is the least of what is at hand: this bound, RDP, and the
-closed form without amplification.
+more than `MOST_STEPS` it is left out. Then the answer is the least of what is at hand: this bound, RDP, the closed
+form without amplification, and the one by participations, which is all there is where the noise is below
+`composition.SMALLEST_NOISE`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from clipwise.accounting import gaussian, rdp, schedule
+from clipwise.accounting import gaussian, participations, rdp, schedule
 from clipwise.accounting.composition import Amplification, Composition, Step
 from clipwise.accounting.dots import both_orders
 from clipwise.accounting.gaussian import Array
@@ -44,7 +45,10 @@ FAR_OUT = 38  # standard deviations; what is further out is below 1e-315
 def epsilon(total: Composition, delta: float) -> float:
     """The smallest epsilon of a composition, from above and within about 0.1 percent in ordinary cases."""
     best = gaussian.epsilon(delta, total.unamplified_mu)
-    if not total.steps or best in (0.0, math.inf):
+    if best in (0.0, math.inf):
+        return best
+    best = min(best, participations.epsilon(total, delta))
+    if not total.steps:
         return best
     total = schedule.with_few_kinds(total, MOST_KINDS)
     spacing = _spacing(total, _depth(delta))
@@ -59,7 +63,10 @@ def epsilon(total: Composition, delta: float) -> float:
 def delta(total: Composition, epsilon: float) -> float:
     """The smallest delta of a composition, from above."""
     best = gaussian.delta(epsilon, total.unamplified_mu)
-    if not total.steps or best == 0:
+    if best == 0 or math.isinf(total.unamplified_mu):
+        return best
+    best = min(best, participations.delta(total, epsilon))
+    if not total.steps:
         return best
     total = schedule.with_few_kinds(total, MOST_KINDS)
     by_losses, fine = _focused_delta(total, epsilon)
@@ -74,7 +81,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
     mu = total.unamplified_mu
     best = np.array([gaussian.delta(float(e), mu) for e in epsilons])
     if not total.steps or math.isinf(mu):
-        return best
+        return best if math.isinf(mu) else np.minimum(best, participations.profile(total, epsilons))
     total = schedule.with_few_kinds(total, MOST_KINDS)
     fine = True
     for depth in PROFILE_DEPTHS:
@@ -84,6 +91,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
             for_both = [table.from_above(epsilons) for table in _tables(total, spacing.interval, depth)]
             best = np.minimum(best, np.max(for_both, axis=0))
     if not fine:
+        best = np.minimum(best, participations.profile(total, epsilons))
         best = np.minimum(best, [_if_installed(rdp.delta, total, float(e), otherwise=1.0) for e in epsilons])
     return best
 

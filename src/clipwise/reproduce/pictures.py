@@ -36,10 +36,10 @@ class Pictures:
         """For measuring: the image in the middle, standardised."""
         return self.look.standardised(F.pad(x_BCHW, [(SIDE - self.look.side) // 2] * 4))
 
-    def views(self, count: int, augmented: bool) -> Views:
+    def views(self, count: int, augmented: bool, flipped: bool = True) -> Views:
         """For training: random views of 32 x 32; without augmentation, the image in the middle."""
         if augmented:
-            return Views(count, Crop(SIDE, PADDING), Flip())
+            return Views(count, Crop(SIDE, PADDING), *([Flip()] if flipped else []))
         return Views(count, lambda x, random: F.pad(x, [(SIDE - self.look.side) // 2] * 4))
 
 

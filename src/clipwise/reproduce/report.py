@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 
+from clipwise.accounting.composition import SMALLEST_NOISE
 from clipwise.privacy import rounded_up
 from clipwise.reproduce.store import Cell, Store
 
@@ -61,12 +62,17 @@ def epsilon(cells: list[Cell]) -> str:
     found = [cell["epsilon"] for cell in cells if cell.get("epsilon") is not None]
     if not found:
         return next((str(cell["why_no_epsilon"]) for cell in cells if "why_no_epsilon" in cell), "")
-    return told(max(found))
+    noise = [cell["noise_multiplier"] for cell in cells if "noise_multiplier" in cell]
+    return told(max(found), min(noise, default=math.inf))
 
 
-def told(value: float) -> str:
-    """An epsilon, and whether it promises anything."""
-    return rounded_up(value) if value < _NO_PRIVACY else f"{value:.3g}: none in effect"
+def told(value: float, noise_multiplier: float = math.inf) -> str:
+    """An epsilon, whether it promises anything, and whether it is of another accountant than PLD."""
+    if value < _NO_PRIVACY:
+        return rounded_up(value)
+    if noise_multiplier < SMALLEST_NOISE:
+        return f"at most {value:.3g} (not PLD): none in effect"
+    return f"{value:.3g}: none in effect"
 
 
 def epochs(cells: list[Cell], in_paper: int | None) -> str:

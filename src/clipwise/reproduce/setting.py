@@ -38,7 +38,7 @@ class Setting:
         batch_size, mini_sets, epochs, momentum: as they say.
         learning_rate, decay: the rate, and by what it is multiplied after each epoch; or
         noise_rate: the rate is such that an update's noise has this standard deviation on a coordinate.
-        augmented: whether images are cropped at random and flipped; views: how many views are averaged.
+        augmented: whether images are cropped at random and, if `flipped`, flipped; views: how many views are averaged.
         sparse_from: entries that go nowhere are frozen at the end of each epoch that begins after so many.
         local_rate: mini-sets make local SGD steps with momentum 0.9 at this rate, and the change is clipped.
         watches_norms: note the norms of layers after each epoch.
@@ -64,6 +64,7 @@ class Setting:
     decay: float = 0.9
     noise_rate: float | None = None
     augmented: bool = True
+    flipped: bool = True
     views: int = 1
     sparse_from: int | None = None
     local_rate: float | None = None

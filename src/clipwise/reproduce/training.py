@@ -142,7 +142,7 @@ class _Openly:
 
     def __init__(self, setting: Setting, model: nn.Module, pictures: Pictures) -> None:
         self._setting, self._model, self._pictures = setting, model, pictures
-        self._views = pictures.views(setting.views, setting.augmented)
+        self._views = pictures.views(setting.views, setting.augmented, setting.flipped)
         self._optimizer = _optimizer(setting, model)
 
     def epoch(self, deadline: Deadline) -> None:

@@ -25,7 +25,9 @@ class Budget:
         epochs: as in the paper.
         parts: L, how many parts are noised.
         figures: where it is shown.
-        epsilon: by PLD, for batches of fixed size and a record replaced.
+        multiplier: z = sigma / sqrt(L).
+        epsilon: by PLD, or an upper bound by participations where z is too small for that; for batches of fixed size
+            and a record replaced.
         flat_epsilon: the same if the whole gradient were one part with the same sigma.
     """
 
@@ -33,6 +35,7 @@ class Budget:
     epochs: int
     parts: int
     figures: tuple[str, ...]
+    multiplier: float
     epsilon: float
     flat_epsilon: float
 
@@ -57,12 +60,14 @@ def budgets() -> tuple[Budget, ...]:
 def _budget(setting: Setting, epochs: int, figures: tuple[str, ...]) -> Budget:
     model = _model(setting.model, setting.norm)
     flat = setting.but(parts="all")
+    multiplier = joint_multiplier(setting, model)
     return Budget(
         setting,
         epochs,
         number_of_parts(setting, model),
         figures,
-        _epsilon(setting, epochs, joint_multiplier(setting, model)),
+        multiplier,
+        _epsilon(setting, epochs, multiplier),
         _epsilon(flat, epochs, joint_multiplier(flat, model)),
     )
 

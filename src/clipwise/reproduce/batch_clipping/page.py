@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clipwise.accounting.composition import SMALLEST_NOISE
 from clipwise.privacy import rounded_up
 from clipwise.reproduce import report
 from clipwise.reproduce.batch_clipping import appendix, conclusions, tuned
@@ -19,8 +20,8 @@ def markdown(store: Store, quick: bool) -> str:
     lines += report.how(store)
     lines += [
         "Accuracy is on the test part, read once at the end of a run; mean and standard error where there are several "
-        f"seeds. Epsilon is that of one run, by PLD, at delta {appendix.DELTA:g}, for one record. IC clips each "
-        "example, BC the mean of a batch; rows with batch norm need BC.",
+        f"seeds. Epsilon is that of one run, at delta {appendix.DELTA:g}, for one record; by PLD, or an upper bound "
+        "that is marked so. IC clips each example, BC the mean of a batch; rows with batch norm need BC.",
         "",
     ]
     shown = report.by_place(store.cells.values(), quick)
@@ -70,7 +71,8 @@ def _equal(shown: Shown) -> list[str]:
         "| method | " + " | ".join(f"epsilon {b:g}" for b in budgets) + " |",
         "|---" * (1 + len(budgets)) + "|",
     ]
-    for method in dict.fromkeys(row for name, row, _ in shown if name == tuned.NAME):
+    known = {row for name, row, _ in shown if name == tuned.NAME}
+    for method in (method for method in tuned.METHODS if method in known):  # none that was withdrawn
         entries = []
         for budget in budgets:
             entries.append(report.accuracy(conclusions.finals(shown.get((tuned.NAME, method, budget), []))))
@@ -100,8 +102,8 @@ def _budgets() -> list[str]:
         "",
         f"Epsilon by PLD at delta = {appendix.DELTA:g}, for batches of fixed size and a record replaced, of the noise "
         "that the paper prints: 2 C_h sigma on each of L parts, so the joint multiplier is sigma / sqrt(L). Beside it, "
-        "if the whole gradient were one part with that sigma. Beyond a thousand it is an upper bound that says no more "
-        "than that there is no privacy.",
+        "if the whole gradient were one part with that sigma. Where the joint multiplier is below "
+        f"{SMALLEST_NOISE:g} there is no PLD: such a line has an upper bound by how often a record takes part at most.",
         "",
         "| data | network | sigma | m | epochs | L | epsilon | one part | figures |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -110,7 +112,8 @@ def _budgets() -> list[str]:
         s = line.setting
         network = s.model + (", no norm" if s.norm == "none" else "")
         entries = (s.data, network, f"{s.sigma:g}", f"{s.batch_size}", f"{line.epochs}", f"{line.parts}")
-        proven = (report.told(line.epsilon), report.told(line.flat_epsilon), ", ".join(line.figures))
+        epsilon = report.told(line.epsilon, line.multiplier)
+        proven = (epsilon, report.told(line.flat_epsilon), ", ".join(line.figures))
         lines.append(f"| {' | '.join((*entries, *proven))} |")
     return [*lines, ""]
 

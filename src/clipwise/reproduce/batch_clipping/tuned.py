@@ -55,7 +55,7 @@ METHODS: dict[str, Setting] = {
     "IC, 4 groups, group norm": _EXAMPLE.but(parts="groups"),
     "IC, by layer, group norm": _EXAMPLE.but(parts="layerwise"),
     "IC, flat, group norm, sparse": _EXAMPLE.but(sparse_from=3),
-    "IC, flat, group norm, 4 views": _EXAMPLE.but(augmented=True, views=4),
+    "IC, flat, group norm, 4 crops": _EXAMPLE.but(augmented=True, flipped=False, views=4),
     "BC, 16 mini-sets, batch norm": _BATCH.but(mini_sets=16),
     "BC, momentum inside 8 mini-sets, group norm": _BATCH.but(mini_sets=8, norm="group", local_rate=0.1),
 }
