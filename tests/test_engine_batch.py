@@ -218,7 +218,23 @@ def iter_epochs(private: Private) -> Iterator[Any]:
 
 def test_pieces_of_a_mini_set_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"max_physical_batch_size.*mini_sets=k"):
-        private_run(clipping=Batch(), max_physical_batch_size=4)
+        private_run(clipping=Batch(), max_physical_batch_size=4, batch_size=8)
+    with pytest.raises(ConfigurationError, match="max_physical_batch_size"):
+        private_run(clipping=Batch(1.0, 2), max_physical_batch_size=0, batch_size=8)
+    with pytest.raises(ConfigurationError, match="max_physical_batch_size"):
+        private_run(clipping=Batch(), group=USERS, batch_size=3, max_physical_batch_size=2)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size", "partition", "full"])
+def test_a_limit_that_mini_sets_keep_anyway_changes_nothing(sampling: str) -> None:
+    whole = {} if sampling == "full" else {"batch_size": 8}
+    found = []
+    for limit in (None, SIZE // 4 if sampling == "full" else 2):
+        options = whole | {"sampling": sampling, "seed": 3, "max_physical_batch_size": limit}
+        model, private = private_run(clipping=Batch(1.0, 4), **options)
+        train(model, private, 3)
+        found.append(parameters(model))
+    assert same(*found)
 
 
 def test_mini_sets_must_fit_draws_of_constant_size() -> None:

@@ -16,7 +16,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import FileLedger, PerExample, Sparse, accounting, make_private
+from clipwise import (
+    FileLedger,
+    Multipliers,
+    PerExample,
+    RandomLayer,
+    Released,
+    Sparse,
+    accounting,
+    make_private,
+)
 from clipwise.about import About, versions
 from clipwise.errors import LedgerError
 from clipwise.privacy import Adjacency, Entry, Event, Part, Sampling, Spent, Unit
@@ -153,6 +162,19 @@ def test_it_names_every_kind_of_release() -> None:
 def test_many_parts_are_counted() -> None:
     parts = tuple(Part(f"layer {k}", (f"w{k}",), 1.0, 1.0) for k in range(9))
     assert line(statement(about=replace(ABOUT, parts=parts)), "sensitivity").endswith("and 5 more parts")
+
+
+def test_it_says_that_a_record_moves_one_random_part_only() -> None:
+    text = str(private_run(clipping=PerExample(1.0, RandomLayer()))[1].statement())
+    assert "a record moves one of these parts only, drawn at random" in text
+    assert "the draw must stay secret, and no amplification is claimed for it" in text
+    assert "one of these parts only" not in str(private_run(clipping=PerExample(1.0, "layer"))[1].statement())
+
+
+def test_it_says_that_the_scaled_sum_has_the_sensitivity() -> None:
+    text = str(private_run(clipping=PerExample(1.0, Multipliers(Released())))[1].statement())
+    assert "all: 1; of the scaled sum: gradients are multiplied by public factors" in text
+    assert "scaled sum" not in str(private_run(clipping=PerExample(1.0))[1].statement())
 
 
 def test_it_names_the_software_of_the_run_and_of_the_reader() -> None:

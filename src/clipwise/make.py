@@ -31,7 +31,17 @@ from clipwise.ledger import FileLedger, Ledger, MemoryLedger
 from clipwise.parts import parts_of
 from clipwise.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
-from clipwise.sampling import DRAWN_BY_MINI_SETS, ByUser, Cut, Fetcher, make_scheme, mini_sets_of
+from clipwise.sampling import (
+    DRAWN_BY_MINI_SETS,
+    ByUser,
+    Cut,
+    Fetcher,
+    Partition,
+    Scheme,
+    make_scheme,
+    mini_sets_of,
+)
+from clipwise.sampling.schemes import whole
 
 
 def make_private(
@@ -89,8 +99,9 @@ def make_private(
         noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
             exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
             It is drawn on the CPU and needs clipwise[secure]. `clipwise.secure` says what is claimed.
-        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Not for
-            `Batch`, whose pieces are its mini-sets.
+        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. The pieces of
+            `Batch` are its mini-sets, which are never cut: a limit below their expected size is refused, and one that a
+            random draw makes larger comes as a whole.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
             each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
             of one example. A number K hands each row out K times, for draws of your own. Views come from the operating
@@ -137,7 +148,7 @@ def make_private(
     cut: Cut | None = users
     if isinstance(strategy, Batch):
         cut = users or mini_sets_of(scheme, mini_sets)
-        _require_whole_mini_sets(max_physical_batch_size)
+        _require_whole_mini_sets(max_physical_batch_size, _mini_set_size(scheme, mini_sets, users, records))
     relation = adjacency_of(adjacency, scheme.sampling)
     require_public_size(relation)
     planned = planned_steps(epochs, steps, scheme)
@@ -233,8 +244,18 @@ def _users(group: Any, strategy: Strategy) -> ByUser:
     return ByUser(group)
 
 
-def _require_whole_mini_sets(max_physical_batch_size: int | None) -> None:
-    if max_physical_batch_size is not None:
+def _mini_set_size(scheme: Scheme, mini_sets: int, users: ByUser | None, records: int) -> float:
+    """How many records a mini-set is expected to have, from public numbers."""
+    if users is not None:
+        return records / users.users
+    return scheme.mini_set_size if isinstance(scheme, Partition) else scheme.expected_size / mini_sets
+
+
+def _require_whole_mini_sets(max_physical_batch_size: int | None, size: float) -> None:
+    """Mini-sets are the pieces that are handed out. A limit that they keep anyway has nothing to do."""
+    if max_physical_batch_size is None:
+        return
+    if whole("max_physical_batch_size", max_physical_batch_size, least=1) < size:
         raise ConfigurationError(
             "max_physical_batch_size would cut mini-sets, and Batch clips each as a whole: leave it out and use "
             "Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."

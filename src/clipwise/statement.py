@@ -197,6 +197,7 @@ class Statement:
             return NOT_RECORDED
         text = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in parts[:4])
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
+        text += wording.what_moves(parts, self.spent.unit)
         if wording.counts(parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
         elif wording.follows_weights(self.about.strategy or {}):

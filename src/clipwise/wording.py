@@ -163,6 +163,22 @@ def public_data(strategy: Mapping[str, Any], statistics: Mapping[str, Any] | Non
     return f"{'; '.join(used) or NO_PUBLIC_DATA}: {TAKEN_AS_PUBLIC}"
 
 
+def what_moves(parts: Sequence[Part], unit: Unit) -> str:
+    """How the sensitivities of parts are meant, where that is not all parts of the sum itself."""
+    found = ""
+    if any(p.alone for p in parts):
+        found += (
+            f"; a {unit} moves one of these parts only, drawn at random: the draw must stay secret, and no "
+            "amplification is claimed for it"
+        )
+    if any(p.scales for p in parts):
+        found += (
+            "; of the scaled sum: gradients are multiplied by public factors before the clip, and divided by them "
+            "after the noise"
+        )
+    return found
+
+
 def bounds_change(strategy: Mapping[str, Any]) -> bool:
     """Whether the bounds of a strategy are not the same in every step, though nothing is counted for them."""
     if follows_weights(strategy):

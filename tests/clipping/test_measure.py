@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 from clipwise.clipping.measure import mean_norms
 from clipwise.clipping.parts import group_parameters
 from clipwise.clipping.public import Public
+from clipwise.errors import ConfigurationError
+from clipwise.layers import without_running_statistics
 from tests.clipping.policies import loss, public, rows, small_model
 from tests.gradients.cases import losses, oracle, trainable
 
@@ -39,6 +41,26 @@ def test_of_mini_sets_by_definition(count: int, size: int | None, sets: int) -> 
         g = torch.cat([truth[n].flatten(1) for n in names], 1)
         means = [g[k * used : (k + 1) * used].mean(0).norm() for k in range(sets)]
         assert found[h] == pytest.approx(float(torch.stack(means).mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize("count", [12, 14])
+def test_of_mini_sets_a_single_number_will_do(count: int) -> None:
+    """What is left over at the end is left out all the same."""
+    on = small_model()
+    whole = Public(TensorDataset(rows(count)), lambda model, x: loss(model, x).mean(), batch_size=4)
+    found = measured(on, whole, "mini-set")
+    assert found == pytest.approx(measured(on, public(count, batch_size=4), "mini-set"), rel=1e-12)
+    with pytest.raises(ConfigurationError, match=r"one loss an example.*of='mini-set'"):
+        measured(on, whole)
+
+
+def test_layers_that_mix_examples_in_evaluation_are_measured_one_by_one() -> None:
+    """As in training: without statistics a layer uses those of the batch."""
+    torch.manual_seed(0)
+    on = without_running_statistics(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
+    data = Public(TensorDataset(torch.randn(6, 4).double()), lambda model, x: model(x).square().sum(1))
+    in_training = measured(on, data)
+    assert measured(on.eval(), data) == pytest.approx(in_training)
 
 
 def test_what_is_not_finite_is_left_out() -> None:

@@ -58,9 +58,11 @@ def test_records_of_any_kind_are_collated() -> None:
         (torch.zeros(3, 4), "cannot be read again"),
         (None, "cannot be read again"),
         ([], "empty"),
+        ((rows(3), rows(3)), r"tuple of tensors.*TensorDataset\(x, y\)"),
+        ([rows(3), rows(3)], r"list of tensors.*TensorDataset\(x, y\)"),
         (TensorDataset(torch.zeros(0, 4)), "empty"),
     ],
-    ids=["iterator", "tensor", "nothing", "no batch", "no record"],
+    ids=["iterator", "tensor", "nothing", "no batch", "columns", "a list of columns", "no record"],
 )
 def test_data_that_cannot_be_measured_on_is_refused(data: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Public: data .*{words}"):

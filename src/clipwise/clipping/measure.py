@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from clipwise.clipping.public import Public
 from clipwise.gradients import Memory, per_example_gradients
 from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.batch_statistics import BatchStatisticsNorm
 
 Groups = Mapping[str, Sequence[str]]
 Parameters = Mapping[str, nn.Parameter]
@@ -40,9 +41,9 @@ def mean_norms(
     # Public statistics stay those of the weights: copies of buffers are as good as the buffers.
     with AllPublicStatistics(model).held(), undisturbed(model, parameters):
         memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
-        for batch in public.batches(size):
-            losses = public.losses(model, batch, device)
-            if size is not None and len(losses) < size and count and not public.comes_in_batches:
+        for number, batch in enumerate(public.batches(size), 1):
+            losses = public.losses(model, batch, device, of)
+            if size is not None and number * size > public.size and count and not public.comes_in_batches:
                 continue  # the mean of fewer examples is longer
             if of == "mini-set":
                 squares = _of_the_mean(losses, parameters)
@@ -80,6 +81,9 @@ def _norms(squares: Mapping[str, Tensor], names: Sequence[str], device: torch.de
 
 
 def _mixes(module: nn.Module) -> bool:
+    """Whether it normalizes by the batch, as some batch norm layers do in `.eval()` too."""
+    if isinstance(module, BatchStatisticsNorm):
+        return module.training or not module.has_statistics
     batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return batch_norm and (module.training or module.running_mean is None)
 

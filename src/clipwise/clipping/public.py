@@ -26,7 +26,8 @@ class Public:
 
     Args:
         data: a map-style data set, or batches: a list, a tuple or a `DataLoader` of them.
-        loss: `loss(model, *batch)` gives one loss an example, as in the training loop.
+        loss: `loss(model, *batch)` gives one loss an example, as in the training loop; a single number will do where
+            norms are those of mini-sets (`of="mini-set"`).
         batch_size: how many examples go through the model at a time. Batches come as they are.
         name: how the statement calls the data; by default the name of its type.
         collate_fn: from a list of records to a batch, for a data set.
@@ -48,6 +49,11 @@ class Public:
         self.name = type(data).__name__ if name is None else name
         self._batches: Sequence[Any] | DataLoader[Any] | None = None
         self._fetcher: Fetcher | None = None
+        if isinstance(data, (list, tuple)) and any(isinstance(member, Tensor) for member in data):
+            raise ConfigurationError(
+                f"Public: data is a {type(data).__name__} of tensors, which may be columns or batches: give "
+                "TensorDataset(x, y) for columns, or a list with a tuple (x, y) for each batch."
+            )
         if isinstance(data, (list, tuple, DataLoader)):
             self._batches = data
             self.size = len(data)
@@ -77,14 +83,16 @@ class Public:
         for first in range(0, self.size, step):
             yield self._fetcher[np.arange(first, min(first + step, self.size), dtype=np.int64)]
 
-    def losses(self, model: nn.Module, batch: Any, device: torch.device) -> Tensor:
-        """One loss an example of a batch, which is brought to the model's device."""
+    def losses(self, model: nn.Module, batch: Any, device: torch.device, of: str = "example") -> Tensor:
+        """One loss an example of a batch, which is brought to the model's device; of a mini-set, perhaps one number."""
         batch = map_tensors(lambda t: t.to(device), batch)
         arguments = batch if isinstance(batch, (list, tuple)) else (batch,)
         losses = self.loss(model, *arguments)
-        if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.requires_grad:
+        dimensions = (0, 1) if of == "mini-set" else (1,)
+        if not (isinstance(losses, Tensor) and losses.dim() in dimensions and losses.requires_grad):
             raise ConfigurationError(
-                "Public: loss(model, *batch) must return one loss an example, with gradients: use reduction='none'."
+                "Public: loss(model, *batch) must return one loss an example, with gradients: use reduction='none'; a "
+                "single number will do for norms of mini-sets, of='mini-set'."
             )
         return losses
 
