@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Batch, PerExample, Private, Unit, check, checkpoint, layers, statement
+from clipwise.clipping import Strategy
 from clipwise.errors import (
     BudgetExhausted,
     ConfigurationError,
@@ -24,6 +26,7 @@ from clipwise.errors import (
     StepError,
     UnsupportedModelError,
 )
+from clipwise.gradients import METHODS as PER_EXAMPLE_METHODS
 from clipwise.noise import NoiseKey
 from tests.runs import (
     CLASSES,
@@ -191,24 +194,37 @@ class Experts(nn.Module):
         return out
 
 
-def test_a_parameter_that_was_reached_before_may_be_left_out() -> None:
-    """Whether a mini-set reaches it depends on private rows, which may not stop a run."""
-    model, private = private_run(Experts(), clipping=Batch(), sampling="full", noise_multiplier=0.0)
+METHODS = [PerExample(0.1, parts, method=m) for m in PER_EXAMPLE_METHODS for parts in ("all", "layer")]
+
+
+@pytest.mark.parametrize("clipping", [Batch(0.1), *METHODS], ids=lambda s: getattr(s, "method", "batch"))
+def test_a_parameter_that_was_reached_before_may_be_left_out(clipping: Strategy) -> None:
+    """Whether a batch reaches it depends on private rows, which may not stop a run."""
+    model, private = private_run(Experts(), clipping=clipping, sampling="full", noise_multiplier=0.0)
     for number, (x, y) in zip(range(2), iter_epochs(private), strict=False):
         x = x.detach().clone()
         if number:
             x[:, 0] = x[:, 0].abs() + 1
-        private.step(F.cross_entropy(model(x), y))
+        alone = copy.deepcopy(model.experts[0])
+        private.step(F.cross_entropy(model(x), y, reduction="none"))
     first, second = (expert.weight.grad for expert in model.experts)
     assert first is not None and second is not None
     assert bool(first.any()) and not bool(second.any())
 
+    bound = private.parts()[0].sensitivity / (1 if isinstance(clipping, PerExample) else 2)
+    same_clip = dataclasses.replace(clipping, max_norm=bound, parts="all")
+    _, other = private_run(alone, clipping=same_clip, sampling="full", noise_multiplier=0.0)
+    next(iter(other.loader))
+    other.backward(F.cross_entropy(alone(x), y, reduction="none"))
+    torch.testing.assert_close(first, alone.weight.grad)  # as of a model that is this expert alone
 
-def test_a_parameter_that_nobody_reached_is_refused() -> None:
-    model, private = private_run(Experts(), clipping=Batch(), sampling="full")
+
+@pytest.mark.parametrize("clipping", [Batch(), PerExample()], ids=["batch", "per example"])
+def test_a_parameter_that_nobody_reached_is_refused(clipping: Strategy) -> None:
+    model, private = private_run(Experts(), clipping=clipping, sampling="full")
     x, y = next(iter(private.loader))
-    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.weight' takes no part"):
-        private.step(F.cross_entropy(model(x.detach().abs() + 1), y))
+    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.weight'.* no part"):
+        private.step(F.cross_entropy(model(x.detach().abs() + 1), y, reduction="none"))
 
 
 def iter_epochs(private: Private) -> Iterator[Any]:

@@ -16,6 +16,18 @@ class UnsupportedModelError(ClipwiseError):
     """A model or a loss whose per-example gradients cannot be bounded."""
 
 
+class UnreachedParametersError(UnsupportedModelError):
+    """Trainable parameters take no part in the losses.
+
+    Attributes:
+        names: of these parameters.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
 class CoupledExamplesError(UnsupportedModelError):
     """One example's loss depends on another example, so clipping examples bounds nothing."""
 

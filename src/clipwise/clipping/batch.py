@@ -25,7 +25,7 @@ from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
-from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
 from clipwise.given import require_takes
 from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Unit
@@ -213,9 +213,10 @@ class BatchClipper(ClipperByConstants):
         That records take another way is their secret, and nothing to stop a run for.
         """
         if name not in self._reached:
-            raise UnsupportedModelError(
+            raise UnreachedParametersError(
                 f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
-                "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
+                "noise. Freeze it with requires_grad_(False), or use it in the forward pass.",
+                (name,),
             )
         return torch.zeros_like(self._parameters[name])
 

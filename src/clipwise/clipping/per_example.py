@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinned
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Parameters, Site, Split, Strategy
-from clipwise.errors import ConfigurationError
-from clipwise.gradients import METHODS, Memory, per_example_gradients
+from clipwise.errors import ConfigurationError, UnreachedParametersError
+from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
+from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
@@ -140,6 +142,7 @@ class PerExampleClipper(ClipperByConstants):
     ) -> None:
         self._strategy, self._parameters, self.arithmetic = strategy, site.parameters, arithmetic
         self._memory = Memory(arithmetic)
+        self._all_reached = False  # whether a batch of the run has reached every parameter
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
         # Replacing a record takes one clipped gradient out of the sum and puts another one in.
@@ -156,10 +159,12 @@ class PerExampleClipper(ClipperByConstants):
             counts = self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
             return total | counts | self._statistics.nothing()
         statistics = self._statistics.clipped_by_row(losses)
-        gradients = per_example_gradients(losses, self._parameters, self._memory, self._method)
+        gradients, left_out = self._gradients(losses)
         if self._constants.frozen:
             gradients = active_only(gradients, self._constants.frozen, self._parameters)
         squares, errors = gradients.squared_norms(), gradients.squared_errors()
+        for name in left_out:
+            squares[name] = torch.zeros_like(next(iter(squares.values())))
         groups, norms, scales = self._constants.groups, self._constants.norms, self._constants.scales
         for name, m in scales.items():  # |m g|^2 = m^2 |g|^2, rounded up
             squares[name] = squares[name] * (m * m * (1 + 2.0**-50))
@@ -186,7 +191,28 @@ class PerExampleClipper(ClipperByConstants):
                 nu_B = nu_B.float()  # once, and not once a parameter
             weights.update(dict.fromkeys(names, nu_B))
         sums = gradients.weighted_sums(weights)
+        sums |= {
+            name: torch.zeros_like(at_least_float32(self._parameters[name].detach())) for name in left_out
+        }
         return sums | self._constants.counts(part_norms, bad_B, real_B) | statistics
+
+    def _gradients(self, losses: Tensor) -> tuple[PerExampleGradients, tuple[str, ...]]:
+        """Those of parameters that the losses reach, and the names of the others, whose gradients are 0.
+
+        Once others have reached them, as in a mixture of experts, that these records take another way is their
+        secret, and nothing to stop a run for.
+        """
+        ask = partial(per_example_gradients, losses, memory=self._memory, method=self._method)
+        try:
+            found = ask(parameters=self._parameters)
+        except UnreachedParametersError as refusal:
+            if not self._all_reached or len(refusal.names) == len(self._parameters):
+                raise
+            left_out = refusal.names
+        else:
+            self._all_reached = True
+            return found, ()
+        return ask(parameters={n: p for n, p in self._parameters.items() if n not in left_out}), left_out
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:

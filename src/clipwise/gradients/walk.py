@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from clipwise.errors import CoupledExamplesError, UnsupportedModelError
+from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
 from clipwise.gradients.outline import Entry, Outline, Plan
 
@@ -248,9 +248,10 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     reached = {entry.name for entry in entries if entry.inputs is None}
     missing = [name for name in parameters if name not in reached]
     if missing:
-        raise UnsupportedModelError(
+        raise UnreachedParametersError(
             f"Trainable parameter(s) {_some(missing)} take no part in the losses, so their private gradient "
-            "would be pure noise. Freeze them with requires_grad_(False), or use them in the forward pass."
+            "would be pure noise. Freeze them with requires_grad_(False), or use them in the forward pass.",
+            tuple(missing),
         )
     return Graph(losses, order, Outline(tuple(entries), losses.output_nr, tuple(cutting), moves_rows))
 
