@@ -177,7 +177,7 @@ def test_a_loaded_checkpoint_can_be_evaluated_at_once() -> None:
 
 
 def test_an_optimizer_is_told_of_by_one_hook_that_goes_with_the_run() -> None:
-    model, private = run("public", 1.0)
+    _, private = run("public", 1.0)
     optimizer = private.optimizer
     assert len(optimizer._optimizer_step_post_hooks) == 1
     copied = copy.deepcopy(optimizer)
@@ -186,7 +186,7 @@ def test_an_optimizer_is_told_of_by_one_hook_that_goes_with_the_run() -> None:
     assert not optimizer._optimizer_step_post_hooks
     _, plain = run("group", 1.0)
     assert not plain.optimizer._optimizer_step_post_hooks  # a captured step allows for none
-    model, private = run("public", 1.0)
+    _, private = run("public", 1.0)
     optimizer = private.optimizer
     del private
     gc.collect()
@@ -218,6 +218,22 @@ def test_norms_are_measured_with_public_statistics(strategy: str, kind: str) -> 
             private.step(losses_of(model, *batch))
     assert private.parts() != before
     assert PublicStatistics.of(model).is_fresh
+
+
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+def test_a_local_update_gets_a_copy_with_fresh_statistics(kind: str) -> None:
+    def update(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        for _ in range(2):
+            losses_of(model, *batch).mean().backward()
+            sgd(model).step()
+            PublicStatistics.of(model).refresh()
+
+    model, private = run(kind, 1.0, clipping=Batch(local_update=update))
+    before = model[0].weight.clone()
+    for batch in private.loader:
+        private.step_sets(batch)
+    assert not torch.equal(model[0].weight, before)
+    model.eval()(images(2))
 
 
 def test_a_model_that_was_moved_is_refreshed_before_it_is_measured() -> None:

@@ -59,4 +59,3 @@ class Changes:
         device, is_mixed = lengths[0].device, len({n.dtype for n in lengths}) > 1
         found = torch.stack([n.to(device, torch.float64 if is_mixed else n.dtype) for n in lengths])
         return found.nan_to_num(nan=-1.0, posinf=torch.inf)  # what is not a number stays what it is
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -319,6 +320,66 @@ def test_a_frozen_model_goes_where_the_rows_are_not() -> None:
     assert not statistics.refresh()
 
 
+def rebuilt(kind: str) -> nn.Module:
+    """The network as one builds it where the public rows are not: frozen, with other weights."""
+    model, statistics = sound(kind)
+    statistics.freeze()
+    for layer in model.modules():
+        if isinstance(layer, PublicBatchNorm):
+            layer.rows = 0
+    for t in [*model.parameters(), *model.buffers()]:
+        t.detach().zero_()
+    return model
+
+
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+def test_a_frozen_model_goes_through_its_state(kind: str) -> None:
+    model, statistics = sound(kind)
+    statistics.freeze()
+    other = rebuilt(kind)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(images(4)), model(images(4)))
+
+
+@pytest.mark.parametrize("kind", [*PUBLIC_KINDS, "frozen"])
+def test_plain_batch_norm_takes_over_what_it_can_compute(kind: str) -> None:
+    model, _ = sound(kind)
+    plain = network().eval()
+    state = model.state_dict()
+    if kind == "self+public":
+        with pytest.raises(RuntimeError, match="public_rows"):
+            plain.load_state_dict(state)
+        return
+    plain.load_state_dict(state)
+    torch.testing.assert_close(plain(images(4)), model(images(4)))
+
+
+def test_a_state_without_the_number_of_rows() -> None:
+    """Where the statistics are made here it is known; elsewhere nothing can be computed without it."""
+    state = network().state_dict()
+    model, statistics = sound("self+public")
+    before = model(images(3))
+    model.load_state_dict(state)
+    statistics.refresh()
+    torch.testing.assert_close(model(images(3)), before)
+    elsewhere = rebuilt("self+public")
+    with pytest.raises(RuntimeError, match=r"Missing key.*public_rows"):
+        elsewhere.load_state_dict(state)
+    elsewhere.load_state_dict(state, strict=False)
+    with pytest.raises(StepError, match="how many public rows"):
+        elsewhere(images(3))
+
+
+def test_statistics_of_these_rows_count_these_rows() -> None:
+    """Whatever another run's state says."""
+    model, statistics = sound("self+public")
+    before = model(images(3))
+    state = model.state_dict()
+    model.load_state_dict({n: torch.tensor(99) if n.endswith("public_rows") else t for n, t in state.items()})
+    statistics.refresh()
+    assert torch.equal(model(images(3)), before)
+
+
 # ------------------------------------------------------------- what is refused
 
 
@@ -349,7 +410,16 @@ def test_one_public_statistics_serves_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [torch.randn(1, 2), (), torch.tensor(3.0), (torch.randn(3, 2), torch.randn(4, 2)), ["a"]]
+    "rows",
+    [
+        torch.randn(1, 2),
+        (),
+        torch.tensor(3.0),
+        (torch.randn(3, 2), torch.randn(4, 2)),
+        ["a"],
+        np.zeros((3, 2)),
+        7,
+    ],
 )
 def test_public_rows_must_be_rows(rows: object) -> None:
     with pytest.raises(ConfigurationError, match="public must"):
@@ -377,7 +447,9 @@ class Recurrent(nn.Module):
         return self.norm(self.cell(x.transpose(0, 1))[0][-1])
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("public", (False, False, True)), ("public-exact", (True, False, False))])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("public", (False, False, True)), ("public-exact", (True, False, False))]
+)
 def test_a_pass_that_goes_back_through_recurrent_layers_does_without_cudnn(
     kind: str, expected: tuple[bool, bool, bool]
 ) -> None:

@@ -116,6 +116,22 @@ def test_groups_of_one_value_are_refused() -> None:
         replace_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), kind="group", groups=3)
 
 
+@given(channels=st.integers(2, 64), side=st.integers(1, 4))
+def test_groups_have_eight_values_where_positions_are_known(channels: int, side: int) -> None:
+    """Of two values normalization leaves a sign alone."""
+    rows = torch.randn(2, channels, side, side)
+    model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(channels)), rows, "group")
+    groups = model[0].num_groups
+    assert groups == 1 or channels // groups * side * side >= 8
+    assert channels // groups >= 2
+
+
+def test_positions_that_are_many_or_unknown_leave_two_channels_to_a_group() -> None:
+    for rows in (None, torch.randn(2, 16, 4, 4)):
+        model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(16)), rows, "group")
+        assert model[0].num_groups == 8
+
+
 def test_looking_at_positions_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout())
     before = model[0].running_mean.clone()

@@ -28,6 +28,7 @@ from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
 from clipwise.given import require_takes
 from clipwise.gradients.rare import PutAside
+from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling import Partition, Scheme
 from clipwise.sampling.schemes import whole
@@ -62,7 +63,8 @@ class Batch(Strategy):
         local_update: what is clipped in place of the gradient: `local_update(model, mini_set)` gets a copy of the
             model and the batch that was given to `private.step_sets`, may train the copy as long as it likes, and
             returns the change of each trainable parameter by name; or None, and then the change is what became of
-            the copy. SGD with a learning rate of 1 adds the mean of the clipped changes to the weights.
+            the copy. SGD with a learning rate of 1 adds the mean of the clipped changes to the weights. Public
+            statistics of the copy are fresh; after an update of its own it calls PublicStatistics.of(model).refresh().
         sparse: `Sparse(...)` freezes entries that only hover within the noise.
         running_statistics: `NoisedStatistics(...)` releases, beside the gradient, what batch norm layers need for
             evaluation.
@@ -302,12 +304,14 @@ def _called(update: LocalUpdate, model: nn.Module, mini_set: Any) -> Mapping[str
 def copied(model: nn.Module) -> nn.Module:
     """A model of its own for a local update: nothing that it learns stays, and nothing passes to the next one."""
     try:
-        return copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     except Exception as error:
         raise UnsupportedModelError(
             f"The model cannot be copied for local_update ({type(error).__name__}): keep no tensors with a gradient "
             "history, open files or locks in its attributes."
         ) from error
+    AllPublicStatistics(copied).refresh()
+    return copied
 
 
 def _name(function: Callable[..., Any]) -> str:

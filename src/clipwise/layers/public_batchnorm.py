@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from clipwise.layers.public_statistics import PublicStatistics
 
 PUBLIC_KINDS = ("public", "self+public", "public-exact")
+_ROWS = "public_rows"  # M in a state_dict
 
 
 class PublicBatchNorm(nn.Module):
@@ -82,6 +83,11 @@ class PublicBatchNorm(nn.Module):
                 "replace_batchnorm."
             )
         if self.kind == "self+public":
+            if not self.rows:
+                raise StepError(
+                    f"A {type(self).__name__} of kind='self+public' does not know how many public rows its statistics "
+                    "are of: load a state_dict of such a layer, or make PublicStatistics(model, public)."
+                )
             return self._with_public_rows(x)
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
@@ -128,10 +134,30 @@ class PublicBatchNorm(nn.Module):
                 + (f" and {x.shape[1]} channels." if x.dim() > 1 else ".")
             )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As BatchNorm does, so that it can take over; a kind that it does not know has M besides."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.kind == "self+public":
+            destination[f"{prefix}{_ROWS}"] = torch.tensor(self.rows)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *rest: Any,
+    ) -> None:
         """What a BatchNorm saved can be loaded: it counted its batches besides."""
         state_dict.pop(f"{prefix}num_batches_tracked", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.kind == "self+public":
+            rows = state_dict.pop(f"{prefix}{_ROWS}", None)
+            if rows is not None:
+                self.rows = int(rows)
+            elif strict and self.statistics is None:
+                missing_keys.append(f"{prefix}{_ROWS}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
 
 
 class PublicBatchNorm1d(PublicBatchNorm):

@@ -15,7 +15,7 @@ def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The arguments of a call of the model on public rows, detached from whatever made them."""
     rows = (public,) if isinstance(public, Tensor) else public
     is_rows = isinstance(rows, (tuple, list)) and all(isinstance(x, Tensor) and x.dim() for x in rows)
-    if not rows or not is_rows:
+    if not is_rows or not rows:  # in this order: not everything can say whether it is empty
         raise ConfigurationError(
             "public must be a tensor of rows as the model takes them, or a tuple of tensors for several arguments, not "
             f"{type(public).__name__}."

@@ -30,8 +30,9 @@ _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
     nn.SyncBatchNorm: PublicBatchNorm,
 }
 _MOST_GROUPS = 32
-# Channels of a group, at least. In place of BatchNorm1d there may be no positions, and two values only leave a sign.
-_FEWEST, _FEWEST_1D = 2, 8
+# Of a group, at least: two channels, and so many values, of which two alone would leave a sign. In place of BatchNorm1d
+# there may be no positions; elsewhere they are counted where public rows show them.
+_FEWEST_CHANNELS, _FEWEST_VALUES = 2, 8
 
 
 def replace_batchnorm(
@@ -54,7 +55,8 @@ def replace_batchnorm(
             come from public data; "group": GroupNorm; "layer": normalization over all channels and positions of an
             example, with scale and shift a channel, as GroupNorm with one group.
         groups: for "group". By default the most, up to 32, that divide the channels and leave a group at least
-            two of them (eight in place of BatchNorm1d), or one group.
+            two of them (eight in place of BatchNorm1d) and, where public rows show how many positions there are, at
+            least eight values; or one group.
 
     Returns:
         The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. Those of
@@ -126,8 +128,7 @@ def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) 
 
 def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int | None) -> nn.Module:
     channels = old.num_features
-    fewest = _FEWEST_1D if isinstance(old, nn.BatchNorm1d) else _FEWEST
-    chosen = _most_groups(channels, fewest) if groups is None else groups
+    chosen = _most_groups(channels, _fewest_channels(old, positions)) if groups is None else groups
     if chosen < 1 or channels % chosen:
         raise ConfigurationError(f"Layer {name!r}: groups={chosen} does not divide its {channels} channels.")
     if channels // chosen * (positions or 1) < 2:
@@ -141,6 +142,13 @@ def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int |
             + "Otherwise use fewer groups, or kind='public'."
         )
     return _dressed(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
+
+
+def _fewest_channels(old: _BatchNorm, positions: int | None) -> int:
+    """Of a group that is chosen here."""
+    if isinstance(old, nn.BatchNorm1d):
+        return _FEWEST_VALUES
+    return max(_FEWEST_CHANNELS, -(-_FEWEST_VALUES // (positions or _FEWEST_VALUES)))
 
 
 def _most_groups(channels: int, fewest: int) -> int:

@@ -46,6 +46,11 @@ def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
                 f"Layer {name!r} ({type(layer).__name__}) is transposed: its output channels are not the first axis. "
                 "Standardize the other layers one by one with torch.nn.utils.parametrize and StandardizedWeight."
             )
+        if parametrize.is_parametrized(layer, "weight") and _is_standardized(layer):
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has standardized weights already. To change eps, call "
+                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') first."
+            )
         if layer.weight[0].numel() < 2:
             raise ConfigurationError(
                 f"Layer {name!r} ({type(layer).__name__}) has one weight an output channel, which would become 0. "
@@ -54,3 +59,8 @@ def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
     for layer in layers.values():
         parametrize.register_parametrization(layer, "weight", StandardizedWeight(eps))
     return model
+
+
+def _is_standardized(layer: nn.Module) -> bool:
+    assert isinstance(layer.parametrizations, nn.ModuleDict)
+    return any(isinstance(step, StandardizedWeight) for step in layer.parametrizations["weight"].modules())
