@@ -320,6 +320,18 @@ def test_a_frozen_model_goes_where_the_rows_are_not() -> None:
     assert not statistics.refresh()
 
 
+@pytest.mark.parametrize("kind", PUBLIC_KINDS)
+def test_a_model_is_exported_as_a_frozen_copy(kind: str) -> None:
+    model, _ = sound(kind)
+    with pytest.raises(Exception, match=r"stale.*freeze\(\)"):
+        torch.export.export(model, (images(3),))
+    other = copy.deepcopy(model)
+    statistics = PublicStatistics.of(other)
+    statistics.refresh()
+    exported = torch.export.export(statistics.freeze(), (images(3),))
+    torch.testing.assert_close(exported.module()(images(3)), model(images(3)))
+
+
 def rebuilt(kind: str) -> nn.Module:
     """The network as one builds it where the public rows are not: frozen, with other weights."""
     model, statistics = sound(kind)

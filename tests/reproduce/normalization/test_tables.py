@@ -1,6 +1,8 @@
 """The declared tables."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,39 @@ def test_tables_2_to_7_are_there_and_the_two_that_matter_come_first():
     assert {table.name for table in TABLES} == {"2", "3", "4", "5", "5-mini-sets", "6", "6-scratch", "7"}
     for table in TABLES:
         assert bool(table.shortened) == (table.name not in ("2", "5")), table.name
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_columns_that_are_left_out_are_named(table):
+    kinds = {"no norm": "none", "layer norm": "layer", "group norm": "group"}
+    if table.over == "epsilon":
+        kinds |= {kind: kind for kind in ("public", "self+public", "public-exact")}
+    else:
+        kinds |= {"batch norm": "batch"}
+    run = {changes["norm"] for changes in table.methods.values()}
+    named = table.shortened.partition("; columns not run: ")[2].split(", ")
+    assert [name for name in named if name] == [name for name, kind in kinds.items() if kind not in run]
+
+
+def test_the_readme_counts_the_runs():
+    """Each entry has a run a trial, where there are several, and one a seed; those of the best may be the longest."""
+    text = (Path(__file__).parents[3] / "experiments/normalization/README.md").read_text()
+    found = dict(re.findall(r"^\| (\S+) \| (\d[\d,]* \| \d[\d,]*) \|$", text, re.MULTILINE))
+    expected = {}
+    for table in TABLES:
+        entries = [
+            table.tried(family, method, value)
+            for family in table.families
+            for method in table.methods
+            for value in table.values
+        ]
+        runs = sum(len(tried) * (len(tried) > 1) + table.seeds for tried in entries)
+        epochs = sum(
+            sum(s.epochs for s in tried) * (len(tried) > 1) + table.seeds * max(s.epochs for s in tried)
+            for tried in entries
+        )
+        expected[table.name] = f"{runs:,} | {epochs:,}"
+    assert found == expected
 
 
 def test_tables_2_and_5_are_in_full():
