@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipwise.changes import Changes
 from clipwise.clipping.choices import require_split
@@ -21,11 +21,11 @@ from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
 from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz.as_traced import AsTraced
 from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
-from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
+from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients, constant_of
 from clipwise.lipschitz.matching import GraphMatch
-from clipwise.lipschitz.modules import require_rule
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, trace
 from clipwise.lipschitz.weights import (
@@ -210,13 +210,8 @@ class LipschitzClipper(Clipper):
         self._groups = group_parameters(strategy.parts, site.parameters)
         limits = limits_of(network, strategy.max_weight_norm)
         self._limits = {name: limits[name] for name in site.parameters}
-        self._constant = strategy.bounded_loss.constant(network.output_shape)
-        self._modules = {
-            str(node.target): network.graph.get_submodule(str(node.target))
-            for node in network.graph.graph.nodes
-            if node.op == "call_module"
-        }
-        self._settings = {name: _settings_of(module) for name, module in self._modules.items()}
+        self._constant = constant_of(strategy.bounded_loss, network.output_shape)
+        self._as_traced = AsTraced(site.model, network)
         self._match = GraphMatch(network)
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
@@ -265,8 +260,8 @@ class LipschitzClipper(Clipper):
                 )
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
-            # What is frozen is measured, since anybody may change it; for the rest the bounds stay.
-            is_constant = all(
+            # What is frozen, and every buffer, is measured, since anybody may change it; for the rest the bounds stay.
+            is_constant = not any(True for _ in self._network.graph.buffers()) and all(
                 n in self._limits for op in self._network.operations for n in op.parameters.values()
             )
             self._fixed = found if is_constant else None
@@ -305,6 +300,7 @@ class LipschitzClipper(Clipper):
         if len(losses) == 0:
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._require_as_bounded()
+        self._as_traced.require()
         self._require_no_hooks(outputs)
         self._match.require(outputs)
         found_at = gradients_at_outputs(losses, outputs, self._parameters)
@@ -321,14 +317,8 @@ class LipschitzClipper(Clipper):
         }
 
     def _require_as_bounded(self) -> None:
-        """The bounds are for these weights, these settings of layers and this arithmetic."""
+        """The bounds are for these weights and this arithmetic."""
         self._require_unchanged(self._watch.was_counted())
-        for name, module in self._modules.items():
-            if _settings_of(module) != self._settings[name]:
-                raise StepError(
-                    f"Settings of layer {name!r} ({type(module).__name__}) were changed after make_private, and the "
-                    "bounds are for those before: make a new private run."
-                )
         device = next(iter(self._parameters.values())).device
         if chosen_arithmetic(device).operand_error > self.arithmetic.operand_error:
             raise StepError(
@@ -345,9 +335,7 @@ class LipschitzClipper(Clipper):
             )
 
     def _require_no_hooks(self, outputs: Tensor) -> None:
-        """What a hook does to a value or a gradient no graph shows."""
-        for name, module in self._modules.items():
-            require_rule(name, module)
+        """What a hook does to a gradient no graph shows."""
         for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
             if tensor._backward_hooks:
                 raise StepError(
@@ -367,17 +355,6 @@ def _require_norm(input_norm: float) -> None:
         raise ConfigurationError(
             f"input_norm must be a positive, finite number, or None for a model of ids, not {input_norm!r}."
         ) from None
-
-
-def _settings_of(module: nn.Module) -> dict[str, Any]:
-    """Stride, slope, rate and the like: all plain values of a layer but its mode."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, tuple))
-        and name != "training"
-        and not name.startswith("_")
-    }
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:

@@ -58,7 +58,7 @@ class ClippedInput(torch.autograd.Function):
         shape = (-1, *[1] * (x.ndim - 1))
         clipped = torch.where(good_B.view(shape), x * scales_B.to(x.dtype).view(shape), 0)
         ctx.save_for_backward(clipped, scales_B.to(x.dtype), good_B)
-        ctx.max_norm = max_norm
+        ctx.max_norm, ctx.example_shape = max_norm, tuple(x.shape[1:])
         return clipped
 
     @staticmethod

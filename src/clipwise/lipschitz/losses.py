@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class CosineSimilarity(BoundedLoss):
         _require_positive("floor", self.floor)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        _require_same_shape(self, outputs, targets)
         z, y = outputs.flatten(1), targets.flatten(1)
         # The floor comes before the root, whose slope at 0 is infinite.
         lengths = z.square().sum(1).clamp(min=self.floor**2).sqrt()
@@ -82,6 +84,8 @@ class MulticlassHinge(BoundedLoss):
 
     def __post_init__(self) -> None:
         require_known("kind", self.kind, KINDS)
+        if not (isinstance(self.margin, (int, float)) and math.isfinite(self.margin)):
+            raise ConfigurationError(f"margin must be a finite number, not {self.margin!r}.")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         is_class = F.one_hot(targets, outputs.shape[1]).bool()
@@ -92,6 +96,11 @@ class MulticlassHinge(BoundedLoss):
         return others.sum(1) if self.kind == "all-pairs" else others.amax(1)
 
     def constant(self, shape: Sequence[int]) -> float:
+        if len(shape) != 1:
+            raise ConfigurationError(
+                f"MulticlassHinge takes outputs of the shape (examples, classes), and an example's outputs have the "
+                f"shape {tuple(shape)}: flatten them, or take SoftmaxCrossEntropy, which knows positions."
+            )
         (classes,) = shape
         if self.kind == "all-pairs":
             return math.sqrt(classes * (classes - 1))
@@ -108,6 +117,7 @@ class Huber(BoundedLoss):
         _require_positive("delta", self.delta)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        _require_same_shape(self, outputs, targets)
         losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
         return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
@@ -120,11 +130,24 @@ class Logistic(BoundedLoss):
     """log(1 + e^z) - y z over n outputs, for labels y in [0, 1]: |sigmoid(z) - y| <= 1, so sqrt(n)."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        _require_same_shape(self, outputs, targets)
         losses = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
         return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
     def constant(self, shape: Sequence[int]) -> float:
         return math.sqrt(math.prod(shape))
+
+
+def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
+    """The loss's constant for outputs of this shape, or an error if that is none."""
+    found = loss.constant(shape)
+    is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+    if not (is_number and math.isfinite(found) and found > 0):
+        raise ConfigurationError(
+            f"{type(loss).__name__}.constant({tuple(shape)}) must be a positive, finite number, the largest norm of an "
+            f"example's gradient at its output, not {found!r}."
+        )
+    return float(found)
 
 
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
@@ -139,6 +162,15 @@ def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     shape = (-1, *[1] * (gradients.ndim - 1))
     good_B = torch.isfinite(norms_B).view(shape)
     return torch.where(good_B, gradients * scales_B.to(gradients.dtype).view(shape), 0)
+
+
+def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> None:
+    """Otherwise torch repeats one of them, and every example meets all targets."""
+    if outputs.shape != targets.shape:
+        raise ConfigurationError(
+            f"{type(loss).__name__}: outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}; "
+            "each output needs a target of its own: give targets.view_as(outputs)."
+        )
 
 
 def _require_positive(name: str, value: float) -> None:

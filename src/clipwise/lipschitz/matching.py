@@ -2,7 +2,7 @@
 
 A model may do one thing when it is traced and another in training: a branch on a flag, a layer that is skipped,
 autocast, an input that went around the clip. What autograd recorded tells. It is compared, node by node, with what
-it records for the traced graph on two synthetic examples: the operations and their settings, the parameters,
+it records for the traced graph on a few synthetic examples: the operations and their settings, the parameters,
 the shapes, and that every input went through `ClipInput` (or is ids).
 """
 
@@ -19,8 +19,9 @@ from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.trace import Network
 
 Node = torch.autograd.graph.Node
+Shape = tuple[int, ...]
 _CLIPPED = "ClippedInputBackward"
-_EXAMPLES = 2
+_EXAMPLES = (2, 3)  # two numbers of them tell which sizes grow with the examples
 _FOLLOWS = (
     "_sym_",
     "_sizes",
@@ -55,8 +56,7 @@ class GraphMatch:
         if len(outputs) == 0:
             return  # an empty batch has no gradients to bound
         # Of a single example torch lays out sequences otherwise, with other views.
-        reference = min(len(outputs), _EXAMPLES)
-        expected = self._of_the_trace(outputs.device, reference)
+        expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1)
         try:
             found = self._described(outputs.grad_fn)
         except RuntimeError as error:
@@ -64,8 +64,9 @@ class GraphMatch:
                 "outputs: their graph was used up, or weights were changed since the model ran: the bounds are for "
                 "the weights of now. Run the model again."
             ) from error
-        for place, (one, other) in enumerate(zip(expected, found, strict=False)):
-            if not _same(one, other, len(outputs) / reference):
+        for place, (description, other) in enumerate(zip(expected, found, strict=False)):
+            one = _for_examples(description, len(outputs))
+            if one != other:
                 same = ", with other inputs" if _told(one) == _told(other) else ""
                 raise UnsupportedModelError(
                     f"outputs: operation {place} from the end is {_told(other)}{same}, where the traced model "
@@ -78,16 +79,24 @@ class GraphMatch:
                 "hold for the traced model only: give what that model returned."
             )
 
-    def _of_the_trace(self, device: torch.device, examples: int) -> list[Any]:
-        graph = self._network.graph
-        modes = tuple(m.training for m in graph.modules())
-        key = (*modes, device, examples)
+    def _of_the_trace(self, device: torch.device, is_single: bool) -> list[Any]:
+        """Each node with sizes as (a, b): for n examples a + b n."""
+        modes = tuple(m.training for m in self._network.graph.modules())
+        key = (*modes, device, is_single)
         if key not in self._expected:
-            with torch.random.fork_rng(enabled=True), torch.enable_grad():
-                outputs = graph(self._examples(device, examples))
-            assert outputs.grad_fn is not None
-            self._expected[key] = self._described(outputs.grad_fn)
+            few, more = (1, 1) if is_single else _EXAMPLES
+            one, other = self._run(device, few), self._run(device, more)
+            self._expected[key] = [
+                (*a[:2], tuple(_growing(m, n, few, more) for m, n in zip(a[2], b[2], strict=True)), *a[3:])
+                for a, b in zip(one, other, strict=True)
+            ]
         return self._expected[key]
+
+    def _run(self, device: torch.device, examples: int) -> list[Any]:
+        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+            outputs = self._network.graph(self._examples(device, examples))
+        assert outputs.grad_fn is not None
+        return self._described(outputs.grad_fn)
 
     def _examples(self, device: torch.device, examples: int) -> Tensor:
         shape = (examples, *self._network.input_shape)
@@ -100,7 +109,7 @@ class GraphMatch:
         order: dict[Node, int] = {root: 0}
         nodes = [root]
         for node in nodes:  # grows on the way
-            for following, _ in node.next_functions if not _is_clip(node) else ():
+            for following in _behind(node):
                 if following is not None and following not in order:
                     order[following] = len(nodes)
                     nodes.append(following)
@@ -108,7 +117,9 @@ class GraphMatch:
 
     def _of_node(self, node: Node, order: Mapping[Node, int]) -> tuple[Any, ...]:
         if _is_clip(node):
-            return (_CLIPPED, (), (), (("max_norm", node.max_norm),))  # type: ignore[attr-defined]
+            clip: Any = node
+            leads = tuple((None if f is None else order[f], 0) for f in _behind(node))
+            return (_CLIPPED, leads, (), (("max_norm", clip.max_norm), ("shape", clip.example_shape)))
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             return ("parameter", (), (), (("name", self._owners.get(id(variable), "unknown")),))
@@ -149,18 +160,18 @@ def _is_number(value: Tensor) -> bool:
     return not value.requires_grad and not isinstance(value, nn.Parameter)
 
 
-def _same(one: Any, other: Any, times: float) -> bool:
-    """Whether two nodes do the same, where the second has so many times as many examples."""
-    return bool(
-        one[0] == other[0]
-        and one[1] == other[1]
-        and one[3] == other[3]
-        and len(one[2]) == len(other[2])
-        and all(
-            len(a) == len(b) and all(m == n or m * times == n for m, n in zip(a, b, strict=True))
-            for a, b in zip(one[2], other[2], strict=True)
-        )
-    )
+def _growing(one: Shape, other: Shape, few: int, more: int) -> tuple[tuple[int, int], ...]:
+    """From the sizes for two numbers of examples: a + b n."""
+    if few == more:
+        return tuple((m, 0) for m in one)
+    slopes = [(n - m) // (more - few) for m, n in zip(one, other, strict=True)]
+    return tuple((m - b * few, b) for m, b in zip(one, slopes, strict=True))
+
+
+def _for_examples(description: Any, examples: int) -> tuple[Any, ...]:
+    """What is expected of a node, for so many examples."""
+    name, leads, shapes, settings = description
+    return name, leads, tuple(tuple(a + b * examples for a, b in shape) for shape in shapes), settings
 
 
 def _told(description: Any) -> str:
@@ -168,6 +179,26 @@ def _told(description: Any) -> str:
     extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in settings)
     size = f" of shape {list(shapes[0][1:])}" if shapes and len(shapes[0]) > 1 else ""
     return f"{name.removesuffix('Backward0')}{size}{f' ({extra})' if extra else ''}"
+
+
+def _behind(node: Node) -> list[Node | None]:
+    """Where gradients go on. Behind a clip only what leads to a parameter matters: values are bounded after it."""
+    found = [following for following, _ in node.next_functions]
+    if not _is_clip(node):
+        return found
+    return [found[0]] if _leads_to_parameter(found[0]) else []  # the other one is the anchor
+
+
+def _leads_to_parameter(node: Node | None) -> bool:
+    entered, stack = {None, node}, [] if node is None else [node]
+    while stack:
+        here = stack.pop()
+        if isinstance(getattr(here, "variable", None), nn.Parameter):
+            return True
+        following = {f for f, _ in here.next_functions} - entered
+        entered |= following
+        stack += [f for f in following if f is not None]
+    return False
 
 
 def _is_clip(node: Node) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
+from clipwise.errors import UnsupportedModelError
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.l2_attention import L2Mixture
@@ -49,12 +51,25 @@ def is_known(module: nn.Module) -> bool:
     return isinstance(module, (*_OURS, PublicBatchNorm))
 
 
-def require_rule(name: str, module: nn.Module) -> None:
-    """Refuse a module that no rule is for, before anything is done with it."""
+def require_no_hooks(name: str, module: nn.Module) -> None:
+    """Refuse what could change a value or a gradient where no graph shows it."""
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         raise refusal(
             name, module, "it has hooks, or a forward of its own, which no bound knows: take them off"
         )
+
+
+def require_no_global_hooks() -> None:
+    """The same of hooks that torch calls for every module."""
+    if any(getattr(torch_modules, f"_global{hooks}") for hooks in _HOOKS):
+        raise UnsupportedModelError(
+            "Lipschitz bounds: torch has hooks on all modules (torch.nn.modules.module.register_module_...), which no "
+            "bound knows: take them off."
+        )
+
+
+def require_rule(name: str, module: nn.Module) -> None:
+    """Refuse a module that no rule is for, before anything is done with it."""
     if type(module) in _BUILDERS:
         return
     for refused, instead in _REFUSED.items():

@@ -15,7 +15,8 @@ from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.functions import Call, function_rule
-from clipwise.lipschitz.modules import is_known, module_rule, require_rule
+from clipwise.lipschitz.graphs import Step, attribute_of, graph_of, steps_of
+from clipwise.lipschitz.modules import module_rule, require_rule
 from clipwise.lipschitz.refusals import refusal
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import MoveRule, ParameterRule
@@ -55,6 +56,7 @@ class Network:
         output: the name of its output.
         input_shape, output_shape: of one example.
         rounding: the arithmetic that the bounds allow for.
+        steps: what the model's forward pass did, also where nobody used it.
     """
 
     graph: fx.GraphModule
@@ -64,22 +66,7 @@ class Network:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     rounding: Rounding
-
-
-class _Tracer(fx.Tracer):
-    """Stops at modules that have a rule of their own."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_known(m) or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """As usual; whatever cannot be traced is refused under the name of the innermost module that does it."""
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise refusal(self.path_of_module(m), m, _untraceable(error)) from error
+    steps: tuple[Step, ...]
 
 
 def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
@@ -90,25 +77,9 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         input_shape: of one example, without the batch. It is public and the same for all.
         arithmetic: in which the products of training run.
     """
-    try:
-        graph = _Tracer().trace(model)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise refusal("", model, _untraceable(error)) from error
-    module = fx.GraphModule(model, graph)
-    module.graph.eliminate_dead_code()
-    module.recompile()
+    module = fx.GraphModule(model, graph_of(model))
     rounding = Rounding(_unit_of(model), arithmetic)
-    walk = _Walk(model, module, tuple(input_shape), rounding)
-    return walk.network()
-
-
-def _untraceable(error: Exception) -> str:
-    return (
-        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not know "
-        f"({type(error).__name__}: {str(error).rstrip('.')}). Write it without such branches"
-    )
+    return _Walk(model, module, tuple(input_shape), rounding).network()
 
 
 class _Walk:
@@ -143,14 +114,20 @@ class _Walk:
         (result,) = next(n for n in nodes if n.op == "output").args
         if not (isinstance(result, fx.Node) and isinstance(self._values[result], Tensor)):
             raise UnsupportedModelError("Lipschitz bounds: the model must return one tensor.")
+        steps = tuple(steps_of(self._module.graph))
+        # Only now: what nobody uses may still have written into what others use.
+        self._module.graph.eliminate_dead_code()
+        self._module.recompile()
+        used = {node.name for node in self._module.graph.nodes}
         return Network(
             self._module,
-            tuple(self._operations),
+            tuple(op for op in self._operations if op.name in used),
             input_node.name,
             result.name,
             self._input_shape,
             self._shape(result),
             self._rounding,
+            steps,
         )
 
     def _require_clipped(self, input_node: fx.Node) -> None:
@@ -201,6 +178,8 @@ class _Walk:
                 found = module(*arguments, **options)
                 return _States(found[0]) if isinstance(module, (nn.RNN, nn.GRU, nn.LSTM)) else found
             if node.op == "call_method":
+                if str(node.target).startswith("register_"):
+                    raise refusal(where, node.target, "what a hook does has no bound: leave it out")
                 return getattr(arguments[0], str(node.target))(*arguments[1:], **options)
             assert callable(node.target)
             if node.target is operator.getitem and isinstance(arguments[0], _States):
@@ -236,6 +215,13 @@ class _Walk:
                 "the first dimension of its result is not that of the examples; each example must be treated by itself",
             )
         out = tuple(value.shape[1:])
+        if any(n and n % _EXAMPLES == 0 for n in out):
+            raise refusal(
+                where,
+                node.target,
+                "its result has the examples in a second dimension too, so that each meets all others: give operands "
+                "the same number of dimensions",
+            )
         parameters: dict[str, str] = {}
         if node.op == "call_module":
             module = self._module.get_submodule(str(node.target))
@@ -266,9 +252,7 @@ class _Walk:
             changed = changed.args[0] if is_view else None
 
     def _attribute(self, node: fx.Node) -> Any:
-        owner: Any = self._module
-        for part in str(node.target).split("."):
-            owner = getattr(owner, part)
+        owner = attribute_of(self._module, str(node.target))
         if not isinstance(owner, Tensor):
             return owner
         name = self._names.get(id(owner), "")

@@ -1,0 +1,124 @@
+"""Whether a model still is what was traced.
+
+Bounds follow from the numbers, the layers and the tensors of the trace. The graph of autograd does not show all of
+them: the 3 of x + 3, or that another frozen tensor took the place of the traced one. So what a forward pass may read
+of the modules is remembered, and compared in every step. Where something differs the model is traced again: the same
+operations of the same layers and tensors have the same bounds, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from clipwise.errors import StepError
+from clipwise.lipschitz.graphs import attribute_of, graph_of, steps_of
+from clipwise.lipschitz.modules import require_no_global_hooks
+from clipwise.lipschitz.trace import Network
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, looked at by itself
+_PLAIN = (numbers.Number, str, type(None), torch.dtype, torch.device)
+_UNTRACED = "a tensor that no bound follows from"
+
+Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
+
+
+class AsTraced:
+    """Remembers a model, and refuses it once it would do something else than its trace.
+
+    A look costs a few microseconds for each module.
+    """
+
+    def __init__(self, model: nn.Module, network: Network) -> None:
+        self._model, self._network = model, network
+        traced = (*network.graph.parameters(), *network.graph.buffers())
+        self._tensors = {id(t) for t in traced}  # the network holds them, so that no other has such an id
+        names = [str(n.target) for n in network.graph.graph.nodes if n.op == "call_module"]
+        self._layers = {name: network.graph.get_submodule(name) for name in names}
+        self._first = {name: self._look_at(layer)[1] for name, layer in self._layers.items()}
+        self._remember()
+
+    def require(self) -> None:
+        """Refuse a model that would not do what was traced."""
+        require_no_global_hooks()
+        if [self._look_at(m) for m in self._modules] == self._seen:
+            return
+        self._require_same_layers()
+        again = graph_of(self._model)
+        self._require_same_tensors(again)
+        self._require_same_steps(again)
+        self._remember()
+
+    def _remember(self) -> None:
+        self._modules = list(self._model.modules())
+        self._held = [dict(vars(m)) for m in self._modules]  # what is held keeps its id
+        self._seen = [self._look_at(m) for m in self._modules]
+
+    def _look_at(self, module: nn.Module) -> Look:
+        found: list[Any] = [type(module)]
+        for own in (module._parameters, module._buffers):
+            found += own
+            found += [self._key(t) for t in own.values()]
+        found += module._modules
+        found += map(id, module._modules.values())
+        found.append(bool(module._forward_hooks or module._forward_pre_hooks))
+        found.append(bool(module._backward_hooks or module._backward_pre_hooks))
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                found += (name, self._key(value))
+        return module.training, found
+
+    def _key(self, value: Any) -> Any:
+        """Plain values as they are, what holds others as what it holds, and everything else as itself alone."""
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, (Tensor, fx.Proxy)):
+            return id(value) if id(value) in self._tensors else _UNTRACED
+        if isinstance(value, dict):
+            return [(k, self._key(v)) for k, v in value.items()]
+        if isinstance(value, (list, tuple)):
+            return [self._key(v) for v in value]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._key(vars(value)) if hasattr(value, "__dict__") else id(value)
+        return id(value)
+
+    def _require_same_layers(self) -> None:
+        for name, layer in self._layers.items():
+            if attribute_of(self._model, name) is not layer:
+                raise _replaced(f"Layer {name!r}")
+            _, now = self._look_at(layer)
+            if now != self._first[name]:
+                raise StepError(
+                    f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed after "
+                    "make_private, and the bounds are for those before: make a new private run. (Weights are changed "
+                    "in place, under torch.no_grad().)"
+                )
+
+    def _require_same_tensors(self, again: fx.Graph) -> None:
+        for node in again.nodes:
+            name = str(node.target)
+            if node.op == "get_attr" and attribute_of(self._model, name) is not attribute_of(
+                self._network.graph, name
+            ):
+                raise _replaced(f"The tensor {name!r}")
+
+    def _require_same_steps(self, again: fx.Graph) -> None:
+        before, now = self._network.steps, tuple(steps_of(again))
+        if now == before:
+            return
+        one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
+        raise StepError(
+            f"The model's forward pass does something else than when it was traced: {other.told}, where it had {one.told}. The bounds are for the "
+            "trace: set its attributes back, or make a new private run."
+        )
+
+
+def _replaced(what: str) -> StepError:
+    return StepError(
+        f"{what} is another one than at make_private, and the bounds are for the one before. Change tensors in place, "
+        "under torch.no_grad() and before a batch is drawn, or make a new private run."
+    )
