@@ -15,6 +15,7 @@ from clipwise.changes import Changes
 from clipwise.clipping.choices import require_split
 from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
 from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
+from clipwise.clipping.repeated import RepeatedOutputs
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
@@ -81,11 +82,13 @@ class Lipschitz(Strategy):
         that knows the adjacency. Unit: one record. Delta_k follows from the weights before the step, which were
         released, and from public constants. It may change from step to step; the noise follows, the multiplier stays.
         Assumptions: an example's row of the model's input depends on that example only (probed on the first batches,
-        not proven). That the model treats each row by itself is shown by its trace, and every step compares the graph
-        that ran with the trace. Each loss depends on its own outputs only (compared in every step, as far as a
-        gradient shows it). Norms are certified upper bounds in float64, with room for the rounding of the network's
-        own arithmetic; the sum over B examples is formed in that arithmetic, which moves it by less than B u Delta_k,
-        u = 2^-24 in float32. An example that is not finite counts as 0.
+        not proven). That the model treats each row by itself is shown by its trace. Every step compares the graph that
+        ran, and what the model reads of its modules, with the trace; what it reads elsewhere, such as a global
+        variable, stays. Each loss depends on its own outputs only (compared in every step, as far as a gradient shows
+        it), and on its own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
+        Norms are certified upper bounds in float64, with room for the rounding of the network's own arithmetic; the sum
+        over B examples is formed in that arithmetic, which moves it by less than B u Delta_k, u = 2^-24 in float32. An
+        example that is not finite counts as 0.
     """
 
     max_weight_norm: MaxWeightNorm
@@ -213,6 +216,7 @@ class LipschitzClipper(Clipper):
         self._constant = constant_of(strategy.bounded_loss, network.output_shape)
         self._as_traced = AsTraced(site.model, network)
         self._match = GraphMatch(network)
+        self._repeated = RepeatedOutputs()
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
@@ -303,6 +307,7 @@ class LipschitzClipper(Clipper):
         self._as_traced.require()
         self._require_no_hooks(outputs)
         self._match.require(outputs)
+        self._repeated.require_none(losses, outputs)
         found_at = gradients_at_outputs(losses, outputs, self._parameters)
         # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
         has_moved, are_coupled = torch.stack([self._watch.has_moved(), found_at.are_coupled]).tolist()

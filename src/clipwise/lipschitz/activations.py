@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from clipwise.errors import ConfigurationError
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 
@@ -102,13 +103,39 @@ def _clamped(module: nn.Module) -> Constants:
     return 1.0, max(low, -high, 0.0), max(abs(low), abs(high))
 
 
+def _celu(module: nn.Module) -> Constants:
+    """Below 0 the slope is exp(x / alpha)."""
+    assert isinstance(module, nn.CELU)
+    if not module.alpha > 0:
+        raise ConfigurationError(
+            f"CELU with alpha={module.alpha} has no bounded slope: give a positive alpha."
+        )
+    return 1.0, 0.0, math.inf
+
+
+def _softplus(module: nn.Module) -> Constants:
+    """log(1 + exp(beta x)) / beta, or x itself above the threshold."""
+    assert isinstance(module, nn.Softplus)
+    if module.beta == 0:
+        raise ConfigurationError("Softplus with beta=0 has no values: give another beta.")
+    return 1.0, math.log(2) / abs(module.beta), math.inf
+
+
+def constants_of(module: nn.Module) -> Constants:
+    """Slope, |f(0)| and the largest |f| of an activation as it is set, or an error that says what is wrong."""
+    for name, value in vars(module).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigurationError(f"{name}={value} gives no bound: set a finite number.")
+    return MODULES[type(module)](module)
+
+
 MODULES: dict[type[nn.Module], Callable[..., Constants]] = {
     nn.ReLU: _fixed(1.0),
     nn.ReLU6: _fixed(1.0, most=6.0),
     nn.LeakyReLU: lambda m: (max(1.0, abs(m.negative_slope)), 0.0, math.inf),
     nn.RReLU: lambda m: (max(1.0, abs(m.lower), abs(m.upper)), 0.0, math.inf),
     nn.ELU: lambda m: (max(1.0, abs(m.alpha)), 0.0, math.inf),
-    nn.CELU: _fixed(1.0),
+    nn.CELU: _celu,
     nn.SELU: _fixed(_SELU),
     nn.GELU: lambda m: (_GELU_TANH if m.approximate == "tanh" else _GELU, 0.0, math.inf),
     nn.SiLU: _fixed(_SILU),
@@ -119,7 +146,7 @@ MODULES: dict[type[nn.Module], Callable[..., Constants]] = {
     nn.Sigmoid: _fixed(0.25, at_zero=0.5, most=1.0),
     nn.Hardsigmoid: _fixed(_HARDSIGMOID, at_zero=0.5, most=1.0),
     nn.LogSigmoid: _fixed(1.0, at_zero=math.log(2)),
-    nn.Softplus: lambda m: (1.0, math.log(2) / m.beta, math.inf),
+    nn.Softplus: _softplus,
     nn.Softsign: _fixed(1.0, most=1.0),
     nn.Tanhshrink: _fixed(1.0),
     nn.Softshrink: _fixed(1.0),

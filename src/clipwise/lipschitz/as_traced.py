@@ -112,8 +112,9 @@ class AsTraced:
             return
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
-            f"The model's forward pass does something else than when it was traced: {other.told}, where it had {one.told}. The bounds are for the "
-            "trace: set its attributes back, or make a new private run."
+            "The model's forward pass does something else than when it was traced: "
+            f"{other.told}, where it had {one.told}. The bounds are for the trace: set its attributes back, or make a "
+            "new private run."
         )
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from clipwise.errors import UnsupportedModelError
+from clipwise.lipschitz import pooling
 from clipwise.lipschitz.activations import FUNCTIONS, ElementwiseRule, SoftmaxRule
 from clipwise.lipschitz.pooling import AverageRule
-from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal
+from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, WEIGHTS, own_dimension, refusal
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import JoinRule, MoveRule, ProductRule, ScaleRule, SumRule, dropped
 
@@ -32,6 +34,7 @@ class Call:
     shapes: Sequence[Shape]
     out: Shape
     rounding: Rounding
+    has_weights: bool = False  # whether it takes a tensor of the model, beside values
 
     def option(self, name: str, position: int, default: Any = None) -> Any:
         """An argument given by name or by place."""
@@ -46,6 +49,7 @@ class Call:
 
 
 Build = Callable[[Call], Rule]
+MakePool = Callable[[nn.Module, Shape, Shape, Rounding], Rule]
 
 
 def function_rule(call: Call) -> Rule:
@@ -58,9 +62,11 @@ def function_rule(call: Call) -> Rule:
         return ElementwiseRule(FUNCTIONS[target], call.rounding)
     if target in _BUILDERS:
         return _BUILDERS[target](call)
-    if target in _DOT_PRODUCTS:
-        raise call.refusal(DOT_PRODUCTS)
-    raise call.refusal(UNKNOWN)
+    if isinstance(target, str) and target.endswith("_"):
+        raise call.refusal(f"it changes a value in place: take {target.rstrip('_')}, which gives a new one")
+    if target is getattr:
+        raise call.refusal(f"what is done to .{call.arguments[1]} no graph shows: use the value itself")
+    raise call.refusal(_INSTEAD.get(target, UNKNOWN))
 
 
 def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
@@ -149,6 +155,27 @@ def _dropout(call: Call) -> Rule:
     return ScaleRule(dropped(float(call.option("p", 1, 0.5))), call.rounding)
 
 
+def _pool(make: MakePool, kind: type[nn.Module], *settings: str) -> Build:
+    """The rule of the module that pools alike; `settings` are the function's arguments, in their order."""
+
+    def build(call: Call) -> Rule:
+        given = dict(zip(settings, call.arguments[1:], strict=False)) | dict(call.options)
+        return make(kind(**given), call.shapes[0], call.out, call.rounding)
+
+    return build
+
+
+def _pad(call: Call) -> Rule:
+    if call.option("mode", 2, "constant") != "constant" or call.option("value", 3) not in (None, 0):
+        raise call.refusal("only padding with zeros has a bound")
+    return MoveRule(call.out)
+
+
+def _multiply(call: Call) -> Rule:
+    """Only told apart: values times values are attention, values times weights a layer."""
+    raise call.refusal(WEIGHTS if call.has_weights else DOT_PRODUCTS)
+
+
 def _softmax(call: Call) -> Rule:
     dim = call.option("dim", 1)
     if not isinstance(dim, int):
@@ -156,7 +183,27 @@ def _softmax(call: Call) -> Rule:
     return SoftmaxRule(call.own_dimension(dim), call.rounding)
 
 
-_DOT_PRODUCTS = (F.scaled_dot_product_attention, torch.matmul, torch.bmm, "matmul", "bmm", operator.matmul)
+# What people will try, and what they can do instead.
+_INSTEAD: dict[Any, str] = {
+    target: instead
+    for targets, instead in (
+        ((F.scaled_dot_product_attention,), DOT_PRODUCTS),
+        ((F.linear,), WEIGHTS),
+        (
+            (F.conv1d, F.conv2d, F.conv3d),
+            "a product with weights is bounded as a layer: take nn.Conv1d, 2d or 3d",
+        ),
+        ((torch.stack,), "take torch.cat of x.unsqueeze(dim)"),
+        ((torch.clamp, "clamp", torch.clip, "clip"), "take nn.Hardtanh(min, max), which does the same"),
+        ((torch.amax, "amax", torch.max, "max"), "take nn.AdaptiveMaxPool1d, 2d or 3d"),
+        ((torch.chunk, "chunk", torch.split, "split"), "take slices, such as x[:, :4]"),
+        (("detach", torch.detach), "no gradient goes through it: leave it out"),
+    )
+    for target in targets
+}
+_WINDOWS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+_AVERAGES = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+_SIZES = ("output_size", "return_indices")
 _BUILDERS: dict[Any, Build] = {
     target: build
     for targets, build in (
@@ -174,6 +221,33 @@ _BUILDERS: dict[Any, Build] = {
         ((torch.sum, "sum"), _reduce(total=True)),
         ((F.dropout,), _dropout),
         ((torch.softmax, F.softmax, "softmax"), _softmax),
+        ((torch.matmul, torch.bmm, torch.mm, "matmul", "bmm", "mm", operator.matmul), _multiply),
+        ((F.pad,), _pad),
+        *(
+            ((function,), _pool(make, kind, *settings))
+            for functions, kinds, make, settings in (
+                ((F.max_pool1d, F.max_pool2d, F.max_pool3d), pooling.MAX, pooling.maximum_rule, _WINDOWS),
+                (
+                    (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+                    pooling.AVERAGE,
+                    pooling.average_rule,
+                    _AVERAGES,
+                ),
+                (
+                    (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+                    pooling.ADAPTIVE_MAX,
+                    pooling.adaptive_maximum_rule,
+                    _SIZES,
+                ),
+                (
+                    (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+                    pooling.ADAPTIVE_AVERAGE,
+                    pooling.adaptive_average_rule,
+                    _SIZES,
+                ),
+            )
+            for function, kind in zip(functions, kinds, strict=True)
+        ),
     )
     for target in targets
 }

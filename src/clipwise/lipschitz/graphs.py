@@ -44,8 +44,8 @@ def graph_of(model: nn.Module) -> fx.Graph:
                 raise refusal(
                     "",
                     model,
-                    f"its forward pass is not the same each time ({one.told}, then {other.told}): numbers that it draws "
-                    "or counts have no bound",
+                    f"its forward pass is not the same each time ({one.told}, then {other.told}): numbers that it "
+                    "draws or counts have no bound",
                 )
     return graph
 

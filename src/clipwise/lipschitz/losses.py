@@ -140,14 +140,14 @@ class Logistic(BoundedLoss):
 
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
     """The loss's constant for outputs of this shape, or an error if that is none."""
-    found = loss.constant(shape)
-    is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
-    if not (is_number and math.isfinite(found) and found > 0):
+    found: object = loss.constant(shape)
+    number = float(found) if isinstance(found, numbers.Real) and not isinstance(found, bool) else math.nan
+    if not (math.isfinite(number) and number > 0):
         raise ConfigurationError(
             f"{type(loss).__name__}.constant({tuple(shape)}) must be a positive, finite number, the largest norm of an "
             f"example's gradient at its output, not {found!r}."
         )
-    return float(found)
+    return number
 
 
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:

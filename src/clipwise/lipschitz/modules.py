@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from clipwise.errors import UnsupportedModelError
+from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.l2_attention import L2Mixture
@@ -87,7 +87,10 @@ def module_rule(
 
 
 def _elementwise(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
-    return ElementwiseRule(activations.MODULES[type(module)](module), rounding)
+    try:
+        return ElementwiseRule(activations.constants_of(module), rounding)
+    except ConfigurationError as error:
+        raise refusal(name, module, str(error).rstrip(".")) from None
 
 
 def _convolution(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
@@ -117,6 +120,12 @@ def _embedding(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roun
 
 
 def _recurrent(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    if len(shapes[0]) != 2:
+        raise refusal(
+            name,
+            module,
+            f"an example must have the shape (length, width), not {shapes[0]}: its rows are in time",
+        )
     if len(shapes) != 1:
         raise refusal(name, module, "a first state of its own has no bound here: leave it out, it is 0")
     if not module.batch_first or module.proj_size:

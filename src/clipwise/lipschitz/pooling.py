@@ -58,7 +58,7 @@ def average_rule(module: nn.Module, shape: Sequence[int], out: Sequence[int], ro
     That is so for `count_include_pad=False` and `ceil_mode` too: the divisor of a window is a product over dimensions.
     """
     assert isinstance(module, AVERAGE)
-    sizes = shape[1:]
+    sizes = _image(module, shape)
     settings = zip(
         sizes,
         _tuple(module.kernel_size, sizes),
@@ -86,7 +86,7 @@ def adaptive_average_rule(
 ) -> Rule:
     """As average pooling, with the windows that the sizes give."""
     return AverageRule(
-        math.prod(float(spectral_bounds(m)) for m in _adaptive(shape[1:], out[1:])), out, rounding
+        math.prod(float(spectral_bounds(m)) for m in _adaptive(_image(module, shape), out[1:])), out, rounding
     )
 
 
@@ -95,7 +95,7 @@ def adaptive_maximum_rule(
 ) -> Rule:
     """As max pooling, with the windows that the sizes give."""
     _require_values_only(module)
-    most = math.prod(int((m > 0).sum(1).amax()) for m in _adaptive(shape[1:], out[1:]))
+    most = math.prod(int((m > 0).sum(1).amax()) for m in _adaptive(_image(module, shape), out[1:]))
     return MaximumRule(most, out, rounding)
 
 
@@ -103,7 +103,7 @@ def maximum_rule(module: nn.Module, shape: Sequence[int], out: Sequence[int], ro
     """Counts, for each dimension, in how many windows a pixel is."""
     assert isinstance(module, MAX)
     _require_values_only(module)
-    sizes = shape[1:]
+    sizes = _image(module, shape)
     most = 1
     for n, o, k, s, p, d in zip(
         sizes,
@@ -132,6 +132,17 @@ def _adaptive(sizes: Sequence[int], out: Sequence[int]) -> list[Tensor]:
         F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64).unsqueeze(1), o).squeeze(1)
         for n, o in zip(sizes, out, strict=True)
     ]
+
+
+def _image(module: nn.Module, shape: Sequence[int]) -> Sequence[int]:
+    """All dimensions but the channels. Without channels torch takes the examples for them, and pools otherwise."""
+    name = type(module).__name__
+    if len(shape) != int(name[-2]) + 1:
+        raise UnsupportedModelError(
+            f"{name}: examples of the shape {tuple(shape)} have no dimension for channels: begin with "
+            "nn.Unflatten(1, (1, -1)), or give the data set one."
+        )
+    return shape[1:]
 
 
 def _require_values_only(module: nn.Module) -> None:

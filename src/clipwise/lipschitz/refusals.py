@@ -12,6 +12,7 @@ DOT_PRODUCTS = (
     "attention by dot products has no bounded slope: take clipwise.layers.L2Attention, "
     "which attends by distances"
 )
+WEIGHTS = "a product with weights is bounded as a layer: take nn.Linear"
 UNKNOWN = "no bound is known for it: take an operation that has one, or another strategy"
 
 

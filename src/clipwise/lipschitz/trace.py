@@ -229,7 +229,10 @@ class _Walk:
             parameters = {name: self._names[id(p)] for name, p in module.named_parameters()}
         else:
             plain_arguments = tuple(None if isinstance(a, Tensor) else a for a in arguments)
-            call = Call(where, node.target, plain_arguments, options, shapes, out, self._rounding)
+            takes_weights = any(n.op == "get_attr" for n in tensors)
+            call = Call(
+                where, node.target, plain_arguments, options, shapes, out, self._rounding, takes_weights
+            )
             rule = function_rule(call)
         self._operations.append(Operation(node.name, where, rule, tuple(n.name for n in tensors), parameters))
 
