@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -16,9 +17,12 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import Backprop, PerExample, layers
 from clipwise.accounting import zcdp
+from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.layers.clipped import unclipped
 from clipwise.privacy import Adjacency, Unit
+from tests.layers.clipped.cases import CASES, inputs
+from tests.layers.clipped.cases import clipped as clipped_case
 from tests.runs import data, losses_of, network, private_run, train
 from tests.sites import site
 
@@ -128,11 +132,12 @@ def test_constants_from_public_data() -> None:
     assert type(model.head) is nn.Linear
     assert set(found["input_norm"]) == set(found["grad_norm"]) == {"table", "norm", "head"}
     into_head = model.norm(model.table(ids)).mean(1)
-    scores = model.head(into_head)
+    longest = found["input_norm"]["head"]
+    scores = model.head(into_head * (longest / into_head.norm(dim=1, keepdim=True)).clamp(max=1))
     (g,) = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, y, reduction="sum"), scores)
     norms, upstream = into_head.detach().norm(dim=1), g.norm(dim=1)
     assert math.isclose(found["input_norm"]["head"], float(norms.median()), rel_tol=1e-4)
-    assert math.isclose(of_upstream["grad_norm"]["head"], float(upstream.median()), rel_tol=1e-4)
+    assert math.isclose(of_upstream["grad_norm"]["head"], float(upstream.median()), rel_tol=2e-3)
     # With the input that is there, clipped: half of the gradients are longer than C1 C2.
     both = norms.clamp(max=norms.median()) * upstream / norms.median()
     assert math.isclose(found["grad_norm"]["head"], float(both.median()), rel_tol=2e-3)
@@ -422,6 +427,61 @@ def test_check_says_what_would_be_refused() -> None:
     assert "used outside" in str(penalized)
 
 
+def test_check_takes_backprop_for_a_clipped_model() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model, (x, y))
+
+    batch = data().tensors
+    for model in (clipped(), clipped(mode="normalize")):
+        assert clipwise.check(model, loss, batch).ok
+    assert "layer '0' has 2.0" in str(clipwise.check(clipped(), loss, batch, Backprop(5.0)))
+    assert "float32" in str(
+        clipwise.check(clipped().bfloat16(), lambda m, x, y: loss(m, x.bfloat16(), y), batch)
+    )
+    train_it, rows = run_of(clipped(), loss, batch)
+    train_it(rows)  # as `clipwise check --neighbours` does
+
+
+def test_other_ways_of_clipping_say_what_the_model_is_clipped_for() -> None:
+    with pytest.raises(UnsupportedModelError, match="clipped for Backprop, first in layer '0'"):
+        private_run(clipped(), clipping=PerExample(1.0))
+    model = nn.Sequential(clipped(), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    _, private = private_run(model, torch.optim.SGD(model[1].parameters(), 0.1), clipping=PerExample(1.0))
+    train(model, private, 2)
+
+
+# ------------------------------------------------------------------ state_dict
+
+
+def test_weights_bring_the_clips_they_were_trained_with(tmp_path: Any) -> None:
+    model, x = clipped(input_norm={"0": 0.7, "2": 0.9}), 10 * torch.randn(4, 5)
+    other = clipped(network(seed=1), grad_norm=3.0)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(other(x), model(x)) and repr(other) == repr(model)
+    for options, words in (
+        ({"mode": "normalize"}, "mode='clip' and bound='gradient' and has mode='normalize'"),
+        ({"bound": "upstream"}, "bound='gradient'.*before you load it"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            clipped(**options).load_state_dict(model.state_dict())
+    damaged = model.state_dict()
+    damaged["0._extra_state"] = torch.ones(2)
+    with pytest.raises(ConfigurationError, match="Layer '0': the clips in this state_dict are damaged"):
+        other.load_state_dict(damaged)
+
+
+def test_weights_without_clips_load_only_if_asked_to() -> None:
+    plain, model = network(seed=1), clipped()
+    named = {name.replace(".", ".layer."): p for name, p in plain.state_dict().items()}
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        model.load_state_dict(named)
+    model.load_state_dict(named, strict=False)
+    assert torch.equal(model[0].layer.weight, plain[0].weight)  # type: ignore[index, union-attr]
+    assert model[0].constants.input_norm == 2.0  # type: ignore[index, union-attr]
+
+
 # -------------------------------------------------- what torch does to a model
 
 
@@ -436,14 +496,17 @@ def test_activation_checkpointing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["clip", "normalize"])
-def test_autocast_keeps_the_bound(mode: str) -> None:
-    torch.manual_seed(0)
-    model = clipped(nn.Sequential(images(), nn.LayerNorm(4)), mode=mode, bound="gradient")
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_keeps_the_bound(name: str, mode: str) -> None:
+    case = CASES[name]
+    model = clipped_case(case, mode=mode).float()
     clipper = Backprop().attach(site(model))
-    for x in (torch.randn(1, 1, 4, 4), torch.full((1, 1, 4, 4), 1e4)):
+    for scale in (1.0, 1e4):
+        x = inputs(case, 1, scale)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses = 1e3 * model(x).float().square().sum(1)
-        found = clipper.clipped_sum(losses)
+            # As behind another layer: recurrent layers hand their inputs on as they are.
+            y = model(x if case.ids else x.bfloat16()).float()
+        found = clipper.clipped_sum(1e3 * y.square().flatten(1).sum(1))
         for b in clipper.bounds:
             assert found[b.name].dtype == torch.float32
             assert float(found[b.name].norm()) <= b.sensitivity

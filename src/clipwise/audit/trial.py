@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise.clipping import PerExample, Strategy
+from clipwise.clipping import Backprop, PerExample, Strategy
 from clipwise.errors import ConfigurationError
+from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.make import make_private
 
 STEPS = 6
@@ -31,7 +32,7 @@ def run_of(
         model: is copied before each run.
         loss: `loss(model, *batch)` gives one loss an example.
         batch: tensors whose first dimension counts the examples.
-        clipping: the strategy; `PerExample(max_norm=1.0)` by default.
+        clipping: the strategy; `PerExample(max_norm=1.0)` by default, `Backprop()` for a model that is clipped for it.
         step: `step(private, model, *batch)`, for a strategy that needs more than losses. It returns what
             `private.step` does, which is called by default.
         options: further arguments of `make_private`.
@@ -51,7 +52,7 @@ def run_of(
             own,
             torch.optim.SGD(trained, lr=0.01),
             dataset,
-            clipping=PerExample(max_norm=1.0) if clipping is None else clipping,
+            clipping=_suited(model) if clipping is None else clipping,
             **chosen,
         )
         left = int(chosen["steps"])
@@ -62,3 +63,7 @@ def run_of(
                     break
 
     return train, TensorDataset(*tensors)
+
+
+def _suited(model: nn.Module) -> Strategy:
+    return PerExample(max_norm=1.0) if trainable_clips(model) is None else Backprop()

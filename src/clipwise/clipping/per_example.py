@@ -25,12 +25,13 @@ from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinned
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Parameters, Site, Split, Strategy
-from clipwise.errors import ConfigurationError, UnreachedParametersError
+from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
+from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.privacy import Adjacency, Unit
 
 MODES = ("clip", "normalize")
@@ -108,6 +109,11 @@ class PerExample(Strategy):
         """Bind to a model's trainable parameters."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"PerExample protects single records, not unit={str(site.unit)!r}.")
+        if (layer := trainable_clips(site.model)) is not None:
+            raise UnsupportedModelError(
+                f"This model is clipped for Backprop, first in layer {layer.name!r}, so what comes back in it is no "
+                "gradient any more: train it with Backprop(), or PerExample with a model without clip_inputs."
+            )
         constants = thinned(self.sparse, constants_for(self.max_norm, self.parts, site), site)
         return PerExampleClipper(self, site, constants, self._arithmetic(site.parameters))
 

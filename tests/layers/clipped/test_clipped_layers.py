@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from clipwise.layers import ClippedLayer
+from clipwise.errors import ConfigurationError
+from clipwise.layers import ClippedLayer, clip_inputs
 from clipwise.layers.clipped import maps, scales, unclipped
 from clipwise.layers.clipped.convolution import Convolution
+from clipwise.layers.clipped.embedding import lookup_norm
 from clipwise.layers.clipped.linear import Matrix
 from clipwise.layers.clipped.scales import lengths
 from tests.layers.clipped.cases import CASES, EXAMPLES, bounds, clipped, inputs
@@ -290,3 +292,39 @@ def test_messages_name_the_layer() -> None:
     assert isinstance(layer, ClippedLayer)
     with pytest.raises(ValueError, match="dimensions"):
         layer(torch.zeros(5).double())
+
+
+def test_positions_without_a_gradient_do_not_loosen_the_bound_of_a_table() -> None:
+    """64 words and 64 times padding: no id counts twice, so the bound is exact."""
+    ids_BT = torch.cat([torch.arange(1, 65), torch.zeros(64, dtype=torch.long)])[None]
+    g_BTd = torch.randn(1, 128, 16, dtype=torch.float64)
+    g_BTd[:, 64:] = 0
+    assert math.isclose(float(lookup_norm(ids_BT, g_BTd)), float(g_BTd.norm()), rel_tol=1e-6)
+    assert math.isclose(float(lookup_norm(0 * ids_BT, g_BTd)), float(g_BTd.abs().sum(1).norm()), rel_tol=1e-6)
+    assert float(lookup_norm(ids_BT, 0 * g_BTd)) < 1e-100
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_clipped_attention_exports_with_any_number_of_examples(masked: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = clip_inputs(layer, input_norm=1.0).eval()
+    x, mask = torch.randn(5, 4, 8), torch.zeros(5, 4, dtype=torch.bool)
+    mask[:, 3] = masked
+    examples = torch.export.Dim("examples", min=2)
+    shapes = {"src": {0: examples}, "src_key_padding_mask": {0: examples}}
+    arguments = {"src": x, "src_key_padding_mask": mask}
+    exported = torch.export.export(model, (), arguments, dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        few = {name: value[:3] for name, value in arguments.items()}
+        torch.testing.assert_close(exported(**few), model(**few))
+
+
+def test_a_causal_hint_without_its_mask_is_refused_as_torch_does() -> None:
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    x = torch.randn(2, 3, 6)
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        layer(x, x, x, is_causal=True)
+    model = clip_inputs(nn.Sequential(layer), input_norm=1.0)
+    with pytest.raises(ConfigurationError, match="Layer '0' got is_causal without attn_mask"):
+        model[0](x, x, x, is_causal=True)  # type: ignore[index, operator]

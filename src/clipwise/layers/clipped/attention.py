@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.errors import UnsupportedModelError
+from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.linear import Matrix
 from clipwise.layers.clipped.maps import ClippedMap, MapRole
@@ -90,7 +90,11 @@ class ClippedAttention(ClippedLayer):
             self._heads(self._map(x, layer.in_proj_weight, layer.in_proj_bias, role))
             for x, role in zip(inputs, self._thirds, strict=True)
         )
-        mask = _joined(attn_mask, key_padding_mask, q, len(query), layer.num_heads)
+        if is_causal and attn_mask is None:  # a hint about the mask, for torch too
+            raise ConfigurationError(
+                f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well."
+            )
+        mask = _joined(attn_mask, key_padding_mask, q, query.shape[0], layer.num_heads)
         dropout = layer.dropout if self.training else 0.0
         weights = None
         if need_weights:

@@ -1,7 +1,7 @@
 """Embeddings: ids have no length to clip, so what one example adds is bounded by its upstream gradient alone.
 
 The gradient of row v of the table is the sum of g_t over the positions t that hold v. With `most` the number of times
-that an example holds its most frequent id,
+that an example holds its most frequent id (where no gradient comes back, as at padding, it does not count),
 
     |dW| <= |(sum_t |g_tc|)_c|        channel by channel, whatever the ids are
     |dW| <= sqrt(most) |g|            row by row, by Cauchy's inequality
@@ -61,6 +61,9 @@ def lookup_norm(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
     if ids_BT.shape[1] == 0:
         return torch.zeros(len(ids_BT), dtype=torch.float64, device=ids_BT.device)
     by_sums_B = lengths(g_BTd.abs().sum(1))
+    # Ids of their own for positions that add nothing.
+    own_T = -1 - torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    ids_BT = torch.where((g_BTd != 0).any(2), ids_BT, own_T)
     most_B = (ids_BT == ids_BT.mode(1, keepdim=True).values).sum(1)
     return torch.minimum(by_sums_B, most_B.sqrt() * lengths(g_BTd))
 

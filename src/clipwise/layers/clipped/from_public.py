@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from clipwise.errors import ConfigurationError
 from clipwise.given import require_module, require_takes
 from clipwise.known import require_known
-from clipwise.layers.clipped.maps import Map, MapRole
+from clipwise.layers.clipped.layer import ClippedLayer
+from clipwise.layers.clipped.maps import MapRole
 from clipwise.layers.clipped.put_in import clip_inputs
-from clipwise.layers.clipped.scales import BOUNDS, input_scales, lengths
-from clipwise.layers.clipped.switch import unclipped
+from clipwise.layers.clipped.recurrent import ClippedRecurrent
+from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
+from clipwise.layers.clipped.set_clips import set_clips
+from clipwise.layers.clipped.switch import measured
 
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped
@@ -38,8 +42,11 @@ def norms_from_public(
 ) -> Norms:
     """C1 and C2 of every layer: a quantile of the norms that public examples have there, at the present weights.
 
-    `clip_inputs(model, **norms_from_public(model, loss, batch))` then clips about half of such examples. The model
-    itself stays as it is.
+    `clip_inputs(model, **norms_from_public(model, loss, batch))` then clips about half of such examples. C1 is measured
+    with the input clips of the layers before, C2 with all input clips, by the very norms that will be clipped: those of
+    the weights, and of scale and shift where there are no weights. A layer with several of them takes the largest. (In
+    mode "clip" a layer clips fewer, as far as later layers have clipped what comes back already.) The model itself
+    stays as it is.
 
     Args:
         model: not clipped yet.
@@ -57,42 +64,72 @@ def norms_from_public(
             f"batch must be a tuple of the loss's further arguments, such as (x, y), not {type(batch).__name__}."
         )
     require_takes("loss", loss, "loss(model, *batch)", model, *batch)
-    probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT)
-    names = [name for name, p in probe.named_parameters() if p.requires_grad]
-    found = Norms(input_norm={}, grad_norm={})
+    probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT, bound=bound)
+    names = [m.name for m in probe.modules() if isinstance(m, ClippedLayer)]
+    # The inputs of a layer depend on the clips before it: they settle from the first layer to the last.
+    input_norm = dict.fromkeys(names, _NO_LIMIT)
+    for _ in names:
+        found = {
+            name: _largest(each, quantile) for name, each in _measured(probe, loss, batch).inputs.items()
+        }
+        if found == input_norm:
+            break
+        input_norm = found
+        set_clips(probe, input_norm=input_norm)
+    ratios = _measured(probe, loss, batch).ratios
+    grad_norm = {name: _largest(ratios[name], quantile, _NO_LIMIT) for name in names}
+    return Norms(input_norm=input_norm, grad_norm=grad_norm)
 
-    def measure(node: Any, g: Tensor) -> None:
-        role = node.role
-        if isinstance(role, MapRole):
-            seen, *_ = node.saved_tensors
-            x = role.map.of_input(seen)
-            inputs_B, upstream_B = lengths(x), _upstream(role.map, g, x, bound, quantile)
-        else:
-            inputs_B, upstream_B = None, lengths(g.movedim(node.axis, 0))
-        _keep(found["input_norm"], role.layer.name, inputs_B, quantile)
-        _keep(found["grad_norm"], role.layer.name, upstream_B, quantile)
+
+@dataclass
+class _Measured:
+    """Of every layer, in a pass through the network: |x| of its inputs, and norm / bound of what comes back."""
+
+    inputs: dict[str, list[Tensor]]
+    ratios: dict[str, list[Tensor]]
+
+
+def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any]) -> _Measured:
+    parameters = [p for p in probe.parameters() if p.requires_grad]
+    names = [m.name for m in probe.modules() if isinstance(m, ClippedLayer)]
+    found = _Measured({name: [] for name in names}, {})
+    of_kind: dict[str, dict[str, list[Tensor]]] = {
+        kind: {name: [] for name in names} for kind in (WEIGHTS, VECTORS)
+    }
+    at: list[str] = []
+
+    def watch(node: Any, g: Tensor) -> None:
+        at[:] = [node.role.layer.name]
+        if (x := _input(node)) is not None:
+            found.inputs[at[0]].append(lengths(x))
+
+    def compare(of: str, ratio_B: Tensor) -> None:
+        of_kind[of][at[0]].append(ratio_B)
 
     losses = loss(probe, *batch)
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         raise ConfigurationError(
             "loss must give one loss an example, without a mean or a sum over the batch: use reduction='none'."
         )
-    with unclipped(measure):
-        parameters = dict(probe.named_parameters())
-        torch.autograd.grad(losses.sum(), [parameters[n] for n in names], allow_unused=True)
+    with measured(watch, compare):
+        torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+    # Biases are clipped to C2 as well. Where there are weights it is made for them.
+    found.ratios = {name: of_kind[WEIGHTS][name] or of_kind[VECTORS][name] for name in names}
     return found
 
 
-def _upstream(of: Map, g: Tensor, x: Tensor, bound: str, quantile: float) -> Tensor:
-    """What the clip compares with C2: n(g), or n(g, x) / C1 for the input as it will be, clipped to C1."""
-    if bound == "upstream":
-        return of.upstream_norm(g, of.over_positions(g.abs()), x.shape)
-    norm_B = lengths(x)
-    input_norm = max(_SMALLEST, float(norm_B.quantile(quantile)))
-    return of.gradient_norm(g, of.position_lengths(x)) * input_scales(norm_B, input_norm) / input_norm
+def _input(node: Any) -> Tensor | None:
+    """What is clipped on the way in, examples first; nothing of embeddings and normalization layers."""
+    if isinstance(node.role, MapRole):
+        return node.role.map.of_input(node.saved_tensors[0])
+    if isinstance(node.role.layer, ClippedRecurrent):
+        x: Tensor = node.saved_tensors[0].movedim(node.axis, 0)
+        return x
+    return None
 
 
-def _keep(norms: dict[str, float], name: str, norm_B: Tensor | None, quantile: float) -> None:
-    """Of a layer that is used several times, or has several maps, the largest."""
-    here = _UNUSED if norm_B is None else max(_SMALLEST, float(norm_B.quantile(quantile)))
-    norms[name] = max(norms.get(name, 0.0), here)
+def _largest(each: list[Tensor], quantile: float, times: float = 1.0) -> float:
+    """Of a layer that is used several times, or has several maps, the largest quantile."""
+    if not each:
+        return _UNUSED
+    return min(_NO_LIMIT, max(_SMALLEST, *(times * float(norm_B.quantile(quantile)) for norm_B in each)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.clipped.scales import Constants
+from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
 
 
 class ClippedLayer(nn.Module, ABC):
@@ -40,6 +40,32 @@ class ClippedLayer(nn.Module, ABC):
     def constants(self, constants: Constants) -> None:
         self._constants = constants
         self._take(constants)
+
+    def get_extra_state(self) -> Tensor:
+        """What it clips to, for `state_dict`: a tensor, so that it can be kept where only tensors can."""
+        c = self.constants
+        numbers = [c.input_norm, c.grad_norm, MODES.index(c.mode), BOUNDS.index(c.bound)]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Clip to what was saved with the weights: with another input clip the network is another function."""
+        try:
+            input_norm, grad_norm, mode, bound = state.tolist()
+            mode, bound = MODES[int(mode)], BOUNDS[int(bound)]
+        except (AttributeError, ValueError, TypeError, IndexError):
+            raise ConfigurationError(
+                f"Layer {self.name!r}: the clips in this state_dict are damaged, or of another version. Load it with "
+                "strict=False and without its '_extra_state', and give clip_inputs the constants of that model."
+            ) from None
+        has = self.constants
+        if (mode, bound) != (has.mode, has.bound):
+            raise ConfigurationError(
+                f"Layer {self.name!r} was saved with mode={mode!r} and bound={bound!r} and has mode={has.mode!r} and "
+                f"bound={has.bound!r} here: call clip_inputs(..., mode={mode!r}, bound={bound!r}) before you load it."
+            )
+        self.constants = Constants(
+            number("input_norm", input_norm), number("grad_norm", grad_norm), mode, bound
+        )
 
     @abstractmethod
     def _take(self, constants: Constants) -> None:
@@ -93,6 +119,14 @@ class Role:
     def is_present(self) -> bool:
         """Whether the layer still clips as it did when this role was made."""
         return self._all == self.layer.constants
+
+
+def trainable_clips(model: nn.Module) -> ClippedLayer | None:
+    """A clipped layer that is trained, if there is one."""
+    for module in model.modules():
+        if isinstance(module, ClippedLayer) and any(p.requires_grad for p in module.parameters()):
+            return module
+    return None
 
 
 def is_plain() -> bool:

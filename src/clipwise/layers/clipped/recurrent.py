@@ -82,9 +82,11 @@ class ClippedRecurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_TBH: Tensor, g_last: Tensor, g_cell: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, h0, c0, w_ih, w_hh, b_ih, b_hh, norm_B, scale_B = ctx.saved_tensors
+        *kept, w_ih, w_hh, b_ih, b_hh, norm_B, scale_B = ctx.saved_tensors
         c, clips = ctx.role.constants, switch.is_clipping()
         switch.saw(ctx, torch.cat([g_TBH, g_last[None], g_cell[None]]))
+        # Under autocast they may be in bfloat16: sums are formed in the type of the weights.
+        x, h, h0, c0, g_TBH, g_last, g_cell = (t.to(w_ih.dtype) for t in (*kept, g_TBH, g_last, g_cell))
         finite_B = scale_B > 0
         x_in = cleaned(x, finite_B, _TIMES_FIRST) * along(scale_B, x, _TIMES_FIRST)
         layer = Layer(x_in, h, h0, c0 if ctx.kind == "LSTM" else None, w_ih, w_hh, b_ih, b_hh)
@@ -115,7 +117,7 @@ class ClippedRecurrence(torch.autograd.Function):
             dx = along_the_sphere(
                 dx * along(scale_B, dx), cleaned(x.transpose(0, 1), finite_B), norm_B, scale_B
             )
-            dx = dx.transpose(0, 1)
+            dx = dx.transpose(0, 1).to(kept[0].dtype)
         into_h = weighted(hidden, scales(hidden, before))
         _, dw_hh = matrix.pull_back(into_h, before, w_hh, False, True)
         biases = [

@@ -22,6 +22,7 @@ from clipwise.layers.clipped import switch
 
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
+WEIGHTS, VECTORS = "weights", "vectors"  # what a norm is of: a matrix or a table; a bias, a scale or a shift
 
 # Of a bound. The sums over an example's positions err by less: they run in blocks, at u = 2^-24 a term.
 AIM = 1 - 2.0**-10
@@ -63,16 +64,18 @@ def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
     return torch.where(torch.isfinite(norm_B), scale_B, 0.0)
 
 
-def upstream_scales(norm_B: Tensor, bound: float, mode: str) -> Tensor:
+def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) -> Tensor:
     """nu = min(1, C / n) or, to normalize, C / n: what n bounds is then at most C. A norm of 0 stays 0."""
+    switch.compared(of, norm_B / bound)
     nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
     nu_B = torch.where(norm_B <= _LEAST, 1.0, nu_B)
     return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
 
 
 def fits(t: Tensor) -> bool:
-    """Whether kernels take this tensor: on a GPU, and not in float64."""
-    return kernels.usable(t) and t.numel() > 0 and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    """Whether kernels take this tensor: on a GPU, and not in float64. They do not tell what they compare."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    return kernels.usable(t) and t.numel() > 0 and t.dtype in dtypes and not switch.is_measured()
 
 
 def surely_none(flags_B: Tensor) -> bool:
@@ -119,7 +122,7 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: s
     else:
         if mass_Bn is not None:
             norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
-        nu_B = upstream_scales(norm_B, bound, mode)
+        nu_B = upstream_scales(norm_B, bound, mode, VECTORS)
     return (cleaned(rows_Bn, nu_B) * along(nu_B, rows_Bn)).sum(0)
 
 

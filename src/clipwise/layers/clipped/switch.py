@@ -21,11 +21,13 @@ from torch import Tensor
 
 from clipwise.errors import StepError
 
+Comparison = Callable[[str, Tensor], None]  # of what, and norm / bound of each example
 Watcher = Callable[[Any, Tensor], None]  # a node of the graph, and the gradient of its output
 
 _held = threading.RLock()
 _suspended = 0
 _watcher: Watcher | None = None
+_comparison: Comparison | None = None
 _noted: list[Tensor] | None = None
 
 
@@ -41,6 +43,19 @@ def unclipped(watcher: Watcher | None = None) -> Iterator[None]:
         finally:
             _suspended -= 1
             _watcher = before
+
+
+@contextmanager
+def measured(watcher: Watcher, comparison: Comparison) -> Iterator[None]:
+    """In this block everything that is compared with a bound is told, after the node to which it belongs."""
+    global _watcher, _comparison
+    with _held:
+        before = _watcher, _comparison
+        _watcher, _comparison = watcher, comparison
+        try:
+            yield
+        finally:
+            _watcher, _comparison = before
 
 
 @contextmanager
@@ -64,6 +79,17 @@ def saw(node: Any, g: Tensor) -> None:
     """Called by every clipped layer in a backward pass."""
     if _watcher is not None:
         _watcher(node, g)
+
+
+def is_measured() -> bool:
+    """Whether somebody is told what is compared: kernels that keep it to themselves will not do then."""
+    return _comparison is not None
+
+
+def compared(of: str, ratio_B: Tensor) -> None:
+    """Called wherever norms of upstream gradients are held against their bound."""
+    if _comparison is not None:
+        _comparison(of, ratio_B)
 
 
 @contextmanager
