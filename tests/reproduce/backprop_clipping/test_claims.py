@@ -43,3 +43,4 @@ def test_rows_of_the_table_have_what_is_printed() -> None:
     assert CLAIMS["mnist"].printed("upstream-clip") == 0.987
     assert CLAIMS["cifar10"].printed("dp-sgd-tanh") == 0.662
     assert CLAIMS["mnist"].printed("gradient-normalize") is None
+    assert (CLAIMS["mnist"].printed("clipped-upstream"), CLAIMS["mnist"].printed("clipped")) == (0.989, None)

@@ -1,10 +1,19 @@
 """What is run, and in which order."""
 
-from clipwise.reproduce.backprop_clipping.grid import EPSILONS, FIGURES, SIGNALS, asked, best, rows
+from clipwise.reproduce.backprop_clipping.grid import (
+    EPSILONS,
+    FIGURES,
+    SIGNALS,
+    asked,
+    best,
+    private_methods,
+    rows,
+)
 from clipwise.reproduce.backprop_clipping.search import Row, effort_of, near, spread
 from tests.reproduce.backprop_clipping.made import everything
 
 ROW = Row("mnist", "dp-sgd-tanh", 0.07)
+KEY = "mnist/dp-sgd-tanh epsilon=0.07 epochs=5 learning_rate=0.0036575 max_norm=0.0561725"
 
 
 def test_the_test_part_waits_for_all_trials_of_its_row() -> None:
@@ -62,7 +71,24 @@ def test_every_figure_has_runs() -> None:
     for figure in FIGURES:
         assert list(asked((figure,), False, 1, {})) and list(asked((figure,), True, 1, {}))
     counts = {data: len(rows("5", data)) for data in EPSILONS}
-    assert counts == {"mnist": 2 + 6 * 6, "fashion_mnist": 2 + 6 * 5, "cifar10": 2 + 5 * 3, "digits": 2 + 3}
+    assert counts == {"mnist": 3 + 8 * 6, "fashion_mnist": 3 + 8 * 5, "cifar10": 3 + 5 * 3, "digits": 3 + 3}
+
+
+def test_grey_rows_are_tested_as_often_as_in_the_paper() -> None:
+    assert [effort_of(data, False).seeds for data in ("mnist", "fashion_mnist", "cifar10")] == [10, 10, 2]
+
+
+def test_new_methods_are_on_grey_images_only() -> None:
+    for method in ("gradient-clip-tanh", "dp-sgd-layer"):
+        assert [m for m in ("mnist", "fashion_mnist", "cifar10") if method in private_methods(m)] == [
+            "mnist",
+            "fashion_mnist",
+        ]
+
+
+def test_runs_keep_their_keys() -> None:
+    """Of results that are published: a row that is chosen by others would run again."""
+    assert spread(ROW, 1)[0].key == KEY
 
 
 def test_the_table_is_a_part_of_figure_5() -> None:

@@ -61,7 +61,7 @@ def test_the_page_has_every_table_and_no_gap(store: Store) -> None:
     assert any(row.startswith("| cifar10 | DP-SGD, tanh | 7.53 | 66.2 |") for row in rows)
     assert "| mnist | as published | 0.07 | 2.1e+03: none in effect | 98.7 |" in text
     assert text.count("The last layer alone") == 3
-    assert "0 0.25 against 0.5" in text  # signal over noise
+    assert "0 0.25 against 0.75" in text  # signal over noise
 
 
 def test_quick_runs_are_not_mixed_with_others(store: Store) -> None:

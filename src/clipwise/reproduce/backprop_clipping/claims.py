@@ -47,7 +47,7 @@ class Claim:
         """The accuracy that is claimed for a row, if there is one."""
         return {
             "plain": self.plain,
-            "clipped": self.clipped,
+            "clipped-upstream": self.clipped,
             "dp-sgd-relu": self.relu,
             "dp-sgd-tanh": self.tanh,
             "upstream-clip": self.ours,

@@ -155,19 +155,27 @@ def _best(results: Results) -> list[str]:
 def _signal(results: Results) -> list[str]:
     lines = [
         "Along a run of each method with its chosen setting (by layer: that of flat clipping), on 1,000 training "
-        "images, read off without noise. Gradient: the length of the mean, nothing clipped. Signal: that of the "
-        "clipped mean. Noise: the expected length of the noise on it. Layers are named by their place in the network.",
+        "images, read off without noise. Gradient: the length of the mean, nothing clipped. Passed back: "
+        "the mean length of an example's gradient at the layer's output, with the clips of the layers behind it. "
+        "Signal: the length of the clipped mean. Noise: the expected length of the noise on it. Layers are named by "
+        "their place in the network.",
         "",
-        "| method | step | layer | gradient | signal | noise | signal / noise |",
-        "|---|---|---|---|---|---|---|",
+        "| method | step | layer | gradient | passed back | signal | noise | signal / noise |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for method in SIGNALS:
         epsilon = signal_rows(results.quick)[method].epsilon
-        for cell in results.at("signal", method, epsilon):
+        cells = results.at("signal", method, epsilon)
+        if not any(cell.get("curve") for cell in cells):
+            lines.append(f"| {METHODS[method].title} | not run |" + " |" * 6)
+        for cell in cells:
             curve = cell.get("curve", [])
             for place in dict.fromkeys((0, len(curve) // 2, len(curve) - 1)) if curve else ():
                 for name, layer in curve[place]["layers"].items():
-                    told = [f"{layer[what]:.3g}" for what in ("gradient", "signal", "noise")]
+                    told = [
+                        f"{layer[what]:.3g}" if what in layer else ""
+                        for what in ("gradient", "passed", "signal", "noise")
+                    ]
                     told.append(f"{layer['signal'] / layer['noise']:.3g}")
                     step = curve[place]["step"]
                     lines.append(f"| {METHODS[method].title} | {step} | {name} | {' | '.join(told)} |")

@@ -16,12 +16,15 @@ from clipwise.reproduce.store import Store
 _LINES: dict[str, tuple[str, str]] = {
     "dp-sgd-tanh": ("tab:blue", "-"),
     "dp-sgd-relu": ("tab:blue", "--"),
+    "dp-sgd-layer": ("tab:blue", ":"),
     "upstream-clip": ("tab:orange", "--"),
     "upstream-normalize": ("tab:orange", "-"),
     "gradient-clip": ("tab:red", "--"),
+    "gradient-clip-tanh": ("tab:red", ":"),
     "gradient-normalize": ("tab:red", "-"),
     "plain": ("0.4", ":"),
     "clipped": ("0.4", "-."),
+    "clipped-upstream": ("0.4", "--"),
 }
 
 

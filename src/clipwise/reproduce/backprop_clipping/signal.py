@@ -4,6 +4,8 @@ The paper holds that to clip while gradients are passed back keeps them from gro
 noise than to clip them afterwards. So at points along a run, for each layer:
 
     gradient    |mean of the examples' gradients|, nothing clipped
+    passed      the mean length of an example's gradient at the layer's output, as the clips of the layers behind it
+                have left it; of clipped layers only
     signal      |mean of what is released of them|, clipped, without noise
     noise       the expected length of the noise on that mean: s sqrt(d) / L
 
@@ -18,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from torch import Tensor
 from clipwise import Adjacency, Unit
 from clipwise.bench.limits import Deadline
 from clipwise.clipping import Site
-from clipwise.layers.clipped import unclipped
+from clipwise.layers.clipped import switch, unclipped
 from clipwise.reproduce.backprop_clipping.sets import Images
 from clipwise.reproduce.backprop_clipping.training import Training, judged, losses_of, require_time, strategy
 from clipwise.reproduce.backprop_clipping.trial import Trial
@@ -88,14 +91,28 @@ def measured(training: Training, trial: Trial, images: Images) -> dict[str, dict
     as_they_are = dict(zip(parameters, found, strict=True))
     noise = _noise(training, parameters, clipper.divisor)
     signals, gradients = _by_layer(clipped, len(x)), _by_layer(as_they_are, len(x))
+    passed = _passed(losses_of(model, x, y), parameters)
     return {
         name: {
             "gradient": round(gradients[name], 8),
+            **({"passed": round(passed[name], 8)} if name in passed else {}),
             "signal": round(signals[name], 8),
             "noise": round(noise[name], 8),
         }
         for name in signals
     }
+
+
+def _passed(losses: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """The mean of |g| over examples, g what comes back to a clipped layer."""
+    found: dict[str, float] = {}
+
+    def look(node: Any, g: Tensor) -> None:
+        found[_layer(node.role.layer.name)] = float(g.flatten(1).norm(dim=1).mean())
+
+    with switch.measured(look, lambda of, ratio_B: None):
+        torch.autograd.grad(losses.sum(), list(parameters.values()))
+    return found
 
 
 def _by_layer(sums: Mapping[str, Tensor], count: int) -> dict[str, float]:

@@ -32,6 +32,9 @@ class Method:
 METHODS: dict[str, Method] = {
     "plain": Method("without privacy", "nothing", is_private=False),
     "clipped": Method("clipped, without noise", "layers", is_private=False),
+    "clipped-upstream": Method(
+        "clipped by the paper's bound, without noise", "layers", bound="upstream", is_private=False
+    ),
     "dp-sgd-relu": Method("DP-SGD, ReLU", "examples"),
     "dp-sgd-tanh": Method("DP-SGD, tanh", "examples", activation="tanh"),
     "upstream-clip": Method("backprop, the paper's bound, clip", "layers", bound="upstream"),
@@ -39,12 +42,19 @@ METHODS: dict[str, Method] = {
         "backprop, the paper's bound, normalize", "layers", mode="normalize", bound="upstream"
     ),
     "gradient-clip": Method("backprop, smaller bound, clip", "layers"),
+    "gradient-clip-tanh": Method("backprop, smaller bound, clip, tanh", "layers", activation="tanh"),
     "gradient-normalize": Method("backprop, smaller bound, normalize", "layers", mode="normalize"),
     "dp-sgd-layer": Method("DP-SGD by layer, ReLU", "examples", parts="layer"),
 }
-OPEN = ("plain", "clipped")
-DP_SGD = ("dp-sgd-tanh", "dp-sgd-relu")
-BACKPROP = ("upstream-clip", "upstream-normalize", "gradient-clip", "gradient-normalize")
+OPEN = ("plain", "clipped", "clipped-upstream")
+DP_SGD = ("dp-sgd-tanh", "dp-sgd-relu", "dp-sgd-layer")
+BACKPROP = (
+    "upstream-clip",
+    "upstream-normalize",
+    "gradient-clip",
+    "gradient-clip-tanh",
+    "gradient-normalize",
+)
 
 
 @dataclass(frozen=True)
