@@ -20,13 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
-<<<<<<< HEAD
 from clipwise.clipping import Backprop, Batch, Strategy
-from clipwise.clipping.backprop import clipped_layers, most_of_each
 from clipwise.clipping.batch import copied
-=======
-from clipwise.clipping import Backprop, Strategy
->>>>>>> 3cf0bd4 (norms_from_public measures what is clipped; check knows clipped models; weights carry their clips; recurrent layers under autocast; attention exports with any batch; padding does not loosen tables)
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.given import require_module, require_takes
@@ -69,8 +64,8 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
         batch: the loss's further arguments, each with the examples along its first axis; at least two
             examples, synthetic or public.
         clipping: the strategy to train with; one that clips single examples if left out, which for a model of
-            `layers.clip_inputs` is `Backprop()`. Under one that clips whole
-            mini-sets, such as `Batch`, examples may depend on one another, and the loss may be a single number.
+            `layers.clip_inputs` is `Backprop()`. Under one that clips whole mini-sets, such as `Batch`, examples may
+            depend on one another, and the loss may be a single number.
 
     Returns:
         A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
@@ -82,18 +77,13 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     if clipping is None and trainable_clips(model) is not None:
         clipping = Backprop()
     is_coupled = clipping is not None and clipping.is_coupled
-<<<<<<< HEAD
-    structure = _clipped_structure if isinstance(clipping, Backprop) else _structure
+    structure = partial(_clipped_structure, clipping) if isinstance(clipping, Backprop) else _structure
     tests: tuple[Callable[..., None], ...] = (structure, _replacement, _removal, _random_numbers)
     if isinstance(clipping, Batch) and clipping.local_update is not None:
         tests = (_copied_structure,)
     elif is_coupled:
         tests = (_coupled_structure,)
     for test in tests:
-=======
-    structure = partial(_clipped_structure, clipping) if isinstance(clipping, Backprop) else _structure
-    for test in (_coupled_structure,) if is_coupled else (structure, _replacement, _removal, _random_numbers):
->>>>>>> 3cf0bd4 (norms_from_public measures what is clipped; check knows clipped models; weights carry their clips; recurrent layers under autocast; attention exports with any batch; padding does not loosen tables)
         try:
             test(model, loss, batch, size, report)
         except CoupledExamplesError as refusal:
