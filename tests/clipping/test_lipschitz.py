@@ -472,3 +472,55 @@ def test_fixed_bounds_refuse_a_layer_that_is_frozen_in_part() -> None:
     with pytest.raises(ConfigurationError, match=r"fixed=True.*'1' is frozen in part"):
         run(model, strategy={"fixed": True})
     run(model)  # bounds from the weights as they are know no such limit
+
+
+class Scaled(nn.Module):
+    """Reads a buffer and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(FEATURES))
+        self.shift = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_buffers_are_measured_again_after_a_change(fixed: bool) -> None:
+    model, private = run(network(Scaled(), nn.Linear(FEATURES, CLASSES)), strategy={"fixed": fixed})
+    train(model, private, 1)
+    before = private.parts()[0].sensitivity
+    with torch.no_grad():
+        model[1].scale.mul_(1000)  # type: ignore[index,operator,union-attr]
+    next(iter(private.loader))
+    assert private.parts()[0].sensitivity == pytest.approx(1000 * before, rel=1e-3)
+
+
+def test_a_step_refuses_a_model_that_is_no_longer_what_was_traced() -> None:
+    model, private = run(network(Scaled(), nn.Linear(FEATURES, CLASSES)))
+    train(model, private, 1)
+    model[1].shift = 1000.0  # type: ignore[index,assignment,union-attr]
+    with pytest.raises(StepError, match=r"1000\.0"):
+        train(model, private, 1)
+    model[1].shift = 0.0  # type: ignore[index,assignment,union-attr]
+    train(model, private, 1)
+    model[1].scale = 1000 * model[1].scale  # type: ignore[index,assignment,operator,union-attr]
+    with pytest.raises((StepError, UnsupportedModelError), match="scale"):
+        train(model, private, 1)
+
+
+def test_a_loss_may_not_meet_the_targets_of_others() -> None:
+    def repeated(m: Any, x: Tensor, losses: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        targets = torch.arange(len(x))  # whole numbers: no probe of the inputs moves them
+        return (o.sum(1, keepdim=True) - targets).abs().sum(1), o
+
+    with pytest.raises(CoupledExamplesError, match="targets of all"):
+        step_with(repeated)
+
+
+def test_inputs_of_another_shape_than_the_traced_one_are_refused() -> None:
+    model = network(nn.Unflatten(1, (1, -1)), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(1, CLASSES))
+    model, private = run(model, strategy={"input_shape": (100 * FEATURES,)})
+    with pytest.raises(UnsupportedModelError, match="shape"):
+        train(model, private, 1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from clipwise.lipschitz import (
     SoftmaxCrossEntropy,
     clip_output_gradients,
 )
+from clipwise.lipschitz.losses import constant_of
 
 CLASSES = 10
 LABELS: list[BoundedLoss] = [
@@ -77,8 +81,38 @@ def test_a_scaled_or_broken_loss_is_clipped_and_a_right_one_is_not() -> None:
         (lambda: CosineSimilarity(0.0), "floor"),
         (lambda: Huber(math.inf), "delta"),
         (lambda: MulticlassHinge("other"), "kind"),
+        (lambda: MulticlassHinge(margin=math.nan), "margin"),
+        (lambda: MulticlassHinge().constant((3, 4)), r"\(examples, classes\).*\(3, 4\)"),
     ],
 )
 def test_settings_without_a_constant_are_refused(make: object, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("loss", VALUES, ids=repr)
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (5, 2)])
+def test_targets_must_have_the_shape_of_outputs(loss: BoundedLoss, shape: tuple[int, ...]) -> None:
+    """(5, 1) and (5,) would be (5, 5): every output against every target."""
+    with pytest.raises(ConfigurationError, match="view_as"):
+        loss(torch.zeros(5, 1), torch.zeros(shape))
+
+
+class Stated(BoundedLoss):
+    """Says what it is told to."""
+
+    def __init__(self, constant: Any) -> None:
+        self.stated = constant
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sum(1)
+
+    def constant(self, shape: Sequence[int]) -> float:
+        return self.stated  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stated", [-1.0, 0.0, math.nan, math.inf, "1", None, torch.tensor([1.0, 2.0])])
+def test_a_constant_that_bounds_nothing_is_refused(stated: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Stated\.constant\(\(3,\)\) must be a positive"):
+        constant_of(Stated(stated), (3,))
+    assert constant_of(Stated(np.float32(2.0)), (3,)) == 2.0

@@ -109,3 +109,54 @@ def test_outputs_from_before_a_change_of_the_weights_are_refused() -> None:
         model[5].weight.mul_(2)
     with pytest.raises(UnsupportedModelError, match="Run the model again"):
         match.require(outputs)
+
+
+class Twice(nn.Module):
+    """Clips its input, and what comes behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip, self.again = ClipInput(1.0), ClipInput(1.0)
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.clip(x) if self.first is None else self.first * x
+        return self.b(self.again(self.a(x)))  # type: ignore[no-any-return]
+
+
+def test_what_lies_before_a_second_clip_is_compared_too() -> None:
+    model = Twice()
+    match = GraphMatch(trace(model, (3,)))
+    x = torch.randn(4, 3)
+    match.require(model(x))
+    match.require(
+        model((2 * x.requires_grad_()).exp())
+    )  # what is done to an input before its clip is nobody's matter
+    with pytest.raises(UnsupportedModelError, match="outputs: "):
+        match.require(model(model.a(x)))  # a use before the clip has a gradient too
+    model.first = 50.0
+    with pytest.raises(UnsupportedModelError, match="outputs: "):
+        match.require(model(x))
+
+
+def test_inputs_of_another_size_are_refused_although_pooling_takes_them() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))
+    match = GraphMatch(trace(model, (1, 32, 32)))
+    match.require(model(torch.randn(64, 1, 32, 32)))
+    for size in (1, 16, 64):
+        with pytest.raises(UnsupportedModelError, match=r"shape=\(1, 32, 32\)"):
+            match.require(model(torch.randn(64, 1, size, size)))
+
+
+def test_longer_texts_are_refused_also_where_they_are_as_long_as_the_batch() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1)
+
+    model = nn.Sequential(nn.Embedding(5, 3), Mean(), nn.Linear(3, 2))
+    match = GraphMatch(trace(model, (2,)))
+    match.require(model(torch.randint(0, 5, (8, 2))))
+    for length in (1, 8):  # with 8 examples all is 4 times as large as with 2
+        with pytest.raises(UnsupportedModelError, match="outputs: "):
+            match.require(model(torch.randint(0, 5, (8, length))))

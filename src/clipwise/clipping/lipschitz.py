@@ -307,8 +307,8 @@ class LipschitzClipper(Clipper):
         self._as_traced.require()
         self._require_no_hooks(outputs)
         self._match.require(outputs)
-        self._repeated.require_none(losses, outputs)
         found_at = gradients_at_outputs(losses, outputs, self._parameters)
+        self._repeated.require_none(losses, outputs)
         # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
         has_moved, are_coupled = torch.stack([self._watch.has_moved(), found_at.are_coupled]).tolist()
         self._require_unchanged(has_moved)

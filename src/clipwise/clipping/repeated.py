@@ -61,7 +61,8 @@ def _between(root: Node, end: Node | None) -> list[Node]:
 
 def _is_repeated(made: Shape, taken: Sequence[Shape], sizes: set[int]) -> bool:
     """More numbers than any operand has, and more dimensions as long as the batch."""
-    return all(math.prod(made) > math.prod(t) and _count(made, sizes) > _count(t, sizes) for t in taken)
+    found = _count(made, sizes)
+    return found > 1 and all(math.prod(made) > math.prod(t) and found > _count(t, sizes) for t in taken)
 
 
 def _count(shape: Shape, sizes: set[int]) -> int:

@@ -141,7 +141,7 @@ class Logistic(BoundedLoss):
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
     """The loss's constant for outputs of this shape, or an error if that is none."""
     found: object = loss.constant(shape)
-    number = float(found) if isinstance(found, numbers.Real) and not isinstance(found, bool) else math.nan
+    number = float(found) if isinstance(found, numbers.Real) else math.nan
     if not (math.isfinite(number) and number > 0):
         raise ConfigurationError(
             f"{type(loss).__name__}.constant({tuple(shape)}) must be a positive, finite number, the largest norm of an "

@@ -1,0 +1,137 @@
+"""A model that would do something else than its trace is refused; one that only looks otherwise is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_modules
+
+from clipwise.errors import StepError, UnsupportedModelError
+from clipwise.layers import ClipInput
+from clipwise.lipschitz import trace
+from clipwise.lipschitz.as_traced import AsTraced
+
+
+@dataclass
+class Settings:
+    shift: float = 0.0
+
+
+class Model(nn.Module):
+    """Reads a number, a rate, tensors and layers in every way that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip, self.frozen, self.last = ClipInput(1.0), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.shift, self.rate, self.shifts, self.settings = 0.0, 0.1, [0.0], Settings()
+        self.register_buffer("scale", torch.ones(4))
+        self.factor = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.plain = torch.ones(4)
+        self.branch: float | None = None
+        self.unused, self.seen = 0.0, torch.zeros(1)
+        self.act = nn.LeakyReLU(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shift + self.clip(x) - self.shifts[0] + self.settings.shift
+        self.seen = x
+        if self.branch is not None:
+            x = x + self.branch
+        x = F.dropout(x, self.rate, self.training) * self.scale * self.factor * self.plain
+        return self.last(self.act(self.frozen(x)))  # type: ignore[no-any-return]
+
+
+def _replace_weight(m: Model) -> None:
+    m.frozen.weight = nn.Parameter(1000 * m.frozen.weight, requires_grad=False)
+
+
+CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
+    "a number": (lambda m: setattr(m, "shift", 1e3), r"add\(1000\.0, clip\), where it had add\(0\.0, clip\)"),
+    "a number in a list": (lambda m: m.shifts.__setitem__(0, 1e3), r"1000\.0"),
+    "a number in a dataclass": (lambda m: setattr(m.settings, "shift", 1e3), r"1000\.0"),
+    "a rate": (lambda m: setattr(m, "rate", 0.9), r"p=0\.9"),
+    "a branch": (lambda m: setattr(m, "branch", 5.0), r"add\(.*5\.0\)"),
+    "a mode": (lambda m: m.eval(), "training=False"),
+    "a buffer": (lambda m: setattr(m, "scale", 1000 * m.scale), "'scale' is another one"),
+    "a frozen parameter": (
+        lambda m: setattr(m, "factor", nn.Parameter(1000 * m.factor, requires_grad=False)),
+        "'factor' is another one",
+    ),
+    "a plain tensor": (lambda m: setattr(m, "plain", 1000 * m.plain), "'plain' is another one"),
+    "a layer's weight": (_replace_weight, r"layer 'frozen' \(Linear\)"),
+    "a layer": (lambda m: setattr(m, "frozen", nn.Linear(4, 4)), "'frozen' is another one"),
+    "a setting": (lambda m: setattr(m.act, "negative_slope", 9.0), r"layer 'act' \(LeakyReLU\)"),
+    "a class": (lambda m: setattr(m.act, "__class__", nn.ReLU), "layer 'act'"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_bounds_follow_from_may_not_change(what: str) -> None:
+    model = Model()
+    same = AsTraced(model, trace(model, (4,)))
+    same.require()
+    change, message = CHANGES[what]
+    change(model)
+    for _ in range(2):  # to be refused once is not to be remembered
+        with pytest.raises(StepError, match=message):
+            same.require()
+
+
+def test_what_no_bound_follows_from_may_change() -> None:
+    model = Model()
+    same = AsTraced(model, trace(model, (4,)))
+    for _ in range(3):
+        model(torch.randn(2, 4))  # sets `seen`
+        model.unused += 1.0
+        same.require()
+    with torch.no_grad():
+        model.scale.mul_(2)  # measured anew by whoever derives the bounds
+    model.extra = nn.Linear(2, 2)
+    same.require()
+    assert isinstance(model.seen, Tensor)  # and not what tracing put there
+
+
+def test_a_look_at_the_same_model_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    same = AsTraced(model, trace(model, (4,)))
+    monkeypatch.setattr("clipwise.lipschitz.as_traced.graph_of", None)
+    model(torch.randn(2, 4))
+    same.require()
+
+
+REGISTER = {
+    "forward": torch_modules.register_module_forward_hook,
+    "before": torch_modules.register_module_forward_pre_hook,
+    "backward": torch_modules.register_module_full_backward_hook,
+    "before backward": torch_modules.register_module_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("when", REGISTER)
+def test_hooks_on_all_modules_are_refused(when: str) -> None:
+    model = Model()
+    same = AsTraced(model, trace(model, (4,)))
+    handle = REGISTER[when](lambda *_: None)
+    try:
+        with pytest.raises(UnsupportedModelError, match="hooks on all modules"):
+            same.require()
+        with pytest.raises(UnsupportedModelError, match="hooks on all modules"):
+            trace(model, (4,))
+    finally:
+        handle.remove()
+    same.require()
+
+
+def test_hooks_on_a_whole_model_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(ClipInput(1.0), nn.Linear(4, 3)))
+    same = AsTraced(model, trace(model, (4,)))
+    for module in (model, model[0]):
+        handle = module.register_forward_hook(lambda m, i, o: 1000 * o)
+        with pytest.raises(UnsupportedModelError, match="it has hooks"):
+            same.require()
+        handle.remove()
