@@ -37,7 +37,7 @@ LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
 _ROOM = 2.0**-20  # of C is left: norms in float64 and one rounding to float32 stay well within it
 _ROOM_64 = 2.0**-40  # where nothing is rounded to float32
-_UNIT = 2.0**-53  # a sum of d squares in float64 is off by d of these at most, in any order
+_UNIT = 2.0**-53  # of rounding to float64
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,9 @@ class BatchClipper(ClipperByConstants):
 
     def __init__(self, strategy: Batch, site: Site, constants: Constants) -> None:
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
-        # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
         self._reached: set[str] = set()  # parameters that some mini-set of the run has reached
+        self._most_added = site.scheme.dataset_size if site.unit is not Unit.RECORD else strategy.mini_sets
+        # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
         self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
         halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
         factor = 1.0 if halves else 2.0
@@ -226,11 +227,15 @@ class BatchClipper(ClipperByConstants):
         return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
 
     def _room(self, names: Sequence[str]) -> float:
-        """How much of C is left for rounding: in the norm, and in what is clipped."""
+        """How much of C is left for rounding: of the norm, of what is clipped, and of its sum.
+
+        In float64, with u = 2^-53, a sum of d squares is off by d u at most, in any order, and a sum of k vectors that
+        are no longer than C by k^2 / 2 u C: twice that for the sums of two neighbours.
+        """
         group = [self._parameters[name] for name in names]
         if any(p.dtype != torch.float64 for p in group):
             return _ROOM
-        return _ROOM_64 + _UNIT * sum(p.numel() for p in group)
+        return _ROOM_64 + _UNIT * (sum(p.numel() for p in group) + self._most_added**2)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if self._adds_up or p.dtype == torch.float64 else torch.float32
