@@ -1,15 +1,17 @@
 """How far the certified bounds are above true gradients: bound / norm, parameter by parameter.
 
-python -m experiments.lip_dp_sgd.tightness [--effort tight] [--ascent 50] [--seed 0]
+python -m experiments.lip_dp_sgd.tightness [--effort tight] [--ascent 50] [--seed 0] [--trained]
 
 For networks at initialization, with weights clipped to norm 1: the largest norm over random examples, and after
-steps uphill on it. A ratio above 1e4 is a failure, and is marked as one.
+steps uphill on it. With --trained: for a network that was trained privately on the digits, on digits that it was not
+trained on. A ratio above 1e4 is a failure, and is marked as one.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,8 +20,12 @@ from torch import Tensor, nn
 from clipwise import models
 from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
-from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, clip_weights_, limits_of, trace
+from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, tightness, trace
+from clipwise.lipschitz.rule import Effort
 from clipwise.models.first_weights import make_orthogonal_
+from clipwise.tune import training
+from clipwise.tune.records import records
+from clipwise.tune.trial import Trial
 
 EXAMPLES = 64
 
@@ -72,35 +78,26 @@ NETWORKS = {
 }
 
 
-def largest_norms(model: nn.Module, shape: tuple[int, ...], ascent: int) -> dict[str, float]:
-    """The largest gradient norm of each parameter that random examples and steps uphill from them have."""
-    found: dict[str, float] = {}
-    x = torch.randn(EXAMPLES, *shape)
-    for name, p in model.named_parameters():
-        best, example, label = 0.0, x[:1], None
-        for one in x:
-            norm, y = _norm(model, p, one.unsqueeze(0))
-            if norm > best or label is None:
-                best, example, label = norm, one.unsqueeze(0), y
+def rows(
+    model: nn.Module, loss: BoundedLoss, x: Tensor, effort: Effort, ascent: int
+) -> Iterator[tuple[str, float, float]]:
+    """Of each parameter: its bound, and the largest gradient norm of these examples and of steps uphill from them."""
+    y = model(x).argmin(1)  # the labels that the model finds least likely
+    for name, found in tightness(model, loss, x, y, effort=effort).items():
+        best, example = found.largest, x[found.example].unsqueeze(0)
         for _ in range(ascent):
-            example, norm = _uphill(model, p, example, label)
+            example, norm = _uphill(
+                model, loss, model.get_parameter(name), example, y[found.example].unsqueeze(0)
+            )
             best = max(best, norm)
-        found[name] = best
-    return found
+        yield name, found.bound, best
 
 
-def _norm(model: nn.Module, p: nn.Parameter, x: Tensor) -> tuple[float, Tensor]:
-    """For the label that the model finds least likely."""
-    outputs = model(x)
-    y = outputs.argmin(1)
-    (g,) = torch.autograd.grad(SoftmaxCrossEntropy()(outputs, y).sum(), p)
-    return float(g.norm()), y
-
-
-def _uphill(model: nn.Module, p: nn.Parameter, x: Tensor, y: Tensor | None) -> tuple[Tensor, float]:
-    assert y is not None
+def _uphill(
+    model: nn.Module, loss: BoundedLoss, p: nn.Parameter, x: Tensor, y: Tensor
+) -> tuple[Tensor, float]:
     x = x.detach().requires_grad_()
-    (g,) = torch.autograd.grad(SoftmaxCrossEntropy()(model(x), y).sum(), p, create_graph=True)
+    (g,) = torch.autograd.grad(loss(model(x), y).sum(), p, create_graph=True)
     norm = g.norm()
     if not norm.requires_grad:  # for instance the bias of a linear model
         return x.detach(), float(norm)
@@ -116,20 +113,44 @@ def main() -> None:
     parser.add_argument("--effort", default="spectral", choices=("frobenius", "spectral", "tight"))
     parser.add_argument("--ascent", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trained", action="store_true")
     options = parser.parse_args()
     print("| network | parameter | bound | largest found | bound / found |\n|---|---|---|---|---|")
+    for name, model, loss, x in _trained(options.seed) if options.trained else _untrained(options.seed):
+        for parameter, bound, norm in rows(model, loss, x, options.effort, options.ascent):
+            ratio = bound / norm if norm > 0 else math.inf
+            mark = " (failure)" if ratio > 1e4 else ""
+            print(f"| {name} | {parameter} | {bound:.4g} | {norm:.4g} | {ratio:.2f}{mark} |")
+
+
+Case = tuple[str, nn.Module, BoundedLoss, Tensor]
+
+
+def _untrained(seed: int) -> Iterator[Case]:
     for name, make in NETWORKS.items():
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
         model, shape = make()
         network = trace(model, shape)
         clip_weights_(network, limits_of(network, 1.0))
-        constant = SoftmaxCrossEntropy().constant(network.output_shape)
-        bounds = bounds_of(network, constant, effort=options.effort).sensitivities
-        found = largest_norms(model, shape, options.ascent)
-        for parameter, norm in found.items():
-            ratio = bounds[parameter] / norm if norm > 0 else math.inf
-            mark = " (failure)" if ratio > 1e4 else ""
-            print(f"| {name} | {parameter} | {bounds[parameter]:.4g} | {norm:.4g} | {ratio:.2f}{mark} |")
+        yield name, model, SoftmaxCrossEntropy(), torch.randn(EXAMPLES, *shape)
+
+
+def _trained(seed: int) -> Iterator[Case]:
+    trial = Trial(
+        "digits",
+        "lip",
+        epsilon=3.0,
+        batch_size=256,
+        epochs=20,
+        max_norm=2.0,
+        temperature=0.5,
+        learning_rate=1e-2,
+    )
+    at_hand = records(trial.data, None, torch.device("cpu"))
+    model = training.trained(trial, at_hand, seed).model
+    accuracy, _ = training.judged(model, at_hand.held_out)
+    name = f"mlp2, trained on digits to {accuracy:.1%}"
+    yield name, model, SoftmaxCrossEntropy(trial.temperature), at_hand.held_out.tensors[0][:EXAMPLES]
 
 
 if __name__ == "__main__":

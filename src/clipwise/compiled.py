@@ -69,6 +69,11 @@ class CompiledStep:
                 "loss must be a function from a batch to one loss an example, such as "
                 "lambda x, y: F.cross_entropy(model(x), y, reduction='none')."
             )
+        if private._clipper.needs_outputs:
+            raise ConfigurationError(
+                "private.compiled has no place for the model's outputs, which this strategy needs: call "
+                "private.step(losses, outputs=outputs)."
+            )
         self._private, self._loss = private, loss
         self._size = _piece_size(private) if size is None else whole("size", size, least=_SMALLEST)
         self._device = next(iter(private._parameters.values())).device

@@ -23,7 +23,7 @@ from clipwise.arguments import (
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
 from clipwise.budget import Budget
-from clipwise.clipping import Batch, PerExample, Site, Strategy
+from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
 from clipwise.engine import Private
 from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
@@ -126,7 +126,11 @@ def make_private(
     strategy = PerExample() if clipping is None else clipping
     if not isinstance(strategy, Strategy):
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
-    if not (isinstance(strategy, Batch) and strategy.local_update is not None):
+    # The trace of Lipschitz refuses them too, and names a layer that has bounds.
+    is_judged_later = isinstance(strategy, Lipschitz) or (
+        isinstance(strategy, Batch) and strategy.local_update is not None
+    )
+    if not is_judged_later:
         checks.require_no_batch_statistics(model, strategy.is_coupled)
     noise = noise_kind_of(noise)
     require_penalty(penalty, model)

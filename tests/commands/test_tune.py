@@ -28,11 +28,12 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
 
     monkeypatch.setattr(Repetitions, "draw", lambda self, random=None: 2)
     options = ("--accounted", "--epsilon", 4, "--mean-runs", 3, "--sample-rate", 0.25, "--epochs", 1)
-    found = call("digits", *options, "--out", tmp_path)
+    out = tmp_path / "new" / "folder"
+    found = call("digits", *options, "--out", out)
     assert found.exit_code == 0, found.output
     assert "The whole search costs epsilon 4 at delta 1e-05" in found.output
     assert "noised validation accuracy" in found.output and "2 runs" not in found.output
-    assert (tmp_path / "best.safetensors").exists()
+    assert (out / "best.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,8 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
         (("iris",), "'iris' is no data set and no script"),
         (("digits", "--method", "sgd"), "method='sgd' is not known"),
         (("digits", "--norm", "batch"), "norm='batch' is not known: use one of 'none'"),
+        (("digits", "--method", "lip", "--norm", "group"), "use norm='bounded'"),
+        (("digits", "--accounted", "--method", "fix-lip", "--norm", "group"), "use norm='bounded'"),
         (("digits", "--epsilon", 2), "--epsilon goes with --accounted"),
         (("digits", "--epochs", 2), "--epochs goes with --accounted"),
         (("digits", "--seed", -1), "--seed"),

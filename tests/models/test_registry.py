@@ -93,5 +93,12 @@ def test_unknown_names_are_refused():
         models.build("convnet", norm="instance")
 
 
+def test_missing_and_unknown_options_are_refused_by_name():
+    with pytest.raises(clipwise.ConfigurationError, match=r"'mlp2'.*'features'"):
+        models.build("mlp2")
+    with pytest.raises(clipwise.ConfigurationError, match=r"'convnet3'.*'depth'"):
+        models.build("convnet3", depth=3)
+
+
 def test_every_model_has_a_name():
     assert set(models.names()) >= {*OTHERS, *IMAGES}

@@ -183,10 +183,11 @@ class Lipschitz(Strategy):
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
-        limits = self.max_weight_norm
+        given = self.max_weight_norm
+        limits = {k: _plain(v) for k, v in given.items()} if isinstance(given, Mapping) else _plain(given)
         return {
             "strategy": "lipschitz",
-            "max_weight_norm": dict(limits) if isinstance(limits, Mapping) else limits,
+            "max_weight_norm": limits,
             "input_norm": self.input_norm,
             "norm": self.norm,
             "fixed": self.fixed,
@@ -293,7 +294,7 @@ class LipschitzClipper(Clipper):
         """Not without outputs."""
         raise StepError(
             "Lipschitz bounds gradients from the model's output on: call private.step(losses, outputs=outputs) with "
-            "outputs = model(x), of which the losses were computed. (private.compiled has no place for them.)"
+            "outputs = model(x), of which the losses were computed."
         )
 
     def sum_at_outputs(self, losses: Tensor, outputs: Tensor | None) -> dict[str, Tensor]:
@@ -360,6 +361,11 @@ def _require_norm(input_norm: float) -> None:
         raise ConfigurationError(
             f"input_norm must be a positive, finite number, or None for a model of ids, not {input_norm!r}."
         ) from None
+
+
+def _plain(number: float) -> float:
+    """As a number of Python: one of numpy is no plain type."""
+    return number if isinstance(number, (int, float)) else float(number)
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:

@@ -142,6 +142,7 @@ def _accounted(
         raise ConfigurationError(f"--mean-runs {mean_runs:g} is not possible: give a number above 1.")
     if out is not None:
         require_folder(out)
+        out.mkdir(parents=True, exist_ok=True)  # before the search: what it found cannot be found again
     found = accounted.search(
         what,
         method,

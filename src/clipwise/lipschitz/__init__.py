@@ -1,6 +1,7 @@
 """Certified bounds of gradients from the norms of weights: no per-example gradient is ever formed."""
 
 from clipwise.lipschitz.bounds import Bounds, bounds_of
+from clipwise.lipschitz.comparing import Tightness, tightness
 from clipwise.lipschitz.losses import (
     BoundedLoss,
     CosineSimilarity,
@@ -24,10 +25,12 @@ __all__ = [
     "MulticlassHinge",
     "Network",
     "SoftmaxCrossEntropy",
+    "Tightness",
     "bounds_of",
     "clip_output_gradients",
     "clip_weights_",
     "limits_of",
     "on_limit",
+    "tightness",
     "trace",
 ]

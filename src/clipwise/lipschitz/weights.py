@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -175,7 +176,7 @@ def is_on_limit(ratio: float) -> bool:
     return ratio >= _ON
 
 
-def _require_positive(value: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value > 0):
+def _require_positive(value: object) -> None:
+    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)
+    if not (is_number and math.isfinite(float(value)) and float(value) > 0):  # type: ignore[arg-type]
         raise ConfigurationError(f"max_weight_norm must be a positive, finite number, not {value!r}.")

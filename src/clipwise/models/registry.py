@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from clipwise.errors import ConfigurationError
 from clipwise.known import require_known
 from clipwise.models.backprop_nets import backprop_cifar10, backprop_mnist
 from clipwise.models.bilstm import bilstm
@@ -59,4 +61,9 @@ def build(name: str, **options: Any) -> nn.Module:
             `norm`: "batch", "layer", "group" or "none".
     """
     require_known("model", name, _MODELS)
+    known = inspect.signature(_MODELS[name])
+    try:
+        known.bind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"models.build({name!r}, ...): {error}. It takes {known}.") from None
     return _MODELS[name](**options)

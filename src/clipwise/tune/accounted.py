@@ -18,7 +18,7 @@ from clipwise.tune.records import records
 from clipwise.tune.selection import Released, SelectionPlan, plan, select
 from clipwise.tune.space import Dimension, Range
 from clipwise.tune.training import judged, trained
-from clipwise.tune.trial import METHODS, Trial
+from clipwise.tune.trial import METHODS, Trial, require_bounded
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def search(
         raise ConfigurationError("method='plain' has no privacy: use 'dp-sgd', 'lip' or 'fix-lip'.")
     require_known("method", method, METHODS[:-1])
     require_known("norm", norm, KINDS)
+    require_bounded(method, norm)
     number("sample_rate", sample_rate, above=0, below=math.inf)
     at_hand = records(data, folder, device)
     steps = max(1, round(epochs / sample_rate))

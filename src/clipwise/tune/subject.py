@@ -17,7 +17,7 @@ from clipwise.models.lipschitz_blocks import KINDS
 from clipwise.tune.records import Records, names, records
 from clipwise.tune.space import Choice, Range, Space, paper_space
 from clipwise.tune.training import run
-from clipwise.tune.trial import METHODS, Trial
+from clipwise.tune.trial import METHODS, Trial, require_bounded
 
 Settings = Mapping[str, Any]
 
@@ -62,6 +62,7 @@ def named(
         choices = ", ".join(map(repr, METHODS[:-1]))
         raise ConfigurationError(f"method={method!r} is not known: use one of {choices}.")
     require_known("norm", norm, KINDS)
+    require_bounded(method, norm)
     at_hand = records(data, folder, device)
     space = paper_space(norm)
     return Subject(f"{data}/{norm}/{method}", space, lambda s: _scored(data, method, norm, at_hand, s, seed))

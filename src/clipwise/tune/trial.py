@@ -19,6 +19,15 @@ TITLES = {
 }
 
 
+def require_bounded(method: str, norm: str) -> None:
+    """Refuse a norm that has no bound for methods that need one, before the first run does."""
+    if method in ("lip", "fix-lip") and norm == "group":
+        raise ConfigurationError(
+            f"norm='group' has no bounded slope, which method={method!r} needs: use norm='bounded', a group norm with "
+            "a floor, or 'none'."
+        )
+
+
 @dataclass(frozen=True)
 class Trial:
     """What is trained, and how.
