@@ -171,8 +171,9 @@ class Private:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
 
         Args:
-            losses: one loss for each example of the batch that `loader` handed out last. A strategy that clips
-                whole mini-sets takes their mean, or a single number.
+            losses: one loss for each example of the batch that `loader` handed out last, of its own outputs and
+                targets alone: what a loss takes from the targets of others, such as their mean, nobody sees. A strategy
+                that clips whole mini-sets takes their mean, or a single number.
             outputs: what the model returned, of which the losses were computed. `Lipschitz` needs it; others do not
                 look at it.
 
