@@ -1,11 +1,14 @@
 """How far each bound on a layer's gradient is above the gradient: bound / norm, layer by layer.
 
-    python -m experiments.backprop_clipping.tightness --data FOLDER [--examples 64] [--seed 0]
+    python -m experiments.backprop_clipping.tightness --data FOLDER [--examples 64] [--seed 0] [--out FILE]
 
-The paper's networks at initialization, on training images: the median over examples, and the smallest ratio of all,
-which must not fall below 1. "L12" is the paper's bound; "L2" is sqrt(cover) |x| |g|; "upstream" the smaller of the two;
-"windows" is what bound="gradient" takes. For linear layers without positions all are exact. Without --data images are
-random numbers.
+First the paper's networks at initialization, on training images: the median over examples, and the smallest ratio of
+all, which must not fall below 1. "L12" is the paper's bound; "L2" is sqrt(cover) |x| |g|; "upstream" the smaller of the
+two; "windows" is what bound="gradient" takes. For linear layers without positions all are exact. Without --data images
+are random numbers.
+
+Then every kind of layer and each of its parameters, on random inputs and upstream gradients, which are as far from the
+worst as can be. In mode "normalize" one example's gradient is (1 - 2^-10) C |dW| / n, so that it shows n / |dW|.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clipwise import data, layers, models
+from clipwise.bench.environment import environment
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.clipped.convolution import Convolution
-from clipwise.layers.clipped.scales import lengths
+from clipwise.layers.clipped.scales import AIM, lengths
 
 NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MNIST, as printed": ("mnist", "backprop_mnist", {}),
@@ -75,26 +81,124 @@ def images(name: str, folder: str | None, count: int) -> tuple[Tensor, Tensor]:
     return looks.standardised(x), y
 
 
+class Attention(nn.Module):
+    """Self-attention, as a function of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+# The layer, and the shape of an input without the axis of examples; a number of ids where inputs are ids.
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "Linear": (lambda: nn.Linear(20, 10), (20,), 0),
+    "Linear, 16 positions": (lambda: nn.Linear(20, 10), (16, 20), 0),
+    "Conv1d": (lambda: nn.Conv1d(4, 8, 5, padding=2), (4, 32), 0),
+    "Conv2d": (lambda: nn.Conv2d(4, 8, 3, padding=1), (4, 12, 12), 0),
+    "Conv2d, reflect": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"), (4, 12, 12), 0),
+    "Conv2d, replicate": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="replicate"), (4, 12, 12), 0),
+    "Conv2d, circular": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), (4, 12, 12), 0),
+    "Conv3d": (lambda: nn.Conv3d(2, 4, 3, padding=1), (2, 6, 6, 6), 0),
+    "Embedding, 32 of 1,000 ids": (lambda: nn.Embedding(1000, 16), (32,), 1000),
+    "Embedding, 32 of 10 ids": (lambda: nn.Embedding(10, 16), (32,), 10),
+    "LayerNorm, 16 positions": (lambda: nn.LayerNorm(20), (16, 20), 0),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 8), (8, 6, 6), 0),
+    "RNN, 16 steps": (lambda: nn.RNN(12, 16, batch_first=True), (16, 12), 0),
+    "LSTM, 16 steps": (lambda: nn.LSTM(12, 16, batch_first=True), (16, 12), 0),
+    "GRU, 16 steps": (lambda: nn.GRU(12, 16, batch_first=True), (16, 12), 0),
+    "MultiheadAttention, 16 positions": (Attention, (16, 16), 0),
+}
+
+
+def ratios_of_kind(kind: str, bound: str, examples: int, seed: int) -> dict[str, list[float]]:
+    """By parameter: bound / norm of every example, whose input has a length of C1."""
+    build, shape, ids = KINDS[kind]
+    torch.manual_seed(seed)
+    model = layers.clip_inputs(build().double(), input_norm=1.0, grad_norm=1.0, mode="normalize", bound=bound)
+    names = [name.rpartition("layer.")[2] for name, _ in model.named_parameters()]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(examples):
+        # Long enough to be clipped to C1; all bounds here are C1 C2 = C2 = 1.
+        x = torch.randint(ids, (1, *shape)) if ids else 100 * torch.randn(1, *shape, dtype=torch.float64)
+        y = model(x)
+        y = y[0] if isinstance(y, tuple) else y
+        gradients = torch.autograd.grad(y, list(model.parameters()), torch.randn_like(y))
+        for values, gradient in zip(found.values(), gradients, strict=True):
+            values.append(AIM / float(gradient.norm()))
+    return found
+
+
+def table_of_networks(folder: str | None, examples: int, seed: int) -> list[str]:
+    """The paper's networks."""
+    kinds = ("L12", "L2", "upstream", "windows")
+    lines = [f"| network | layer | {' | '.join(kinds)} | smallest |"]
+    lines.append("| --- | --- | " + " | ".join(["---:"] * (len(kinds) + 1)) + " |")
+    for title, (dataset, name, settings) in NETWORKS.items():
+        torch.manual_seed(seed)
+        model = models.build(name, **settings)
+        x, y = images(dataset, folder, examples)
+        for layer, found in ratios(model, x, y).items():
+            cells = [f"{median(found[kind]):.2f}" if kind in found else "" for kind in kinds]
+            least = min(min(values) for values in found.values())
+            lines.append(f"| {title} | {layer} | {' | '.join(cells)} | {least:.4f} |")
+    return lines
+
+
+def table_of_kinds(examples: int, seed: int) -> list[str]:
+    """Every kind of layer."""
+    lines = ["| layer | parameter | gradient | upstream | smallest |", "| --- | --- | ---: | ---: | ---: |"]
+    for kind in KINDS:
+        both = [ratios_of_kind(kind, bound, examples, seed) for bound in ("gradient", "upstream")]
+        for parameter in both[0]:
+            cells = [f"{median(found[parameter]):.2f}" for found in both]
+            least = min(min(found[parameter]) for found in both)
+            lines.append(f"| {kind} | {parameter} | {' | '.join(cells)} | {least:.4f} |")
+    return lines
+
+
+def page(folder: str | None, examples: int, seed: int) -> str:
+    """Both tables, and what they were made with."""
+    here = environment(torch.device("cpu"))
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    command = f"python -m experiments.backprop_clipping.tightness --examples {examples} --seed {seed}"
+    command += f"{' --data FOLDER' if folder else ''} --out FILE"
+    lines = [
+        "# Bounds over gradients",
+        "",
+        f"Made by `{command}`, with Python {here['python']}, {versions}.",
+        "",
+        "Bound / norm: the median over examples, and the smallest of all, which must not fall below 1.",
+        "",
+        f"## The paper's networks at initialization, on {'training images' if folder else 'random numbers'}",
+        "",
+        *table_of_networks(folder, examples, seed),
+        "",
+        "## Every kind of layer, on random inputs and upstream gradients",
+        "",
+        *table_of_kinds(examples, seed),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables, or write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", default=os.environ.get("CLIPWISE_DATA"), help="the folder of the data sets")
     parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a Markdown file to write")
     options = parser.parse_args()
-    kinds = ("L12", "L2", "upstream", "windows")
-    print(f"| network | layer | {' | '.join(kinds)} | smallest |")
-    print("| --- | --- | " + "---: | " * (len(kinds) + 1))
-    for title, (dataset, name, settings) in NETWORKS.items():
-        torch.manual_seed(options.seed)
-        model = models.build(name, **settings)
-        x, y = images(dataset, options.data, options.examples)
-        for layer, found in ratios(model, x, y).items():
-            cells = [f"{median(found[kind]):.2f}" if kind in found else "" for kind in kinds]
-            least = min(min(values) for values in found.values())
-            print(f"| {title} | {layer} | {' | '.join(cells)} | {least:.4f} |")
+    text = page(options.data, options.examples, options.seed)
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,26 @@ C2 = 0.7
 
 @dataclass
 class Measured:
-    """Of one example: true norms of gradients, and what bounds them, by parameter."""
+    """Of one example: true norms of gradients, and what bounds them, by parameter (or by a third of one)."""
 
     norm: dict[str, Tensor]
     gradient: dict[str, Tensor]  # n >= |dW|
-    upstream: dict[str, Tensor]  # n |x| >= |dW|; of what looks at the input alone, as "gradient"
+    upstream: dict[str, Tensor]  # n |x| >= |dW|; of what does not look at the input, as "gradient"
+    times_input: frozenset[str] = frozenset()  # whose bound is C1 C2: of the others it is C2 alone
+
+    def with_exact(self, **norms: Tensor) -> Measured:
+        """And parameters that are clipped on their exact norms."""
+        for known in (self.norm, self.gradient, self.upstream):
+            known.update(norms)
+        return self
 
 
+def of_weights(norm: dict[str, Tensor], gradient: dict[str, Tensor], upstream: dict[str, Tensor]) -> Measured:
+    """Of matrices, whose bound is C1 C2."""
+    return Measured(norm, gradient, upstream, frozenset(norm))
+
+
+THIRDS = ("queries", "keys", "values")  # of what goes into attention, which have C2 / sqrt(3) each
 Measure = Callable[[nn.Module, Tensor, Tensor], Measured]
 Ratio = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,11 +61,11 @@ def channels(lengths_P: Tensor, g_cP: Tensor) -> Tensor:
 
 
 def linear(layer: Any, x_Td: Tensor, g_Tc: Tensor) -> Measured:
-    return Measured(
+    return of_weights(
         {"weight": (g_Tc.T @ x_Td).norm()},
         {"weight": channels(x_Td.norm(dim=1), g_Tc.T)},
         {"weight": g_Tc.norm()},
-    )
+    ).with_exact(bias=g_Tc.sum(0).norm())
 
 
 def convolution(layer: Any, x: Tensor, g: Tensor) -> Measured:
@@ -62,7 +75,7 @@ def convolution(layer: Any, x: Tensor, g: Tensor) -> Measured:
     by_window = (windows_GdP.norm(dim=1)[:, None] * g_GcP.abs()).sum(-1).norm()
     # Which window holds which pixel, counted with one channel.
     pixels = torch.arange(1.0, 1 + x[0].numel(), dtype=x.dtype).view(1, *x.shape[1:])
-    one = nn.Conv2d(
+    one = type(layer)(
         1, 1, layer.kernel_size, layer.stride, layer.padding, layer.dilation, padding_mode=layer.padding_mode
     )
     held = _windows(one, pixels)[0].T.round().long()  # [P, k], 0 for padding
@@ -70,45 +83,96 @@ def convolution(layer: Any, x: Tensor, g: Tensor) -> Measured:
     most, cover = int(counts_Pn.max()), int(counts_Pn.sum(0).max())
     l12 = math.sqrt(most) * g_GcP.abs().sum(-1).norm()
     l2 = math.sqrt(cover) * g.norm()
-    return Measured({"weight": dw.norm()}, {"weight": by_window}, {"weight": torch.minimum(l12, l2)})
+    found = of_weights({"weight": dw.norm()}, {"weight": by_window}, {"weight": torch.minimum(l12, l2)})
+    return found.with_exact(bias=g.flatten(1).sum(1).norm())
 
 
 def _windows(layer: Any, x: Tensor) -> Tensor:
-    """[G, d k k, P]: what each position looks at, group by group."""
+    """[G, d k ..., P]: what each position looks at, group by group."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = F.pad(x[None], layer._reversed_padding_repeated_twice, mode)
-    by_group = padded.view(layer.groups, -1, *padded.shape[2:])
-    return F.unfold(by_group, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)
+    windows = padded.view(layer.groups, -1, *padded.shape[2:])
+    sizes = list(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True))
+    for axis, (k, s, d) in enumerate(sizes):
+        windows = windows.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]  # [G, d, *places, *within a window]
+    n = len(sizes)
+    order = (0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
+    return windows.permute(order).flatten(1, 1 + n).flatten(2)
 
 
 def recurrent(layer: Any, x_Td: Tensor, g_TH: Tensor) -> Measured:
-    """Step by step, with a zero added to all that a gate sees: its gradient is dz."""
+    """Step by step, with zeros added to what gates see from the input and from the state: their gradients are dz."""
     run = layer
-    zeros_TG = torch.zeros(len(x_Td), run.weight_hh_l0.shape[0], dtype=x_Td.dtype, requires_grad=True)
+    zeros = [
+        torch.zeros(len(x_Td), run.weight_hh_l0.shape[0], dtype=x_Td.dtype, requires_grad=True)
+        for _ in range(2)
+    ]
     h = c = torch.zeros(run.hidden_size, dtype=x_Td.dtype)
     before, outputs = [], []
-    for x_d, zero_G in zip(x_Td, zeros_TG, strict=True):
+    for x_d, zero_i, zero_h in zip(x_Td, *zeros, strict=True):
         before.append(h)
-        z = run.weight_ih_l0 @ x_d + run.bias_ih_l0 + run.weight_hh_l0 @ h + run.bias_hh_l0 + zero_G
+        of_input = run.weight_ih_l0 @ x_d + run.bias_ih_l0 + zero_i
+        of_state = run.weight_hh_l0 @ h + run.bias_hh_l0 + zero_h
         if isinstance(run, nn.LSTM):
-            i, f, new, o = z.chunk(4)
+            i, f, new, o = (of_input + of_state).chunk(4)
             c = f.sigmoid() * c + i.sigmoid() * new.tanh()
             h = o.sigmoid() * c.tanh()
+        elif isinstance(run, nn.GRU):
+            (reset, update, new), (reset_h, update_h, new_h) = of_input.chunk(3), of_state.chunk(3)
+            keeps = (update + update_h).sigmoid()
+            h = keeps * h + (1 - keeps) * (new + (reset + reset_h).sigmoid() * new_h).tanh()
         else:
-            h = z.tanh()
+            h = (of_input + of_state).tanh()
         outputs.append(h)
-    (dz_TG,) = torch.autograd.grad(torch.stack(outputs), zeros_TG, g_TH, create_graph=True)
+    dz, dz_h = torch.autograd.grad(torch.stack(outputs), zeros, g_TH, create_graph=True)
     before_TH = torch.stack(before)
-    by_input, by_state = (channels(rows.norm(dim=1), dz_TG.T) for rows in (x_Td, before_TH))
-    return Measured(
-        {"weight_ih_l0": (dz_TG.T @ x_Td).norm(), "weight_hh_l0": (dz_TG.T @ before_TH).norm()},
+    by_input, by_state = channels(x_Td.norm(dim=1), dz.T), channels(before_TH.norm(dim=1), dz_h.T)
+    found = of_weights(
+        {"weight_ih_l0": (dz.T @ x_Td).norm(), "weight_hh_l0": (dz_h.T @ before_TH).norm()},
         {"weight_ih_l0": by_input, "weight_hh_l0": by_state},
-        {"weight_ih_l0": dz_TG.norm(), "weight_hh_l0": by_state},
+        {"weight_ih_l0": dz.norm(), "weight_hh_l0": by_state},
+    )
+    return found.with_exact(bias_ih_l0=dz.sum(0).norm(), bias_hh_l0=dz_h.sum(0).norm())
+
+
+def embedding(layer: Any, ids_T: Tensor, g_Td: Tensor) -> Measured:
+    held_TV = F.one_hot(ids_T, layer.num_embeddings).to(g_Td.dtype)
+    true = (held_TV.T @ g_Td).norm()
+    bound = torch.minimum(g_Td.abs().sum(0).norm(), held_TV.sum(0).max().sqrt() * g_Td.norm())
+    return Measured({"weight": true}, {"weight": bound}, {"weight": bound})
+
+
+def normalization(layer: Any, x: Tensor, g: Tensor) -> Measured:
+    """Scale and shift, on exact norms."""
+    if isinstance(layer, nn.LayerNorm):
+        by_row, g_cP = x.flatten(0, -2), g.flatten(0, -2).T
+    else:
+        by_row, g_cP = x.reshape(layer.num_groups, -1), g.flatten(1)
+    centred = by_row - by_row.mean(1, keepdim=True)
+    normal = centred / (centred.square().mean(1, keepdim=True) + layer.eps).sqrt()
+    normal_cP = normal.T if isinstance(layer, nn.LayerNorm) else normal.reshape(x.shape).flatten(1)
+    return Measured({}, {}, {}).with_exact(weight=(g_cP * normal_cP).sum(1).norm(), bias=g_cP.sum(1).norm())
+
+
+def attention(layer: Any, x_Td: Tensor, g_Td: Tensor) -> Measured:
+    """Each third of the projections by itself. That of the output is a linear layer over positions."""
+    T, d, H = len(x_Td), layer.embed_dim, layer.num_heads
+    zeros = [torch.zeros(T, d, dtype=x_Td.dtype, requires_grad=True) for _ in THIRDS]
+    thirds = zip(layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3), zeros, strict=True)
+    q, k, v = ((x_Td @ w.T + b + zero).view(T, H, d // H).transpose(0, 1) for w, b, zero in thirds)
+    mixed_Td = ((q @ k.mT / math.sqrt(d // H)).softmax(-1) @ v).transpose(0, 1).reshape(T, d)
+    y = mixed_Td @ layer.out_proj.weight.T
+    passed = torch.autograd.grad(y, zeros, g_Td, create_graph=True)
+    by_third = dict(zip(THIRDS, passed, strict=True))
+    return of_weights(
+        {name: (dz.T @ x_Td).norm() for name, dz in by_third.items()},
+        {name: channels(x_Td.norm(dim=1), dz.T) for name, dz in by_third.items()},
+        {name: dz.norm() for name, dz in by_third.items()},
     )
 
 
-def conv(*sizes: int, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: nn.Conv2d(*sizes, **options)  # type: ignore[arg-type]
+def conv(*sizes: int, kind: Any = nn.Conv2d, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: kind(*sizes, **options)
 
 
 # The layer, its input and output without the axis of examples, and its formulas.
@@ -125,8 +189,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Measure]] = {
         (1, 3, 3),
         convolution,
     ),
+    "reflect": (conv(2, 3, 3, padding=2, padding_mode="reflect"), (2, 4, 4), convolution),
+    "replicate": (conv(2, 3, 3, padding=1, padding_mode="replicate"), (2, 4, 4), convolution),
+    "one dimension": (conv(2, 3, 3, kind=nn.Conv1d, padding=1), (2, 7), convolution),
+    "three dimensions": (conv(1, 2, 2, kind=nn.Conv3d), (1, 3, 3, 3), convolution),
+    "embedding": (lambda: nn.Embedding(4, 3), (7,), embedding),
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 4), normalization),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 3, 2), normalization),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (4, 4), attention),
     "rnn": (lambda: nn.RNN(3, 4, batch_first=True), (5, 3), recurrent),
     "lstm": (lambda: nn.LSTM(3, 4, batch_first=True), (5, 3), recurrent),
+    "gru": (lambda: nn.GRU(3, 4, batch_first=True), (5, 3), recurrent),
 }
 
 
@@ -136,22 +209,26 @@ def built(name: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layer = build().double()
-        x = torch.randn(shape, dtype=torch.float64)
+        is_table = isinstance(layer, nn.Embedding)
+        x = torch.randint(4, shape) if is_table else torch.randn(shape, dtype=torch.float64)
         y = output(layer, x)
         return layer, x, torch.randn_like(y)
 
 
 def output(layer: nn.Module, x: Tensor) -> Tensor:
-    y = layer(x[None])
+    is_attention = isinstance(getattr(layer, "layer", layer), nn.MultiheadAttention)
+    y = layer(*[x[None]] * 3, need_weights=False) if is_attention else layer(x[None])
     found: Tensor = y[0] if isinstance(y, tuple) else y
     return found[0]
 
 
 def ascend(ratio: Ratio, *start: Tensor) -> tuple[Tensor, Tensor, float]:
     """Where it leads, and the largest ratio on the way."""
-    x, g = (t.detach().clone().requires_grad_() for t in start)
-    adam = torch.optim.Adam([x, g], RATE)
-    largest = 0.0
+    x, g = (t.detach().clone().requires_grad_(t.is_floating_point()) for t in start)  # ids stay
+    largest = float(ratio(x, g).detach())
+    if math.isclose(largest, 1, rel_tol=1e-12):  # an exact norm
+        return x.detach(), g.detach(), largest
+    adam = torch.optim.Adam([t for t in (x, g) if t.requires_grad], RATE)
     for _ in range(STEPS):
         here = ratio(x, g)
         largest = max(largest, float(here.detach()))
@@ -169,10 +246,14 @@ def ratios(name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str) -> dic
     def ratio(x: Tensor, g: Tensor, parameter: str) -> Tensor:
         found = measure(layer, x, g)
         most = getattr(found, bound)[parameter]
-        looks_at_upstream = bound == "upstream" and parameter != "weight_hh_l0"
-        return found.norm[parameter] / (most * x.norm() if looks_at_upstream else most)
+        return found.norm[parameter] / (most * x.norm() if is_upstream(found, bound, parameter) else most)
 
     return {parameter: partial(ratio, parameter=parameter) for parameter in measure(layer, x, g).norm}
+
+
+def is_upstream(found: Measured, bound: str, parameter: str) -> bool:
+    """Whether the bound is |x| times something: not of states, whose lengths are at hand, nor of vectors."""
+    return bound == "upstream" and parameter in found.times_input and parameter != "weight_hh_l0"
 
 
 @pytest.mark.parametrize("bound", ["gradient", "upstream"])
@@ -191,18 +272,23 @@ def assert_clipped_as_said(
     name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str, parameter: str
 ) -> None:
     build, _, measure = CASES[name]
-    input_norm = 1.001 * float(x.norm())  # nothing is clipped on the way in
+    is_third = parameter in THIRDS
+    # Nothing is clipped on the way in: for attention, nor on the way out.
+    input_norm = (100 if is_third else 1.001) * float(x.double().norm())
     model = build().double()
     model.load_state_dict(layer.state_dict())
     model = clip_inputs(model, input_norm=input_norm, grad_norm=C2, mode="normalize", bound=bound)
-    weights = getattr(model.layer, parameter)
+    weights = model.layer.get_parameter("in_proj_weight" if is_third else parameter)  # type: ignore[operator]
     (found,) = torch.autograd.grad(output(model, x), [weights], g)
+    found = found.chunk(3)[THIRDS.index(parameter)] if is_third else found
     told = measure(layer, x, g)
-    is_upstream = bound == "upstream" and parameter != "weight_hh_l0"
-    expected = AIM * C2 * float((told.norm[parameter] / getattr(told, bound)[parameter]).detach())
-    expected *= 1.0 if is_upstream else input_norm
+    most = C2 / math.sqrt(3) if is_third else C2
+    expected = AIM * most * float((told.norm[parameter] / getattr(told, bound)[parameter]).detach())
+    if parameter in told.times_input:
+        most *= input_norm
+        expected *= 1.0 if is_upstream(told, bound, parameter) else input_norm
     assert math.isclose(float(found.norm()), expected, rel_tol=1e-6)
-    assert float(found.norm()) <= input_norm * C2
+    assert float(found.norm()) <= most
 
 
 def main() -> None:
