@@ -165,6 +165,7 @@ def make_private(
     clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
     # Rounding in the split must not make the event better than the noise that is drawn.
+    views = _views(averaged_views, strategy)
     event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
     header = {"dataset_size": size, "parameters": fingerprint.of_parameters(parameters)}
     if watch.current() is not None:  # nothing of a watched run stays
@@ -191,7 +192,7 @@ def make_private(
             seed=seed,
             cut=cut,
             public_statistics=statistics or None,
-            views=_views(averaged_views),
+            views=views,
             averages=_averages(averaged, model),
             penalty=penalty,
             loader_options={
@@ -209,7 +210,12 @@ def make_private(
         raise
 
 
-def _views(averaged_views: object) -> Views | None:
+def _views(averaged_views: object, strategy: Strategy) -> Views | None:
+    if averaged_views != 1 and not strategy.takes_views:
+        raise ConfigurationError(
+            f"averaged_views does not go with {type(strategy).__name__}, which clips rows and not examples of several: "
+            "leave it out, or use PerExample."
+        )
     if isinstance(averaged_views, Views):
         return averaged_views
     if isinstance(averaged_views, bool) or not isinstance(averaged_views, int) or averaged_views < 1:

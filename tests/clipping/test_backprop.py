@@ -345,10 +345,13 @@ def test_coupled_losses_are_refused() -> None:
 
 
 def test_averaged_views_are_refused() -> None:
-    model, private = private_run(clipped(), clipping=Backprop(), averaged_views=2)
-    with pytest.raises(StepError, match="averaged_views"):
+    with pytest.raises(ConfigurationError, match="averaged_views does not go with Backprop"):
+        private_run(clipped(), clipping=Backprop(), averaged_views=2)
+    model, private = private_run(clipped(), clipping=Backprop())
+    with pytest.raises(StepError, match="another number of rows"):  # views that somebody makes by hand
         for x, y in private.loader:
-            private.step(losses_of(model, (x, y)))
+            losses = losses_of(model, (torch.cat([x, x]), torch.cat([y, y])))
+            private.step(losses.view(2, -1).mean(0))
 
 
 @pytest.mark.parametrize("mode", ["clip", "normalize"])

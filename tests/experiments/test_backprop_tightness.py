@@ -1,7 +1,6 @@
 """No bound lies below a gradient, in any kind of layer; where a norm is exact, the table says 1."""
 
 import pytest
-
 from experiments.backprop_clipping import tightness
 
 
@@ -10,7 +9,7 @@ from experiments.backprop_clipping import tightness
 def test_no_bound_is_below_a_gradient(kind: str, bound: str) -> None:
     for parameter, values in tightness.ratios_of_kind(kind, bound, examples=3, seed=0).items():
         assert len(values) == 3 and min(values) >= 1 - 1e-6, parameter
-        if "bias" in parameter and "Attention" not in kind or "Norm" in kind:
+        if ("bias" in parameter and "Attention" not in kind) or "Norm" in kind:
             assert max(values) <= 1 + 1e-6, parameter
 
 

@@ -69,6 +69,7 @@ class Backprop(Strategy):
     split: Split = "optimal"
 
     bounds_inside = True
+    takes_views = False
 
     def __post_init__(self) -> None:
         for argument in ("input_norm", "grad_norm"):

@@ -154,12 +154,14 @@ class Strategy(ABC):
         split: how noise is divided over parts.
         is_coupled: whether the bound holds although examples of a batch depend on one another.
         bounds_inside: whether it bounds gradients inside the network, so that a loss must come from its outputs.
+        takes_views: whether an example may have several rows in a batch.
     """
 
     unit: Unit = Unit.RECORD
     split: Split
     is_coupled: bool = False
     bounds_inside: bool = False
+    takes_views: bool = True
 
     @abstractmethod
     def attach(self, site: Site) -> Clipper:

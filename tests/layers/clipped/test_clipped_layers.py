@@ -328,3 +328,23 @@ def test_a_causal_hint_without_its_mask_is_refused_as_torch_does() -> None:
     model = clip_inputs(nn.Sequential(layer), input_norm=1.0)
     with pytest.raises(ConfigurationError, match="Layer '0' got is_causal without attn_mask"):
         model[0](x, x, x, is_causal=True)  # type: ignore[index, operator]
+
+
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear over positions", "conv2d", "padding", "lstm", "attention"]
+)
+def test_an_input_whose_square_is_beyond_float32_is_clipped(name: str, bound: str) -> None:
+    """In training as in evaluation: it does not count as 0 in one of them."""
+    case = CASES[name]
+    model, x = clipped(case, bound=bound).float(), inputs(case).float()
+    x[1] *= 1e20
+    with torch.no_grad():
+        still = model(x)
+    y = model(x)
+    torch.testing.assert_close(y, still, rtol=1e-4, atol=1e-5)
+    found = gradients(model, y, upstream(y).float())
+    alone = gradients(model, model(x[:1]), upstream(y)[:1].float())
+    for (parameter, most), total, one_of_them in zip(bounds(model).items(), found, alone, strict=True):
+        assert bool(torch.isfinite(total).all()) and bool(torch.isfinite(one_of_them).all())
+        assert float(total.norm()) <= EXAMPLES * most, parameter

@@ -108,8 +108,11 @@ class Convolution(Map):
             assert found is not None
             return found.view(len(x), self.groups, *x.shape[2:])
         by_group = at_least_float32(by_group)
+        square = by_group.square().sum(2).double()
+        if not square.is_cuda and not bool(torch.isfinite(square.sum())):  # beyond float32
+            square = by_group.double().square().sum(2)
         # A square below the smallest number is lost.
-        return by_group.square().sum(2).double() + by_group.shape[2] * torch.finfo(by_group.dtype).tiny
+        return square + by_group.shape[2] * torch.finfo(by_group.dtype).tiny
 
     def window_lengths(self, squares: Tensor) -> Tensor:
         if any(self.listed):

@@ -9,10 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.gradients.forms import squared_norms
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
-from clipwise.layers.clipped.scales import Constants, clipped_input, lengths, weighted_channels
+from clipwise.layers.clipped.scales import (
+    Constants,
+    clipped_input,
+    lengths,
+    squared_lengths,
+    weighted_channels,
+)
 
 
 class Matrix(Map):
@@ -38,7 +43,7 @@ class Matrix(Map):
         return None, 1.0
 
     def squares(self, x: Tensor) -> Tensor:
-        square = squared_norms(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        square = squared_lengths(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
         return square.view(len(x), 1, math.prod(x.shape[1:-1]))
 
     def window_lengths(self, squares: Tensor) -> Tensor:

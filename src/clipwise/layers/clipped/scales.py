@@ -51,11 +51,19 @@ def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
     return values_B.to(like.dtype).view(shape)
 
 
+def squared_lengths(rows_Rn: Tensor) -> Tensor:
+    """At least |row|^2 of each row, in float64, also where squares are beyond float32 (as kernels have it on a GPU)."""
+    found_R = squared_norms(rows_Rn)
+    if found_R.is_cuda or bool(torch.isfinite(found_R).all()):
+        return found_R
+    return squared_norms(rows_Rn.double())
+
+
 def lengths(rows: Tensor) -> Tensor:
     """At least |row| of each example, [B]."""
     if not len(rows):  # a batch may be empty, and no shape follows from nothing
         return torch.zeros(0, dtype=torch.float64, device=rows.device)
-    return squared_norms(rows.reshape(len(rows), -1)).sqrt()
+    return squared_lengths(rows.reshape(len(rows), -1)).sqrt()
 
 
 def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
