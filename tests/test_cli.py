@@ -36,6 +36,10 @@ def losses(model, x, y):
 def fine():
     return nn.Linear(4, 3), losses, (x, y)
 
+def clipped():
+    from clipwise import layers
+    return layers.clip_inputs(nn.Sequential(nn.Linear(4, 3)), input_norm=1.0), losses, (x, y)
+
 def coupled():
     return nn.Linear(4, 3), lambda model, x, y: losses(model, x - x.mean(0), y), (x, y)
 
@@ -68,7 +72,7 @@ def target(tmp_path, monkeypatch):
 
 
 def test_check_accepts(target):
-    for form in (f"{target}.py:fine", f"{target}:fine"):
+    for form in (f"{target}.py:fine", f"{target}:fine", f"{target}.py:clipped"):
         result = clipwise("check", form)
         assert result.exit_code == 0 and result.stdout.startswith("Accepted")
 

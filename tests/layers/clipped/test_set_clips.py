@@ -48,6 +48,12 @@ def test_a_mapping_names_the_layers_that_change() -> None:
     assert (first.constants.input_norm, last.constants.input_norm) == (2.0, 2.0)
 
 
+def test_one_number_is_for_all_layers_also_where_parts_were_clipped_one_by_one() -> None:
+    model = nn.Sequential(*(layers.clip_inputs(network(), input_norm=2.0) for _ in range(2)))
+    layers.set_clips(model, grad_norm=0.3)
+    assert {m.constants.grad_norm for m in model.modules() if isinstance(m, ClippedLayer)} == {0.3}
+
+
 def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
     model = layers.clip_inputs(network(), input_norm=2.0, grad_norm=0.5)
     before = bounds(model)

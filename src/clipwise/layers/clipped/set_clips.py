@@ -29,7 +29,10 @@ def set_clips(
         grad_norm: C2; the same.
     """
     require_module(model)
-    layers = {m.name: m for m in model.modules() if isinstance(m, ClippedLayer)}
+    layers: dict[str, list[ClippedLayer]] = {}  # parts of a model that were clipped one by one may share names
+    for module in model.modules():
+        if isinstance(module, ClippedLayer):
+            layers.setdefault(module.name, []).append(module)
     if not layers:
         raise ConfigurationError("model has no clipped layers: call clip_inputs(model, ...) first.")
     changes: dict[str, dict[str, float]] = {}
@@ -45,9 +48,10 @@ def set_clips(
     if not changes:
         raise ConfigurationError("Give input_norm, grad_norm or both: there is nothing to set.")
     for name, values in changes.items():
-        has = layers[name].constants
-        layers[name].constants = replace(
-            has,
-            input_norm=values.get("input_norm", has.input_norm),
-            grad_norm=values.get("grad_norm", has.grad_norm),
-        )
+        for layer in layers[name]:
+            has = layer.constants
+            layer.constants = replace(
+                has,
+                input_norm=values.get("input_norm", has.input_norm),
+                grad_norm=values.get("grad_norm", has.grad_norm),
+            )
