@@ -29,7 +29,9 @@ def set_clips(
         grad_norm: C2; the same.
     """
     require_module(model)
-    layers: dict[str, list[ClippedLayer]] = {}  # parts of a model that were clipped one by one may share names
+    layers: dict[
+        str, list[ClippedLayer]
+    ] = {}  # parts of a model that were clipped one by one may share names
     for module in model.modules():
         if isinstance(module, ClippedLayer):
             layers.setdefault(module.name, []).append(module)
