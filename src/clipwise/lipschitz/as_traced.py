@@ -55,7 +55,8 @@ class AsTraced:
 
     def _remember(self) -> None:
         self._modules = list(self._model.modules())
-        self._held = [dict(vars(m)) for m in self._modules]  # what is held keeps its id
+        # What is held keeps its id. Tensors are told by those of the network, and may be of a whole batch.
+        self._held = [v for m in self._modules for v in vars(m).values() if not isinstance(v, Tensor)]
         self._seen = [self._look_at(m) for m in self._modules]
 
     def _look_at(self, module: nn.Module) -> Look:
