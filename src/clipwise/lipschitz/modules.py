@@ -120,12 +120,6 @@ def _embedding(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roun
 
 
 def _recurrent(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
-    if len(shapes[0]) != 2:
-        raise refusal(
-            name,
-            module,
-            f"an example must have the shape (length, width), not {shapes[0]}: its rows are in time",
-        )
     if len(shapes) != 1:
         raise refusal(name, module, "a first state of its own has no bound here: leave it out, it is 0")
     if not module.batch_first or module.proj_size:

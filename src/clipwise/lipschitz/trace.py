@@ -17,6 +17,7 @@ from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.functions import Call, function_rule
 from clipwise.lipschitz.graphs import Step, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.modules import module_rule, require_rule
+from clipwise.lipschitz.recurrent import RECURRENT
 from clipwise.lipschitz.refusals import refusal
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import MoveRule, ParameterRule
@@ -175,8 +176,14 @@ class _Walk:
             if node.op == "call_module":
                 module = self._hollow.get_submodule(str(node.target))
                 require_rule(where, module)
+                if isinstance(module, RECURRENT) and arguments[0].ndim != 3:
+                    raise refusal(
+                        where,
+                        module,
+                        "an example must have the shape (length, width): torch takes rows for time",
+                    )
                 found = module(*arguments, **options)
-                return _States(found[0]) if isinstance(module, (nn.RNN, nn.GRU, nn.LSTM)) else found
+                return _States(found[0]) if isinstance(module, RECURRENT) else found
             if node.op == "call_method":
                 if str(node.target).startswith("register_"):
                     raise refusal(where, node.target, "what a hook does has no bound: leave it out")
