@@ -7,7 +7,7 @@ The floor is what any private step must do: an ordinary backward pass of the sum
 the optimizer. Ours is the same with clipped layers and the checks of `Backprop`. Both see the same batches. Times are
 medians over steps that alternate between the two; memory is the most that a step takes beyond what it starts with.
 On a CPU it is what a fresh process grows to. The bars: 1.2 in time, 1.1 in memory. On CUDA both form their products in
-TF32, so that the floor's convolutions have no other arithmetic than ours.
+TF32, so that the floor's convolutions have no other arithmetic than ours; with `--as-it-comes`, torch's switches stay.
 
 On CUDA there is a second table, of captured steps: the floor in one CUDA graph, and `private.compiled`. Drawing the
 batch is not in the times.
@@ -20,6 +20,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -274,10 +275,11 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--network", action="append", choices=list(NETWORKS))
     parser.add_argument("--seconds", type=float, default=10.0, help="for the times of one network")
+    parser.add_argument("--as-it-comes", action="store_true", help="leave torch's switches as they are")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
-    with at_its_best(device):
+    with nullcontext() if options.as_it_comes else at_its_best(device):
         text = measured(options.network or list(NETWORKS), device, options.seconds)
     print(text)
     if options.out:
@@ -291,7 +293,7 @@ def measured(names: list[str], device: torch.device, seconds: float) -> str:
     # First, while this process has computed nothing.
     taken = {name: {way: memory(name, way, device) for way in WAYS} for name in names}
     what = (
-        f"{torch.cuda.get_device_name()}, TF32 products"
+        f"{torch.cuda.get_device_name()}, products {torch.get_float32_matmul_precision()!r}"
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} threads"
     )

@@ -20,6 +20,7 @@ from clipwise.errors import PrivacyWarning
 from clipwise.layers import PublicBatchNorm, PublicStatistics
 from clipwise.layers.public_batchnorm import PUBLIC_KINDS
 from tests.layers.normalized import images, labels, losses_of, public, sound
+from tests.optimizers import ThroughData
 
 SIZE = 24
 
@@ -95,18 +96,6 @@ def test_another_kind_is_another_configuration() -> None:
 
 
 # ------------------------------------------------------------- as fresh as the weights
-
-
-class ThroughData(torch.optim.Optimizer):
-    """Writes as old optimizers do: torch does not count it."""
-
-    def __init__(self, parameters: object) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad, alpha=-0.1)
 
 
 UNCOUNTED: list[Optimizers] = [

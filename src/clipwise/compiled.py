@@ -138,7 +138,9 @@ class CompiledStep:
             if self._ordinary >= _ORDINARY_STEPS and not self._stays_ordinary:
                 self._capture(batch)
             return True
-        if self._captured.parts != self._private._parts:  # other noise than that of the graphs
+        if self._captured.bounds != _bounds_of(
+            self._private
+        ):  # other clips or noise than those of the graphs
             self._captured, self._ordinary, self._attempts = None, 0, 0
             return True
         if self._replayed < _LOOK_AGAIN_AFTER:
@@ -171,7 +173,7 @@ class _Captured:
 
     def __init__(self, private: Private, loss: Loss, size: int, batch: Sequence[Any]) -> None:
         self._private, self._loss, self._size = private, loss, size
-        self.parts = private._parts
+        self.bounds = _bounds_of(private)
         self._names = list(private._parameters)
         parameters = list(private._parameters.values())
         self._device = parameters[0].device
@@ -213,7 +215,7 @@ class _Captured:
         for rows, count in _pieces(batch, piece.size, self._size):
             self._add(rows, count)
         # The device is at work. What the host has to do for the release it does meanwhile.
-        if private._parts != self.parts:
+        if _bounds_of(private) != self.bounds:
             private.loader.reset()
             raise StepError(
                 "Clips were changed between two pieces of a batch: change them between batches, when a step has "
@@ -483,6 +485,11 @@ def _is_all_tensors(value: Any) -> bool:
 
 def _sum_type(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def _bounds_of(private: Private) -> tuple[object, ...]:
+    """The noise, and what the strategy clips to: two sets of constants may have the same noise."""
+    return private._parts, private._clipper.state_dict()
 
 
 def _state_of(model: nn.Module) -> list[object]:

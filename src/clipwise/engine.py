@@ -126,6 +126,7 @@ class Private:
         self._independence = checks.IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
+        self._told_strategy: dict[str, Any] = {}
         self._closed = False
         self._stepped = None if public_statistics is None else _told_of_steps(optimizer, self)
         self.loader = PrivateLoader(
@@ -256,6 +257,8 @@ class Private:
             self._public_statistics.refresh(force=is_updated)
         if self._clipper.follow(is_updated):
             self._parts = self._next_parts()
+            if self._told_strategy != self._strategy_to_tell():
+                self._described = False  # constants were set anew: the next release says so in the ledger
         if is_new and self._averages is not None:
             self._averages.update()
 
@@ -303,7 +306,7 @@ class Private:
         """Count a release, before any of it is visible; with the first one, say what kind of run it is of."""
         if not self._described:
             self._ledger.describe(self._about().to_dict())
-            self._described = True
+            self._described, self._told_strategy = True, self._strategy_to_tell()
         if self._budget is not None:
             self._budget.left -= 1  # first: an interrupt in between may only make the budget smaller
         self._ledger.charge(self._event)
@@ -689,10 +692,7 @@ class Private:
     def _about(self) -> About:
         """What a statement of this run needs and its releases do not tell."""
         return About(
-            # (Frozen entries and norms of weights follow from releases, and would be the longest line of the ledger.)
-            strategy={
-                k: v for k, v in self._described_strategy().items() if k not in ("frozen", "weight_norms")
-            },
+            strategy=self._strategy_to_tell(),
             public_statistics=self._described_statistics(),
             parts=self._parts,
             divisor=self._clipper.divisor,
@@ -710,6 +710,10 @@ class Private:
     def _described_strategy(self) -> dict[str, Any]:
         """Its configuration, and what it has learned from releases."""
         return self._strategy.describe() | self._clipper.state_dict()
+
+    def _strategy_to_tell(self) -> dict[str, Any]:
+        """The same for the ledger: frozen entries and norms of weights follow from releases, and are long."""
+        return {k: v for k, v in self._described_strategy().items() if k not in ("frozen", "weight_norms")}
 
     def _described_statistics(self) -> dict[str, Any] | None:
         return None if self._public_statistics is None else self._public_statistics.describe()

@@ -164,8 +164,8 @@ def make_private(
     empty_batch = Fetcher(dataset, collate_fn).empty
     clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
-    # Rounding in the split must not make the event better than the noise that is drawn.
     views = _views(averaged_views, strategy)
+    # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
     header = {"dataset_size": size, "parameters": fingerprint.of_parameters(parameters)}
     if watch.current() is not None:  # nothing of a watched run stays

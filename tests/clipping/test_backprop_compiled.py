@@ -105,6 +105,24 @@ def test_other_constants_are_captured_anew(recorded: list[Recorded]) -> None:
     assert len(recorded) == 6 and all(graph.replays > 0 for graph in recorded)
 
 
+def test_other_constants_with_the_same_noise_are_captured_anew(recorded: list[Recorded]) -> None:
+    """C1 C2 stays, and there is no bias: noise does not tell them apart."""
+
+    def without_bias() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False)).double()
+
+    (model, private), (expected, plain) = (exact_run(model=without_bias()) for _ in range(2))
+    step, plain_step = private.compiled(loss_with(model)), ordinary(expected, plain)
+    for updates in (9, 9):
+        go(private, step, updates)
+        go(plain, plain_step, updates)
+        for changed in (model, expected):
+            layers.set_clips(changed, input_norm=0.2, grad_norm=5.0)
+    require_close(model, expected)
+    assert len(recorded) == 6
+
+
 def test_pieces_of_a_batch_have_the_constants_of_the_graph(recorded: list[Recorded]) -> None:
     model, private = exact_run(sampling="full", max_physical_batch_size=9)
     step = private.compiled(loss_with(model))

@@ -27,6 +27,7 @@ from clipwise.layers.public_statistics import PublicStatistics
 from tests.gradients.cases import losses as some_losses
 from tests.gradients.cases import oracle, trainable
 from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound
+from tests.optimizers import ThroughData
 from tests.sites import site
 
 SHAPES = [
@@ -228,18 +229,6 @@ def test_an_update_a_loaded_state_another_layer_and_another_precision_make_them_
         statistics.refresh()
     assert model[1].running_mean.dtype == torch.float32
     model(images(2, torch.float32))
-
-
-class ThroughData(torch.optim.Optimizer):
-    """Writes as old optimizers do: torch does not count it."""
-
-    def __init__(self, parameters: object) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad, alpha=-0.1)
 
 
 def moved_otherwise(model: nn.Module) -> None:

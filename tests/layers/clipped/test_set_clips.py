@@ -94,6 +94,15 @@ def test_the_noise_follows_from_the_next_batch_on() -> None:
     assert effective_multiplier(private.parts()) == pytest.approx(1.0)
 
 
+def test_the_ledger_tells_every_change_and_nothing_twice() -> None:
+    model, private = run()
+    train(model, private, 3)
+    layers.set_clips(model, grad_norm=0.05)
+    train(model, private, 3)
+    told = [about["parts"][1]["sensitivity"] for about in private._ledger.about]
+    assert told == [0.5, 0.05]
+
+
 def test_an_epsilon_does_not_depend_on_constants() -> None:
     spent = []
     for changes in (False, True):

@@ -74,7 +74,7 @@ def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
 
 def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) -> Tensor:
     """nu = min(1, C / n) or, to normalize, C / n: what n bounds is then at most C. A norm of 0 stays 0."""
-    switch.compared(of, norm_B / bound)
+    switch.compared(of, norm_B, bound)
     nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
     nu_B = torch.where(norm_B <= _LEAST, 1.0, nu_B)
     return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)

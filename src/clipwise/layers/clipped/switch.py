@@ -86,10 +86,10 @@ def is_measured() -> bool:
     return _comparison is not None
 
 
-def compared(of: str, ratio_B: Tensor) -> None:
+def compared(of: str, norm_B: Tensor, bound: float) -> None:
     """Called wherever norms of upstream gradients are held against their bound."""
     if _comparison is not None:
-        _comparison(of, ratio_B)
+        _comparison(of, norm_B / bound)
 
 
 @contextmanager

@@ -1,0 +1,17 @@
+"""Optimizers that write weights in ways of their own."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes as old optimizers do: torch does not count it."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
