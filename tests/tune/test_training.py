@@ -160,3 +160,13 @@ def test_a_trial_may_name_its_network():
     assert strides[0] != strides[1]
     with pytest.raises(ConfigurationError, match="no such network"):
         network(SHORT.but(network="no such network"), at_hand, 0)
+
+
+@pytest.mark.parametrize("method", [m for m in methods() if m != "plain"])
+def test_pieces_of_a_batch_are_one_step(digits, method, monkeypatch):
+    """A batch that comes in pieces, for memory: as many steps and as much privacy as in one."""
+    monkeypatch.setattr("clipwise.tune.training._ROWS_TRAINED", 32)
+    training = trained(SHORT.but(method=method, averaged=0.9), digits, 0)
+    assert training.private.steps == training.steps == 10
+    assert training.average.updates == 10
+    assert training.cost()["epsilon"] == pytest.approx(run(SHORT.but(method=method), digits, 0)["epsilon"])

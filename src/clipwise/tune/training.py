@@ -24,6 +24,7 @@ from clipwise.tune.records import Records
 from clipwise.tune.trial import Trial
 
 _ROWS = 2048  # that go through a model at a time, where nothing is trained
+_ROWS_TRAINED = 4096  # at a time: larger batches come in pieces, for the sake of memory
 Result = dict[str, Any]
 
 
@@ -101,13 +102,20 @@ class Training:
             steps=self.steps,
             noise_multiplier=noise,
             delta=records.delta,
+            max_physical_batch_size=_ROWS_TRAINED,
         )
         self._batches = self._drawn(self.private)
 
     def step(self) -> None:
         """One update."""
-        x, y = next(self._batches)
         self.model.train()
+        while not self._gathered(*next(self._batches)):
+            pass  # the batch has more pieces
+        if self.average is not None:
+            self.average.update()
+
+    def _gathered(self, x: Tensor, y: Tensor) -> bool:
+        """Learn from a piece of a batch; whether it was the last one, with which the update came."""
         if self.private is None:
             # (With backward() the clip of the inputs would ask the first layer for a gradient that nobody needs.)
             parameters = list(self.model.parameters())
@@ -115,15 +123,12 @@ class Training:
             for parameter, gradient in zip(parameters, found, strict=True):
                 parameter.grad = gradient
             self._optimizer.step()
-        else:
-            outputs = self.model(x)
-            losses = self._loss(outputs, y)
-            if self._trial.is_lipschitz:
-                self.private.step(losses, outputs=outputs)
-            else:
-                self.private.step(losses)
-        if self.average is not None:
-            self.average.update()
+            return True
+        outputs = self.model(x)
+        losses = self._loss(outputs, y)
+        if self._trial.is_lipschitz:
+            return self.private.step(losses, outputs=outputs)
+        return self.private.step(losses)
 
     def cost(self) -> Result:
         """What was spent, by PLD."""
