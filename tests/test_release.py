@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from clipwise import release
+from clipwise import PerExample, make_private, release
 from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
 from clipwise.release import buckets, fit_together, noised, noised_together
@@ -183,3 +185,32 @@ def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() ->
     assert not fit_together([one, Part("b", ("b",), 1.0, 1.0, (2.0,))], sums)
     assert not fit_together([one, two], sums | {"b": torch.zeros(2).double()})
     assert not fit_together([one, two], sums | {"b": torch.zeros(ROOM)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_lies_as_its_parameter(dtype: torch.dtype) -> None:
+    parameter = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    parameter = parameter.to(dtype)
+    found = release.laid_as(parameter, gradient := torch.randn(4, 3, 2, 2))
+    assert found.stride() == parameter.stride() and found.dtype == dtype
+    assert torch.equal(found, gradient.to(dtype))
+    assert release.laid_as(gradient, gradient) is gradient
+
+
+@pytest.mark.parametrize("fused", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizers_take_models_in_channels_last(fused: type[torch.optim.Optimizer]) -> None:
+    """They walk through the memory of parameters and gradients side by side."""
+    found = []
+    for options in ({}, {"fused": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 3))
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        data = TensorDataset(torch.randn(6, 3, 6, 6), torch.arange(6) % 3)
+        optimizer = fused(model.parameters(), lr=0.1, **options)  # type: ignore[call-arg]
+        private = make_private(
+            model, optimizer, data, clipping=PerExample(1.0), sampling="full", noise_multiplier=0
+        )
+        for x, y in private.loader:
+            private.step(F.cross_entropy(model(x), y, reduction="none"))
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))

@@ -30,7 +30,7 @@ from clipwise import checks, faults
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
-from clipwise.release import buckets, noised, scales_of
+from clipwise.release import buckets, laid_as, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import map_tensors, tensors_in
@@ -355,7 +355,7 @@ class _Captured:
             first += len(labels)
         self._keys.zero_()  # they have served
         parameters = self._private._parameters
-        self._gradients = [found[name].to(p.dtype) for name, p in parameters.items()]
+        self._gradients = [laid_as(p, found[name]) for name, p in parameters.items()]
         for p, grad in zip(parameters.values(), self._gradients, strict=True):
             p.grad = grad
         self._private._remember_written()

@@ -48,6 +48,7 @@ from clipwise.privacy import (
     Sampling,
     Spent,
 )
+from clipwise.release import laid_as
 from clipwise.sampling import (
     ByUser,
     Cut,
@@ -294,7 +295,7 @@ class Private:
         if self._clipper.frozen:
             gradients = without(gradients, self._clipper.frozen)
         for name, p in self._parameters.items():
-            p.grad = gradients[name].to(p.dtype)
+            p.grad = laid_as(p, gradients[name])
         if self._penalty is not None:
             add_penalty(self._penalty, self._model, self._parameters)
         self._remember_written()

@@ -98,3 +98,15 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
     if scales:
         torch._foreach_div_(found, list(scales))
     return found
+
+
+@torch.no_grad()
+def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the type and the memory order of its parameter.
+
+    Fused optimizers walk through the memory of both side by side: on a CPU they do not look at the order.
+    """
+    gradient = gradient.to(parameter.dtype)
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
