@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from clipwise.reproduce.lip_dp_sgd.claims import METHODS, NORMS, TABLES
-from clipwise.reproduce.lip_dp_sgd.jobs import Bias, Job, Times
+from clipwise.reproduce.lip_dp_sgd.jobs import Bias, Times
 from clipwise.reproduce.lip_dp_sgd.search import (
     IMAGE_EFFORT,
     QUICK_EFFORT,
@@ -17,10 +15,11 @@ from clipwise.reproduce.lip_dp_sgd.search import (
     near,
     spread,
 )
+from clipwise.reproduce.rounds import Asked, Rounds
+from clipwise.reproduce.store import Cell
 from clipwise.tune.records import DIGITS, IMAGES
 from clipwise.tune.trial import Trial
 
-Cell = dict[str, Any]
 FIGURES = ("table-1", "table-5", "1", "2", "3", "4")
 TABLE_SEEDS, IMAGE_SEEDS, QUICK_SEEDS = 10, 3, 3
 EPSILONS, TUNED_AT = (1.0, 3.0, 8.0), 3.0  # of figure 1, and the one at which settings are chosen
@@ -31,23 +30,6 @@ TIMED = {"credit_default": (32, 64, 128, 256, 512), "mnist": (32, 64, 128, 256, 
 BIASED = ("students_dropout", "adult")
 AVERAGED, AVERAGED_DATA = 0.99, "fashion_mnist"
 QUICK_EPSILON = 8.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One run that is asked for: the job, what it is judged by, and where it is shown."""
-
-    job: Job
-    seed: int
-    judged_by: str
-    figure: str
-    row: str
-    epsilon: float | None = None
-
-    @property
-    def key(self) -> str:
-        """The same run for several figures has one key."""
-        return f"{self.judged_by} {self.job.key} seed={self.seed}"
 
 
 def asked(
@@ -98,19 +80,12 @@ def effort_of(row: Row, quick: bool) -> Effort:
 
 def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
     """The trial that did best on the validation part, when all are there."""
-    trials = _all_trials(row, quick, found)
-    return None if trials is None else _winner(trials, found)
+    return _rounds(row, quick).best(found)
 
 
-def _all_trials(row: Row, quick: bool, found: Mapping[str, Cell]) -> list[Trial] | None:
-    """Those of both rounds; None as long as some are missing."""
+def _rounds(row: Row, quick: bool) -> Rounds[Trial]:
     effort = effort_of(row, quick)
-    first = spread(row, effort.spread)
-    winner = _winner(first, found) if _all_there(first, found) else None
-    if winner is None:
-        return None
-    second = near(row, first.index(winner), effort.near)
-    return [*first, *second] if _all_there(second, found) else None
+    return Rounds(spread(row, effort.spread), lambda best: near(row, best, effort.near))
 
 
 def _chosen_and_tested(
@@ -125,13 +100,8 @@ def _chosen_and_tested(
 
 
 def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
-    effort = effort_of(row, quick)
-    first = spread(row, effort.spread)
-    for trial in first:
-        yield _validation(trial, figure, row)
-    if _all_there(first, found) and (winner := _winner(first, found)) is not None:
-        for trial in near(row, first.index(winner), effort.near):
-            yield _validation(trial, figure, row)
+    for trial in _rounds(row, quick).begun(found):
+        yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
 
 
 def _figure_1(row: Row, quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[Asked]:
@@ -171,23 +141,3 @@ def _figure_4(quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[As
                 trial = chosen.but(epsilon=epsilon, averaged=AVERAGED)
                 for seed in range(seeds):
                     yield Asked(trial, seed, "test", "4", row.label, epsilon)
-
-
-def _validation(trial: Trial, figure: str, row: Row) -> Asked:
-    return Asked(trial, 0, "validation", figure, row.label, row.epsilon)
-
-
-def _key(trial: Trial) -> str:
-    return f"validation {trial.key} seed=0"
-
-
-def _all_there(trials: tuple[Trial, ...], found: Mapping[str, Cell]) -> bool:
-    return all(_key(t) in found and "unfinished" not in found[_key(t)] for t in trials)
-
-
-def _winner(trials: list[Trial] | tuple[Trial, ...], found: Mapping[str, Cell]) -> Trial | None:
-    """The best accuracy on the validation part; of equals the smaller loss. None if all failed."""
-    scored = [
-        (c["accuracy"], -c["loss"], -i) for i, t in enumerate(trials) if "accuracy" in (c := found[_key(t)])
-    ]
-    return trials[-max(scored)[2]] if scored else None

@@ -13,7 +13,7 @@ from clipwise.reproduce.lip_dp_sgd import page, plots
 from clipwise.reproduce.lip_dp_sgd.grid import FIGURES, asked
 from clipwise.reproduce.lip_dp_sgd.jobs import work
 from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
-from clipwise.reproduce.paper import Options, Paper, Place, Task
+from clipwise.reproduce.paper import Options, Paper, Task
 from clipwise.reproduce.store import Cell
 from clipwise.tune.records import records
 from clipwise.tune.training import LateError
@@ -22,9 +22,7 @@ from clipwise.tune.training import LateError
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
     """Trials on validation parts; where all of a row are there, the best of them on the test part."""
     for one in asked(options.figures, options.quick, found, options.seeds):
-        setting: Any = one.job
-        place = Place(one.figure, one.row, one.job.epochs, options.quick, one.epsilon)
-        yield Task(setting, one.seed, one.judged_by, place)
+        yield one.task(options.quick)
 
 
 def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:

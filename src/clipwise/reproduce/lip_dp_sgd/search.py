@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from clipwise.reproduce.rounds import nearby
 from clipwise.tune.records import DIGITS, IMAGES
 from clipwise.tune.space import Choice, Dimension, Range, point
 from clipwise.tune.trial import TITLES, Trial
@@ -20,7 +21,6 @@ from clipwise.tune.trial import TITLES, Trial
 _PRIMES = (2, 3, 5, 7, 11)
 # Below 5,000 records, where 1/64 of them would be a batch of a few.
 _FEW = ("breast_cancer", "german_credit", "students_dropout")
-_NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,7 @@ def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
     """Trials around the first trial with this number (from 0)."""
     dimensions = len(space(row))
     centre = _halton(best + 1, dimensions)
-    found = []
-    for i in range(1, count + 1):
-        away = _halton(100 + i, dimensions)
-        u = [min(1.0, max(0.0, c + 2 * _NEAR * (a - 0.5))) for c, a in zip(centre, away, strict=True)]
-        found.append(_trial(row, u))
-    return tuple(found)
+    return tuple(_trial(row, nearby(centre, _halton(100 + i, dimensions))) for i in range(1, count + 1))
 
 
 def _trial(row: Row, u: list[float]) -> Trial:
