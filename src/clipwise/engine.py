@@ -203,6 +203,8 @@ class Private:
         """Before anything is computed from a piece of a batch."""
         self._require_untouched()
         self._require_budget()
+        if piece.index_in_batch == 0:
+            self._hands.at_batch()
         if self._hands.before_step():
             self._described = False  # the next release says so in the ledger
         for p in self._parameters.values():
@@ -301,6 +303,7 @@ class Private:
         if self._penalty is not None:
             add_penalty(self._penalty, self._model, self._parameters)
         self._remember_written()
+        self._hands.released()
         self._clipper.parts = self._parts
         if self._clipper.learn(noised_sums):
             self._parts = self._next_parts()
