@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import checks, fingerprint, watch
+from clipwise.apart import require_apart
 from clipwise.arguments import (
     adjacency_of,
     delta_of,
@@ -159,6 +160,7 @@ def make_private(
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
     statistics = AllPublicStatistics(model)
+    require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
     empty_batch = Fetcher(dataset, collate_fn).empty

@@ -53,6 +53,10 @@ class AllPublicStatistics:
             gradients = statistics.correct(gradients, parameters)
         return gradients
 
+    def public_rows(self) -> list[Tensor]:
+        """The inputs of each."""
+        return [rows for statistics in self._each for rows in statistics.public_rows]
+
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types, for fingerprints and statements."""
         named = self._model.named_modules()

@@ -151,6 +151,11 @@ class PublicStatistics:
         self._layers, self._graph, self.corrects = {}, {}, False
         return self._model
 
+    @property
+    def public_rows(self) -> tuple[Tensor, ...]:
+        """What the model is called with."""
+        return self._public
+
     # ------------------------------------------------------------ for the layers
 
     @property
