@@ -194,13 +194,19 @@ class PublicStatistics:
         finally:
             self._is_held = False
 
-    def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor) -> None:
-        """Called by a layer for the public rows that reach it."""
+    def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor, rows: int) -> None:
+        """Called by a layer for the public rows that reach it, and for how many it takes them."""
         assert self._collected is not None
         if layer in self._collected:
             raise ConfigurationError(
                 f"Layer {self._name(layer)!r} ({type(layer).__name__}) is called more than once in a forward pass, but "
                 "has one mean and variance: use a layer of its own at each place, which may share scale and shift."
+            )
+        if layer.kind == "self+public" and rows != self.rows:
+            raise ConfigurationError(
+                f"Layer {self._name(layer)!r} ({type(layer).__name__}) gets {rows} rows for {self.rows} public ones: "
+                "the statistics of one example are not those of one row. Let it have inputs of shape [B, C, ...], or "
+                "use kind='public'."
             )
         self._collected[layer] = mean_C, var_C
 
