@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import NoisedStatistics, PerExample, Quantile, check, layers
+from clipwise import NoisedStatistics, PerExample, Quantile, augment, check, layers
 from clipwise.checks import IndependenceProbe
 from clipwise.clipping.per_example import PerExampleClipper
 from clipwise.errors import ConfigurationError, CoupledExamplesError, UnsupportedModelError
@@ -20,7 +20,6 @@ from clipwise.privacy import Adjacency
 from tests.gradients.cases import trainable
 from tests.layers.normalized import images, labels, losses_of, network
 from tests.runs import data, private_run, same, train
-from tests.runs import losses_of as small_losses
 from tests.runs import network as small_network
 from tests.sites import site
 
@@ -251,10 +250,9 @@ def test_without_noise_they_come_close_to_those_of_the_data() -> None:
 def test_views_and_other_layers_are_refused() -> None:
     model = small()
     clipping = PerExample(1.0, running_statistics=NoisedStatistics())
-    _, private = private_run(model, clipping=clipping, averaged_views=2, probe_independence=False)
-    with pytest.raises(UnsupportedModelError, match="no averaged_views"):
-        for batch in private.loader:
-            private.step(small_losses(model, batch))
+    for views in (2, augment.Views(2)):
+        with pytest.raises(ConfigurationError, match=r"averaged_views does not go with.*running_statistics"):
+            private_run(model, clipping=clipping, averaged_views=views)
     with pytest.raises(ConfigurationError, match="with_released_statistics"):
         private_run(clipping=clipping)
     mixed = nn.Sequential(BatchStatisticsNorm(5), *small())
