@@ -1,4 +1,4 @@
-"""Compiled models are refused by name where single examples are needed, and taken where they are not."""
+"""Compiled and reentrant pieces of a model are refused by name where they cannot be looked into."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from clipwise import Batch, PerExample, Private, make_private
@@ -70,3 +71,23 @@ def test_batch_takes_a_compiled_model() -> None:
             private.backward(losses(model, x, y))
         released.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(released[0], released[1])
+
+
+@pytest.mark.parametrize("clipping", [PerExample(), PerExample(method="loop"), Batch()], ids=repr)
+def test_reentrant_checkpointing_is_refused_by_name(clipping: PerExample | Batch) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.inner, x.flatten(1).requires_grad_(), use_reentrant=True)
+            scores: Tensor = self.outer(hidden)
+            return scores
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(model, optimizer, ROWS, sampling="full", noise_multiplier=1.0, clipping=clipping)
+    x, y = next(iter(private.loader))
+    with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+        private.step(losses(model, x, y))

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.opaque import COMPILED, REFUSAL
+from clipwise.gradients.opaque import COMPILED, REENTRANT, REFUSALS
 from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
 from clipwise.gradients.outline import Entry, Outline, Plan
 
@@ -166,7 +166,7 @@ def _require_open(outline: Outline) -> None:
         if entry.name == COMPILED and any(
             i >= 0 and entries[i].inputs is None for i, _ in entry.inputs or ()
         ):
-            raise UnsupportedModelError(REFUSAL)
+            raise UnsupportedModelError(REFUSALS[COMPILED])
 
 
 def _followed(
@@ -235,11 +235,8 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             name, index = node_name(node), len(order)
             position[node] = index
             order.append(node)
-            if name == "CheckpointFunctionBackward":
-                raise UnsupportedModelError(
-                    "Reentrant activation checkpointing hides the parameters inside it. Call "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead."
-                )
+            if name == REENTRANT:
+                raise UnsupportedModelError(REFUSALS[REENTRANT])
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
                 entries.append(Entry(by_id[id(node.variable)], None))
