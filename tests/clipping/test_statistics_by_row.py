@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import NoisedStatistics, PerExample, Quantile, augment, check, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Quantile, augment, check, layers
 from clipwise.checks import IndependenceProbe
 from clipwise.clipping.per_example import PerExampleClipper
+from clipwise.clipping.strategy import Strategy
 from clipwise.errors import ConfigurationError, CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
@@ -31,6 +32,7 @@ def released(dtype: torch.dtype = torch.float64) -> nn.Module:
     for layer in layers_of(model):
         layer.running_mean.copy_(0.3 * torch.randn(layer.num_features, generator=random))
         layer.running_var.copy_(torch.rand(layer.num_features, generator=random) + 0.5)
+        layer.has_statistics = True
     return model
 
 
@@ -258,3 +260,14 @@ def test_views_and_other_layers_are_refused() -> None:
     mixed = nn.Sequential(BatchStatisticsNorm(5), *small())
     with pytest.raises(UnsupportedModelError, match="mixes the examples"):
         private_run(mixed, clipping=clipping)
+
+
+@pytest.mark.parametrize("clipping", [PerExample(), Batch()], ids=repr)
+def test_layers_for_which_nothing_is_released_need_public_statistics(clipping: Strategy) -> None:
+    model = small()
+    with pytest.raises(
+        ConfigurationError, match=r"has no statistics.*NoisedStatistics\(\).*recompute_statistics"
+    ):
+        private_run(model, clipping=clipping)
+    layers.recompute_statistics(model, [data().tensors[0]]).train()
+    private_run(model, clipping=clipping)
