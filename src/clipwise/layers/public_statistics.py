@@ -116,8 +116,14 @@ class PublicStatistics:
         moments, self._graph = self._graph or self._public_pass(), {}
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
-        for layer in exact.values():
+        for place, layer in exact.items():
             assert layer.weight is not None and layer.bias is not None
+            for p in (layer.weight, layer.bias):
+                if names.get(p) not in gradients or gradients[names[p]].shape != p.shape:
+                    raise ConfigurationError(
+                        f"Layer {place!r}: kind='public-exact' needs the gradients of its scale and shift: give "
+                        "all gradients that were released, by the names of the model's parameters."
+                    )
             mean_C, var_C = moments[layer]
             if not mean_C.requires_grad:
                 continue  # nothing trainable before it
