@@ -1,11 +1,13 @@
-"""Models and functions that a user gives."""
+"""Models, functions and numbers that a user gives."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from clipwise.errors import ConfigurationError
@@ -15,6 +17,23 @@ def require_module(given: object) -> None:
     """Refuse what is no model."""
     if not isinstance(given, nn.Module):
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(given).__name__}.")
+
+
+def not_negative(argument: str, value: float) -> float:
+    """The argument as it is; refused unless it is a finite number from 0 on."""
+    given: object = value  # whatever its type promises
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not (number and math.isfinite(value) and value >= 0):
+        raise ConfigurationError(f"{argument} must be a finite number from 0 on, not {value!r}.")
+    return value
+
+
+def count(argument: str, value: int) -> int:
+    """The argument as an int; refused unless it is a whole number of at least 1."""
+    given: object = value
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or value < 1:
+        raise ConfigurationError(f"{argument} must be a whole number of at least 1, not {value!r}.")
+    return int(value)
 
 
 def require_takes(argument: str, function: Callable[..., Any], how: str, *arguments: Any) -> None:

@@ -330,7 +330,14 @@ def test_a_run_goes_on_when_everything_is_frozen() -> None:
 # ---------------------------------------------------------------- resume
 
 
-@BY_STRATEGY
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *STRATEGIES,
+        Batch(0.7, mini_sets=4, parts="layer", sparse=Sparse(T)),
+    ],  # the last one adds up in float64
+    ids=["per example", "batch", "mini-sets"],
+)
 @pytest.mark.parametrize("made", [2 * T, 2 * T + 3])
 def test_a_run_that_goes_on_has_the_same_frozen_entries(
     strategy: Strategy, made: int, tmp_path: Path

@@ -165,6 +165,16 @@ def test_two_releases_at_the_same_weights_are_corrected_alike() -> None:
     torch.testing.assert_close(statistics.correct(released), statistics.correct(released))
 
 
+def test_a_correction_needs_the_gradients_of_scale_and_shift() -> None:
+    model, statistics = sound("public-exact")
+    released = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    place, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, PublicBatchNorm2d))
+    without = {name: g for name, g in released.items() if name != f"{place}.bias"}
+    for gradients in (without, released | {f"{place}.weight": torch.zeros(layer.num_features + 1)}):
+        with pytest.raises(ConfigurationError, match=f"Layer '{place}'.*gradients of its scale and shift"):
+            statistics.correct(gradients)
+
+
 def test_the_other_kinds_correct_nothing() -> None:
     for kind in ("public", "self+public", "frozen", "group"):
         model, statistics = sound(kind)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clipwise import layers
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.replace import replace_batchnorm
@@ -153,6 +154,8 @@ def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
     ("layer", "said"),
     [
         (nn.BatchNorm1d(4), "BatchNorm1d.*mixes examples"),
+        (layers.BatchStatisticsNorm(4), "BatchStatisticsNorm.*mixes examples"),
+        (layers.ReleasedStatisticsNorm(4), "ReleasedStatisticsNorm.*released deviation"),
         (nn.LayerNorm(4), "LayerNorm.*BoundedLayerNorm"),
         (nn.GroupNorm(1, 4), "GroupNorm.*BoundedGroupNorm"),
         (nn.LogSoftmax(1), "LogSoftmax.*scores"),

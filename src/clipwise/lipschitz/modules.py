@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.l2_attention import L2Mixture
@@ -40,6 +41,7 @@ _REFUSED: dict[type[nn.Module], str] = {
     PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: take "
     "clipwise.layers.BoundedGroupNorm",
     nn.LogSoftmax: "give the scores themselves to the loss",
+    ReleasedStatisticsNorm: "its slope grows as the released deviation shrinks: take clipwise.layers.BoundedGroupNorm",
     nn.modules.batchnorm._BatchNorm: "it mixes examples: take clipwise.layers.BoundedGroupNorm",
     nn.modules.instancenorm._InstanceNorm: "its slope grows as the deviation shrinks: take "
     "clipwise.layers.BoundedGroupNorm with one group a channel",
@@ -48,7 +50,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 def is_known(module: nn.Module) -> bool:
     """Whether a module is looked at as a whole, though it may have a Python `forward`."""
-    return isinstance(module, (*_OURS, PublicBatchNorm))
+    return isinstance(module, (*_OURS, PublicBatchNorm, BatchStatisticsNorm))
 
 
 def require_no_hooks(name: str, module: nn.Module) -> None:
