@@ -13,7 +13,7 @@ from clipwise import guards
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Probe, private_generator, probe_weights
 from clipwise.gradients.precision import ieee_arithmetic
-from clipwise.gradients.walk import Node
+from clipwise.gradients.walk import Node, require_not_rerun
 from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.clipped import unclipped
@@ -333,6 +333,7 @@ def _lookups(losses: Tensor, ids: list[Tensor]) -> list[GradientEdge]:
     entered, stack = {root}, [root]
     while stack:
         node = stack.pop()
+        require_not_rerun(node.name())
         saved = getattr(node, "_saved_indices", None)
         if isinstance(saved, Tensor) and any(_same_ids(saved, x) for x in ids):
             edges.append(GradientEdge(node, 0))

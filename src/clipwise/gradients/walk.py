@@ -41,6 +41,15 @@ def node_name(node: Node) -> str:
     return name
 
 
+def require_not_rerun(name: str) -> None:
+    """Refuse a part of the model that runs once more in the backward pass: no graph shows what is in it."""
+    if name == "CheckpointFunctionBackward":
+        raise UnsupportedModelError(
+            "Reentrant activation checkpointing hides the parameters inside it. Call "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead."
+        )
+
+
 def parameters_behind(nodes: list[Node], names: Mapping[Node, str]) -> tuple[str, ...]:
     """The names of all parameters that feed these nodes, in alphabetical order."""
     reached: set[str] = set()
@@ -223,11 +232,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             name, index = node_name(node), len(order)
             position[node] = index
             order.append(node)
-            if name == "CheckpointFunctionBackward":
-                raise UnsupportedModelError(
-                    "Reentrant activation checkpointing hides the parameters inside it. Call "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead."
-                )
+            require_not_rerun(name)
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
                 entries.append(Entry(by_id[id(node.variable)], None))
