@@ -83,9 +83,9 @@ class Lipschitz(Strategy):
         released, and from public constants. It may change from step to step; the noise follows, the multiplier stays.
         Assumptions: an example's row of the model's input depends on that example only (probed on the first batches,
         not proven). That the model treats each row by itself is shown by its trace. Every step compares the graph that
-        ran, and what the model reads of its modules, with the trace; what it reads elsewhere, such as a global
-        variable, stays. Each loss depends on its own outputs only (compared in every step, as far as a gradient shows
-        it), and on its own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
+        ran, and what the model reads, with the trace; what it reads stays the same from its forward pass to the step.
+        Each loss depends on its own outputs only (compared in every step, as far as a gradient shows it), and on its
+        own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
         Norms are certified upper bounds in float64, with room for the rounding of the network's own arithmetic; the sum
         over B examples is formed in that arithmetic, which moves it by less than B u Delta_k, u = 2^-24 in float32. An
         example that is not finite counts as 0.
