@@ -65,6 +65,16 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "a linear function": (lambda m, x: F.linear(x, m.b.weight), "take nn.Linear"),
     "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
+    "an old alpha": (lambda m, x: m.a(torch.add(x, 2, x)), "alpha"),
+    "examples moved on": (
+        lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))),
+        "pads the dimension that holds the examples",
+    ),
+    "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
+    "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
+    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "gives torch.float16"),
+    "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "what ClipInput gave"),
+    "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "take slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),
 }
 
@@ -126,6 +136,38 @@ def test_a_function_has_the_bound_of_its_module(kind: str) -> None:
         for pool in (Called(), module)
     ]
     assert found[0] == found[1]
+
+
+SETTINGS: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {
+    "leaky_relu": (F.leaky_relu, nn.LeakyReLU()),
+    "leaky_relu, steeper": (lambda x: F.leaky_relu(x, 3.0), nn.LeakyReLU(3.0)),
+    "elu": (lambda x: F.elu(input=x, alpha=2.0), nn.ELU(2.0)),
+    "celu": (F.celu, nn.CELU()),
+    "gelu": (lambda x: F.gelu(x, approximate="tanh"), nn.GELU("tanh")),
+    "softplus": (lambda x: F.softplus(x, 2.0), nn.Softplus(2.0)),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.1, 0.2), nn.Hardtanh(-0.1, 0.2)),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_an_activation_has_the_bound_of_its_module_whatever_its_settings(kind: str) -> None:
+    function, module = SETTINGS[kind]
+    last = nn.Linear(4, 2)
+
+    class Called(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    found = [
+        bounds_of(trace(nn.Sequential(ClipInput(1.0), f, last), (4,)), 1.0).sensitivities
+        for f in (Called(), module)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_module_does_not_pad_the_examples() -> None:
+    with pytest.raises(UnsupportedModelError, match="'1' pads the dimension that holds the examples"):
+        trace(nn.Sequential(ClipInput(1.0), nn.ZeroPad2d((0, 0, 1, -1)), nn.Linear(3, 2)), (3,))
 
 
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {

@@ -19,7 +19,7 @@ from clipwise.lipschitz.activations import ElementwiseRule, LearnedSlopeRule, So
 from clipwise.lipschitz.affine import ConvolutionRule, EmbeddingRule, LinearRule
 from clipwise.lipschitz.normalizing import BoundedNormRule, ClipInputRule, MixtureRule
 from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
-from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal
+from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal, require_own_padding
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import DropoutRule, MoveRule
 
@@ -133,6 +133,11 @@ def _mixture(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roundi
     return MixtureRule(module, out, rounding)
 
 
+def _padding(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    require_own_padding(name, module.padding, shapes[0])
+    return MoveRule(out)
+
+
 def _softmax(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
     if module.dim is None:
         raise refusal(name, module, "give dim")
@@ -159,10 +164,8 @@ _BUILDERS: dict[type[nn.Module], Build] = {
         (pooling.ADAPTIVE_MAX, _pooling(pooling.adaptive_maximum_rule)),
         (pooling.ADAPTIVE_AVERAGE, _pooling(pooling.adaptive_average_rule)),
         (RECURRENT, _recurrent),
-        (
-            (nn.Flatten, nn.Unflatten, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-            lambda name, module, shapes, out, rounding: MoveRule(out),
-        ),
+        ((nn.Flatten, nn.Unflatten), lambda name, module, shapes, out, rounding: MoveRule(out)),
+        ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), _padding),
         (
             (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
             lambda name, module, shapes, out, rounding: DropoutRule(module, rounding),
