@@ -170,6 +170,21 @@ def test_a_module_does_not_pad_the_examples() -> None:
         trace(nn.Sequential(ClipInput(1.0), nn.ZeroPad2d((0, 0, 1, -1)), nn.Linear(3, 2)), (3,))
 
 
+def test_models_without_a_trace_are_told_what_to_do() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
+    with pytest.raises(UnsupportedModelError, match="without torch.compile"):
+        trace(torch.compile(model, backend="eager"), (3,))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"'1' \(LazyLinear\).*run the model once"):
+        trace(nn.Sequential(ClipInput(1.0), nn.LazyLinear(2)), (3,))
+
+
+def test_weights_tied_within_a_recurrent_layer_are_refused() -> None:
+    run = nn.GRU(3, 3, batch_first=True)
+    run.bias_hh_l0 = run.bias_ih_l0
+    with pytest.raises(UnsupportedModelError, match=r"'1' \(GRU\).*tied within it"):
+        trace(nn.Sequential(ClipInput(1.0), run), (4, 3))
+
+
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
     "max": (nn.MaxPool2d(3, 1), (5, 5), "no dimension for channels"),
     "average": (nn.AvgPool2d(3, 1), (5, 5), "no dimension for channels"),

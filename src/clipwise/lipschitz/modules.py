@@ -53,6 +53,12 @@ def is_known(module: nn.Module) -> bool:
 
 def require_no_hooks(name: str, module: nn.Module) -> None:
     """Refuse what could change a value or a gradient where no graph shows it."""
+    if type(module).__name__ == "OptimizedModule":
+        raise refusal(
+            name, module, "no trace shows what a compiled model does: give the model without torch.compile"
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise refusal(name, module, "its shapes are not known yet: run the model once before make_private")
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         raise refusal(
             name, module, "it has hooks, or a forward of its own, which no bound knows: take them off"
@@ -124,6 +130,10 @@ def _recurrent(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roun
         raise refusal(name, module, "a first state of its own has no bound here: leave it out, it is 0")
     if not module.batch_first or module.proj_size:
         raise refusal(name, module, "only batch_first=True without proj_size has a bound")
+    if len(list(module.parameters())) < len(module._flat_weights):
+        raise refusal(
+            name, module, "weights that are tied within it have no bound here: give each its own tensor"
+        )
     return RecurrentRule(module, shapes[0], rounding)
 
 
