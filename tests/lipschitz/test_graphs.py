@@ -172,7 +172,7 @@ def test_a_module_does_not_pad_the_examples() -> None:
 
 def test_models_without_a_trace_are_told_what_to_do() -> None:
     model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
-    with pytest.raises(UnsupportedModelError, match="without torch.compile"):
+    with pytest.raises(UnsupportedModelError, match=r"without torch\.compile"):
         trace(torch.compile(model, backend="eager"), (3,))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match=r"'1' \(LazyLinear\).*run the model once"):
         trace(nn.Sequential(ClipInput(1.0), nn.LazyLinear(2)), (3,))
