@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from clipwise import guards
+from clipwise.drawn_size import DrawnSize
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Probe, private_generator, probe_weights
 from clipwise.gradients.precision import ieee_arithmetic
@@ -254,6 +255,7 @@ class IndependenceProbe:
 
     def __init__(self) -> None:
         self._left = _PROBED_BATCHES
+        self._drawn_size = DrawnSize()
         self._leaves: list[Tensor] = []
         self._ids: list[Tensor] = []
 
@@ -263,7 +265,8 @@ class IndependenceProbe:
         return map_tensors(self._marked, batch) if self._left else batch
 
     def examine(self, losses: Tensor) -> None:
-        """Refuse losses that depend on other examples' inputs."""
+        """Refuse losses that depend on other examples' inputs, or on how many there are."""
+        self._drawn_size.examine(losses)
         if len(losses) < 2 or not (self._leaves or self._ids):
             return
         inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
