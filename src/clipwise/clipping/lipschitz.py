@@ -74,7 +74,8 @@ class Lipschitz(Strategy):
             noise; "layer", "all", or groups of names.
         tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
         balanced: move factors between layers so that the bounds add up to less noise; the network computes the same.
-            See `lipschitz.balance`. What the optimizer remembers (momentum) is not moved along.
+            See `lipschitz.balance`. Averaged parameters are moved along; what the optimizer remembers (momentum) is
+            not.
         input_shape: of one example. By default that of the first tensor of a batch.
 
     Guarantee:
@@ -252,7 +253,10 @@ class LipschitzClipper(Clipper):
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
         found = bounds_from(self._network, self._norms, self._constant)
-        if balance_(self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm):
+        self.moved = balance_(
+            self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm
+        )
+        if self.moved:
             found = bounds_from(self._network, self._norms, self._constant)
         return found
 
