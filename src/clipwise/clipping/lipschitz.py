@@ -28,7 +28,7 @@ from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients, constant_of
 from clipwise.lipschitz.matching import GraphMatch
 from clipwise.lipschitz.rule import Effort
-from clipwise.lipschitz.trace import Network, trace
+from clipwise.lipschitz.trace import Network, trace, unit_of
 from clipwise.lipschitz.weights import (
     NORMS,
     MaxWeightNorm,
@@ -329,6 +329,11 @@ class LipschitzClipper(Clipper):
     def _require_as_bounded(self) -> None:
         """The bounds are for these weights and this arithmetic."""
         self._require_unchanged(self._watch.was_counted())
+        if unit_of(self._network.graph) > self._network.rounding.unit:
+            raise StepError(
+                "The model's parameters were given a coarser type after make_private, and the bounds allow for less "
+                "rounding: call model.double() again, or make a new private run."
+            )
         device = next(iter(self._parameters.values())).device
         if chosen_arithmetic(device).operand_error > self.arithmetic.operand_error:
             raise StepError(

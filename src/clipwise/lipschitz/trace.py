@@ -79,7 +79,7 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         arithmetic: in which the products of training run.
     """
     module = fx.GraphModule(model, graph_of(model))
-    rounding = Rounding(_unit_of(model), arithmetic)
+    rounding = Rounding(unit_of(model), arithmetic)
     return _Walk(model, module, tuple(input_shape), rounding).network()
 
 
@@ -323,8 +323,8 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _unit_of(model: nn.Module) -> float:
-    """The coarsest type among the parameters."""
+def unit_of(model: nn.Module) -> float:
+    """The distance from 1 to the next number, in the coarsest type among the parameters."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not kinds <= {torch.float32, torch.float64}:
         raise UnsupportedModelError(
