@@ -1,8 +1,10 @@
-"""Models and functions that a user gives."""
+"""Models, functions and numbers that a user gives."""
 
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -34,3 +36,12 @@ def require_takes(argument: str, function: Callable[..., Any], how: str, *argume
         raise ConfigurationError(
             f"{argument} is called as {how}, here with {len(arguments)} arguments, and does not take that: {error}."
         ) from error
+
+
+def positive(name: str, value: object) -> float:
+    """A positive, finite number of any kind (those of numpy too), or an error that names the argument."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    found = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    if not (math.isfinite(found) and found > 0):
+        raise ConfigurationError(f"{name} must be a positive, finite number, not {value!r}.")
+    return found

@@ -189,7 +189,7 @@ class Lipschitz(Strategy):
         return {
             "strategy": "lipschitz",
             "max_weight_norm": limits,
-            "input_norm": self.input_norm,
+            "input_norm": None if self.input_norm is None else _plain(self.input_norm),
             "norm": self.norm,
             "fixed": self.fixed,
             "loss": repr(self.bounded_loss),

@@ -155,11 +155,18 @@ def _softmax(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roundi
 
 
 def _group_norm(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
-    return BoundedNormRule(module.alpha, math.prod(out) // module.num_groups, out, rounding)
+    return BoundedNormRule(_floor(name, module), math.prod(out) // module.num_groups, out, rounding)
 
 
 def _layer_norm(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
-    return BoundedNormRule(module.alpha, math.prod(module.normalized_shape), out, rounding)
+    return BoundedNormRule(_floor(name, module), math.prod(module.normalized_shape), out, rounding)
+
+
+def _floor(name: str, module: Any) -> float:
+    """alpha, which may have been set to anything since the module was made."""
+    if not (math.isfinite(module.alpha) and module.alpha > 0):
+        raise refusal(name, module, f"alpha={module.alpha} gives no bound: set a positive, finite number")
+    return float(module.alpha)
 
 
 _BUILDERS: dict[type[nn.Module], Build] = {
