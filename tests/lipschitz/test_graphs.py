@@ -203,7 +203,14 @@ def test_examples_are_not_taken_for_channels_or_time(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.CELU(-1.0), nn.CELU(0.0), nn.Softplus(beta=0.0), nn.ELU(float("nan")), nn.LeakyReLU(float("inf"))],
+    [
+        nn.CELU(-1.0),
+        nn.CELU(0.0),
+        nn.Softplus(beta=0.0),
+        nn.Softplus(threshold=500.0),
+        nn.ELU(float("nan")),
+        nn.LeakyReLU(float("inf")),
+    ],
 )
 def test_settings_without_a_slope_are_refused(layer: nn.Module) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"'1' \({type(layer).__name__}\)"):

@@ -16,6 +16,7 @@ from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 # The largest slopes, rounded up. Those above 1 lie outside the flat and the linear parts of the function.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
 _HARDSIGMOID = 1 / 6 * (1 + 1e-7)  # torch has 1/6 in float32, also where it computes in float64
+_LARGEST_EXPONENT = 80.0  # exp of it is a number in float32
 _SELU = 1.0507009873554805 * 1.6732632423543773 * (1 + 1e-9)
 
 
@@ -118,6 +119,11 @@ def _softplus(module: nn.Module) -> Constants:
     assert isinstance(module, nn.Softplus)
     if module.beta == 0:
         raise ConfigurationError("Softplus with beta=0 has no values: give another beta.")
+    if module.threshold > _LARGEST_EXPONENT:
+        raise ConfigurationError(
+            f"Softplus with threshold={module.threshold:g} is infinite below it: give one of at most "
+            f"{_LARGEST_EXPONENT:g}."
+        )
     return 1.0, math.log(2) / abs(module.beta), math.inf
 
 
