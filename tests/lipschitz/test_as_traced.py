@@ -99,8 +99,16 @@ def test_what_no_bound_follows_from_may_change() -> None:
 
 
 def test_a_look_at_the_same_model_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
     layers = [ClipInput(1.0), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 3).requires_grad_(False)]
-    model = nn.Sequential(*layers, nn.Identity())
+    model = nn.Sequential(layers[0], Scale(), *layers[1:], nn.Identity())
     same = AsTraced(model, trace(model, (4,)))
     monkeypatch.setattr("clipwise.lipschitz.as_traced.graph_again", None)
     model(torch.randn(2, 4))

@@ -63,11 +63,11 @@ class AsTraced:
 
     def _has_choices(self) -> bool:
         """Whether the trace left out layers that autograd would not show: another pass may take one of them."""
-        taken = {id(part) for layer in self._layers.values() for part in layer.modules()}
+        is_taken = {id(layer) for layer in self._layers.values()}
         return any(
-            id(m) not in taken and (isinstance(m, _DROPS) or any(True for _ in m.parameters(recurse=False)))
+            (isinstance(m, _DROPS) and id(m) not in is_taken)
+            or any(id(p) not in self._tensors for p in m.parameters(recurse=False))
             for m in self._model.modules()
-            if not any(True for _ in m.children())
         )
 
     def _remember(self) -> None:
