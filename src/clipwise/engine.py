@@ -263,6 +263,8 @@ class Private:
             self._public_statistics.refresh(force=is_updated)
         if self._clipper.follow(is_updated):
             self._parts = self._next_parts()
+            if self._averages is not None and self._clipper.moved:
+                self._averages.scale(self._clipper.moved)
             if self._told_strategy != self._strategy_to_tell():
                 self._described = False  # constants were set anew: the next release says so in the ledger
         if is_new and self._averages is not None:

@@ -314,6 +314,67 @@ def test_tied_weights_add_up() -> None:
     assert float(found["table.layer.weight"].norm()) <= 1.5
 
 
+def tied_in_a_layer(kind: str) -> nn.Module:
+    """One tensor under two names of one layer."""
+    torch.manual_seed(0)
+    if kind == "normalization":
+        norm = nn.LayerNorm(5)
+        norm.bias = norm.weight
+        return nn.Sequential(norm)
+    run = nn.RNN(5, 5, num_layers=2, batch_first=True)
+    for p in run.parameters():
+        nn.init.constant_(p, 0.1)  # so that both uses pull in one direction
+    if kind == "biases":
+        run.bias_hh_l0 = run.bias_ih_l0
+    else:
+        run.weight_hh_l1 = run.weight_hh_l0
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "most"),
+    [("biases", "bias_ih_l0", 1.0), ("weights", "weight_hh_l0", 2.0), ("normalization", "weight", 1.0)],
+)
+def test_weights_that_are_tied_within_a_layer_add_up(kind: str, name: str, most: float) -> None:
+    """Each of its names is a use, and one example reaches more than the bound of one."""
+    model = clipped(tied_in_a_layer(kind), mode="normalize")
+    clipper = Backprop().attach(site(model))
+    (bound,) = [b for b in clipper.bounds if b.name.endswith(name)]
+    assert bound.sensitivity == most
+    x = torch.ones(1, 3, 5) if kind != "normalization" else torch.tensor([[3.0, 1.0, 1.0, 1.0, 1.0]])
+    y = model(x)
+    found = clipper.clipped_sum((y if isinstance(y, Tensor) else y[0]).flatten(1)[:, -5:].sum(1))
+    assert 0.5 * most < float(found[bound.name].norm()) <= most
+
+
+def test_a_parametrization_of_a_clipped_layer_is_refused() -> None:
+    model = clipped()
+    nn.utils.parametrizations.weight_norm(model[0].layer)  # type: ignore[index, arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"Layer '0'.*original0.*weight_norm"):
+        private_run(model, clipping=Backprop())
+
+
+def test_reentrant_checkpoints_are_refused_by_every_strategy() -> None:
+    for model, clipping in ((clipped(), Backprop()), (network(), PerExample(1.0))):
+        _, private = private_run(model, clipping=clipping, sampling="full")
+        x, y = next(iter(private.loader))
+        losses = losses_of(lambda x, model=model: checkpoint(model, x, use_reentrant=True), (x, y))  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+            private.step(losses)
+    clipper = Backprop().attach(site(model := clipped()))
+    with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+        clipper.clipped_sum(
+            checkpoint(model, torch.randn(3, 5, requires_grad=True), use_reentrant=True).sum(1)
+        )
+
+
+def test_a_compiled_model_is_told_what_to_do_instead() -> None:
+    model = clipped()
+    clipper = Backprop().attach(site(model))
+    with pytest.raises(UnsupportedModelError, match=r"outside of its clipped layer.*private\.compiled"):
+        clipper.clipped_sum(torch.compile(model, backend="eager")(torch.randn(3, 5)).sum(1))
+
+
 class TimeFirst(nn.Module):
     """Rows of the layer are positions, all examples in each: just as many as there are examples."""
 

@@ -536,3 +536,15 @@ def test_inputs_of_another_shape_than_the_traced_one_are_refused() -> None:
     model, private = run(model, strategy={"input_shape": (100 * FEATURES,)})
     with pytest.raises(UnsupportedModelError, match="shape"):
         train(model, private, 1)
+
+
+@pytest.mark.parametrize(("first", "then"), [("float", "bfloat16"), ("double", "float")])
+def test_weights_in_a_coarser_type_are_refused(first: str, then: str) -> None:
+    """Their sums are rounded by more than the bounds allow for."""
+    model, private = run(getattr(network(), first)(), dataset=data(dtype=torch.float64), sampling="full")
+    getattr(model, then)()
+    x, y = next(iter(private.loader))
+    outputs = model(x.to(next(model.parameters()).dtype))
+    losses = F.cross_entropy(outputs.float(), y, reduction="none")
+    with pytest.raises((StepError, UnsupportedModelError), match=r"half precision|a coarser type"):
+        private.step(losses, outputs=outputs)

@@ -33,7 +33,7 @@ def image_network(activation: nn.Module | None = None) -> nn.Sequential:
     )
 
 
-def balanced(model: nn.Module, limit: float = LIMIT) -> tuple[float, float, bool]:
+def balanced(model: nn.Module, limit: float = LIMIT) -> tuple[float, float, dict[str, float]]:
     """The noise before and after."""
     network = trace(model, (1, 8, 8))
     pairs = pairs_of(network, dict(model.named_parameters()))
@@ -133,3 +133,26 @@ def test_a_run_may_be_balanced() -> None:
     assert noise[1] < 0.7 * noise[0]
     with pytest.raises(ConfigurationError, match="balanced"):
         Lipschitz(1.0, 1.0, fixed=True, balanced=True)
+
+
+def test_averages_move_along() -> None:
+    """Weights from before and after a move are of the same network, and so is their average."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clipping = Lipschitz(LIMIT, 1.0, balanced=True)
+    _, private = private_run(model, optimizer, clipping=clipping, averaged=0.9)
+    train(model, private, 3)
+    averages = private.averaged
+    factors = {"1.weight": 64.0, "1.bias": 64.0, "3.weight": 1 / 64}
+    with torch.no_grad():  # weights, and averages, that ask for a move
+        for name, factor in factors.items():
+            model.get_parameter(name).mul_(factor)
+    averages.scale(factors)
+    x, before = torch.randn(5, FEATURES), model[1].weight.detach().clone()
+    expected = model(x)
+    train(model, private, 3)
+    assert float(model[1].weight.norm()) < 0.1 * float(before.norm())  # they were moved
+    assert torch.allclose(model(x), expected)
+    with averages.applied():
+        torch.testing.assert_close(model(x), expected)

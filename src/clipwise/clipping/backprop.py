@@ -249,9 +249,15 @@ def _require_float32(parameters: Parameters) -> None:
 def most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:
     """The most that one example adds to each parameter's gradient: what its uses add, one by one."""
     most: dict[int, float] = {}
-    for layer in layers.values():
+    for where, layer in layers.items():
         bounds = layer.bounds()
-        for name, p in layer.layer.named_parameters():
+        # A parameter may have several names within one layer, such as biases that are tied: each is a use.
+        for name, p in layer.layer.named_parameters(remove_duplicate=False):
+            if name not in bounds:
+                raise UnsupportedModelError(
+                    f"Layer {where!r} ({type(layer.layer).__name__}) has a parameter {name!r}, for which there is no "
+                    "bound: take parametrizations such as weight_norm off, or train with PerExample(max_norm=...)."
+                )
             most[id(p)] = most.get(id(p), 0.0) + layer.uses * bounds[name]
     for name, p in parameters.items():
         if id(p) not in most:

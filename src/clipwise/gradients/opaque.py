@@ -20,6 +20,12 @@ REFUSALS = {
 _SAID_BY_TORCH = {COMPILED: "donated buffer", REENTRANT: "use_reentrant=True"}
 
 
+def require_not_rerun(name: str) -> None:
+    """Refuse a part of the model that runs once more in the backward pass: no graph shows what is in it."""
+    if name == REENTRANT:
+        raise UnsupportedModelError(REFUSALS[REENTRANT])
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """In this block torch's refusal to go back through such a piece is told as what it is."""

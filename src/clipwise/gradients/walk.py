@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.opaque import COMPILED, REENTRANT, REFUSALS
+from clipwise.gradients.opaque import COMPILED, REFUSALS, require_not_rerun
 from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
 from clipwise.gradients.outline import Entry, Outline, Plan
 
@@ -235,8 +235,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             name, index = node_name(node), len(order)
             position[node] = index
             order.append(node)
-            if name == REENTRANT:
-                raise UnsupportedModelError(REFUSALS[REENTRANT])
+            require_not_rerun(name)
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
                 entries.append(Entry(by_id[id(node.variable)], None))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import positive
 
 
 class ClipInput(nn.Module):
@@ -25,10 +25,7 @@ class ClipInput(nn.Module):
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
-        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-        if not (number and math.isfinite(max_norm) and max_norm > 0):
-            raise ConfigurationError(f"max_norm must be a positive, finite number, not {max_norm!r}.")
-        self.max_norm = float(max_norm)
+        self.max_norm = positive("max_norm", max_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) to the same shape."""

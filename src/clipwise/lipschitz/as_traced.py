@@ -4,24 +4,31 @@ Bounds follow from the numbers, the layers and the tensors of the trace. The gra
 them: the 3 of x + 3, or that another frozen tensor took the place of the traced one. So what a forward pass may read
 of the modules is remembered, and compared in every step. Where something differs the model is traced again: the same
 operations of the same layers and tensors have the same bounds, and anything else is refused.
+
+A number may also come from where nobody looks: a global variable, a closure, a tensor in a list. So a model in which
+numbers hide from autograd, or which has frozen layers to choose from, is traced again in every step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from clipwise.errors import StepError
-from clipwise.lipschitz.graphs import attribute_of, graph_of, steps_of
+from clipwise.lipschitz.graphs import Step, attribute_of, graph_again, steps_of
 from clipwise.lipschitz.modules import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, looked at by itself
 _PLAIN = (numbers.Number, str, type(None), torch.dtype, torch.device)
+_ADDS = (operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub")
+_DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _UNTRACED = "a tensor that no bound follows from"
 
 Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
@@ -30,7 +37,7 @@ Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
 class AsTraced:
     """Remembers a model, and refuses it once it would do something else than its trace.
 
-    A look costs a few microseconds for each module.
+    A look costs a few microseconds for each module, a trace some milliseconds.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
@@ -40,18 +47,28 @@ class AsTraced:
         names = [str(n.target) for n in network.graph.graph.nodes if n.op == "call_module"]
         self._layers = {name: network.graph.get_submodule(name) for name in names}
         self._first = {name: self._look_at(layer)[1] for name, layer in self._layers.items()}
+        self._always_traces = any(map(_hides_a_number, network.steps)) or self._has_choices()
         self._remember()
 
     def require(self) -> None:
         """Refuse a model that would not do what was traced."""
         require_no_global_hooks()
-        if [self._look_at(m) for m in self._modules] == self._seen:
+        if not self._always_traces and [self._look_at(m) for m in self._modules] == self._seen:
             return
         self._require_same_layers()
-        again = graph_of(self._model)
+        again = graph_again(self._model)
         self._require_same_tensors(again)
         self._require_same_steps(again)
         self._remember()
+
+    def _has_choices(self) -> bool:
+        """Whether the trace left out layers that autograd would not show: another pass may take one of them."""
+        is_taken = {id(layer) for layer in self._layers.values()}
+        return any(
+            (isinstance(m, _DROPS) and id(m) not in is_taken)
+            or any(id(p) not in self._tensors for p in m.parameters(recurse=False))
+            for m in self._model.modules()
+        )
 
     def _remember(self) -> None:
         self._modules = list(self._model.modules())
@@ -114,9 +131,15 @@ class AsTraced:
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
             "The model's forward pass does something else than when it was traced: "
-            f"{other.told}, where it had {one.told}. The bounds are for the trace: set its attributes back, or make a "
+            f"{other.told}, where it had {one.told}. The bounds are for the trace: set what it reads back, or make a "
             "new private run."
         )
+
+
+def _hides_a_number(step: Step) -> bool:
+    """The 3 of x + 3, and the rate of a dropout: no graph of autograd shows them."""
+    adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
+    return adds or step.target is F.dropout
 
 
 def _replaced(what: str) -> StepError:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import positive
 from clipwise.known import require_known
 
 KINDS = ("all-pairs", "largest", "one-against-all")
@@ -37,7 +38,7 @@ class SoftmaxCrossEntropy(BoundedLoss):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("temperature", self.temperature)
+        object.__setattr__(self, "temperature", positive("temperature", self.temperature))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
@@ -55,7 +56,7 @@ class CosineSimilarity(BoundedLoss):
     floor: float
 
     def __post_init__(self) -> None:
-        _require_positive("floor", self.floor)
+        object.__setattr__(self, "floor", positive("floor", self.floor))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -114,7 +115,7 @@ class Huber(BoundedLoss):
     delta: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("delta", self.delta)
+        object.__setattr__(self, "delta", positive("delta", self.delta))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -171,10 +172,3 @@ def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> 
             f"{type(loss).__name__}: outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}; "
             "each output needs a target of its own: give targets.view_as(outputs)."
         )
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    ):
-        raise ConfigurationError(f"{name} must be a positive, finite number, not {value!r}.")

@@ -93,7 +93,9 @@ class GraphMatch:
         return self._expected[key]
 
     def _run(self, device: torch.device, examples: int) -> list[Any]:
-        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+        # Bounds are for the type of the weights: under autocast other operations would run, here as in the model.
+        no_autocast = torch.autocast(device.type, enabled=False)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), no_autocast:
             outputs = self._network.graph(self._examples(device, examples))
         assert outputs.grad_fn is not None
         return self._described(outputs.grad_fn)

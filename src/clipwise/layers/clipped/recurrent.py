@@ -165,7 +165,7 @@ class ClippedRecurrent(ClippedLayer):
         c = self.constants
         return {
             name: c.grad_norm if name.startswith("bias") else c.input_norm * c.grad_norm
-            for name, _ in self.layer.named_parameters()
+            for name, _ in self.layer.named_parameters(remove_duplicate=False)
         }
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
