@@ -19,6 +19,7 @@ from clipwise import Backprop, PerExample, layers
 from clipwise.accounting import zcdp
 from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.gradients.precision import TF32
 from clipwise.layers.clipped import unclipped
 from clipwise.privacy import Adjacency, Unit
 from tests.layers.clipped.cases import CASES, inputs
@@ -211,6 +212,13 @@ def test_sensitivities_and_the_joint_multiplier() -> None:
         assert [p.sensitivity for p in parts] == [1.0, 0.5, 1.0, 0.5]
         z = sum((p.sensitivity / p.noise_std) ** 2 for p in parts) ** -0.5
         assert math.isclose(z, 0.8) and private.divisor == 8
+
+
+def test_the_rounding_of_tf32_is_stated_and_noised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose products run in TensorFloat-32."""
+    monkeypatch.setattr("clipwise.clipping.backprop.chosen_arithmetic", lambda device: TF32)
+    clipper = Backprop().attach(site(clipped()))
+    assert [b.sensitivity for b in clipper.bounds] == [s * (1 + 2.0**-6) for s in (1.0, 0.5, 1.0, 0.5)]
 
 
 def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
