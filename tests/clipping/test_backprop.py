@@ -254,6 +254,16 @@ def test_a_weight_that_goes_into_a_clipped_layer_is_refused(own: bool) -> None:
         clipper.clipped_sum(model(torch.randn(5, 5)).sum(1))
 
 
+def test_a_weight_that_stands_in_for_another_layers_is_refused() -> None:
+    """Two layers would bound one weight's gradient, each to the whole of what is stated for it."""
+    model = clipped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), uses={"0": 2, "2": 2})
+    clipper, x = Backprop().attach(site(model)), torch.ones(3, 4)
+    borrowed = torch.func.functional_call(model, {"0.layer.weight": model[2].layer.weight}, (x,))  # type: ignore[index]
+    with pytest.raises(UnsupportedModelError, match=r"'2.layer.weight' is used outside of its clipped layer"):
+        clipper.clipped_sum((model(x) + borrowed).square().sum(1))
+    clipper.clipped_sum((model(x) + model(2 * x)).square().sum(1))
+
+
 def test_a_number_of_uses_that_changes_between_draw_and_step_is_refused() -> None:
     """The graph would be allowed more uses than the noise is for."""
     model, private = private_run(clipped(), clipping=Backprop())
