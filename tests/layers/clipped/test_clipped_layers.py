@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -365,3 +366,19 @@ def test_no_gradient_is_so_long_that_its_scale_is_rounded_past_the_bound(
         found = gradients(model, y, torch.full_like(y, 10.0**power) / y.numel())
         for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
             assert float(g.double().norm()) <= most, (parameter, power)
+
+
+@every_way
+@pytest.mark.parametrize("constant", [1.0, 1e-10])
+@pytest.mark.parametrize("name", ["linear", "linear over positions"])
+def test_nor_if_the_input_is_as_long(name: str, constant: float, mode: str, bound: str) -> None:
+    """A gradient is scaled by both clips at once, for an input as it came: here by 1e-45 to 1e-42 together."""
+    case = CASES[name]
+    model = clipped(case, mode=mode, bound=bound, input_norm=constant, grad_norm=constant).float()
+    x = inputs(case)[:1] / inputs(case)[:1].norm()
+    for longer, power in itertools.product((2, 17, 37), torch.arange(42, 45, 0.1).tolist()):
+        y = model((x * 10.0**longer).float())
+        steeper = 10.0 ** min(power + 2 * math.log10(constant) - longer, 37.0)
+        found = gradients(model, y, torch.full_like(y, steeper) / math.sqrt(y.numel()))
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, longer, power)
