@@ -382,3 +382,38 @@ def test_nor_if_the_input_is_as_long(name: str, constant: float, mode: str, boun
         found = gradients(model, y, torch.full_like(y, steeper) / math.sqrt(y.numel()))
         for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
             assert float(g.double().norm()) <= most, (parameter, longer, power)
+
+
+def test_a_short_gradient_is_not_rounded_up_next_to_an_endless_input() -> None:
+    """It needs no clip, but times the input's scale it is a number of few digits."""
+    model = clip_inputs(nn.Linear(1, 1, bias=False), input_norm=1.0, grad_norm=1e-10)
+    for longer, share in itertools.product((33, 34, 35, 36, 37), torch.arange(0.1, 1.0, 0.05).tolist()):
+        y = model(torch.tensor([[10.0**longer]]))
+        (g,) = gradients(model, y, torch.full_like(y, share * 1e-10))
+        assert float(g.double().norm()) <= 1e-10, (longer, share)
+
+
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+def test_the_scale_of_an_endless_input_is_not_rounded_up_in_recurrent_layers(bound: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = clip_inputs(nn.RNN(1, 1), input_norm=1e-10, grad_norm=1.0, bound=bound)
+    for power in torch.arange(34, 36, 0.05).tolist():
+        y, _ = model(torch.full((1, 1, 1), 10.0**power))
+        found = gradients(model, y, torch.full_like(y, 1e3))
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, power)
+
+
+@every_way
+@pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "padding", "attention"])
+def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(
+    name: str, mode: str, bound: str
+) -> None:
+    case = CASES[name]
+    model = clipped(case, mode=mode, bound=bound).float()
+    for power in (-18, -20, -22, -24, -30):
+        y = model((inputs(case)[:1] * 10.0**power).float())
+        found = gradients(model, y, torch.full_like(y, 1e37) / y.numel())
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, power)
