@@ -183,3 +183,14 @@ def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() ->
     assert not fit_together([one, Part("b", ("b",), 1.0, 1.0, (2.0,))], sums)
     assert not fit_together([one, two], sums | {"b": torch.zeros(2).double()})
     assert not fit_together([one, two], sums | {"b": torch.zeros(ROOM)})
+
+
+def test_noise_is_put_onto_the_scaled_sum_and_then_the_scale_is_taken_off() -> None:
+    """(m s + noise) / (m d): the noise is for the sensitivity of the scaled sum."""
+    sums = [torch.full((3,), 2.0), torch.full((2 * ROOM,), 5.0), torch.full((4,), -1.0)]
+    scales = [4.0, 0.5, 8.0]
+    found = noised(
+        list(sums), lambda bucket, size, dtype, onto, d: put(torch.ones(size), onto, d), 10.0, scales
+    )
+    for value, m, result in zip((2.0, 5.0, -1.0), scales, found, strict=True):
+        torch.testing.assert_close(result, torch.full_like(result, (m * value + 1) / (m * 10)))
