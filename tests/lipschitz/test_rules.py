@@ -68,3 +68,10 @@ def test_all_groups_of_a_convolution_may_be_at_their_limit_at_once() -> None:
     nn.init.ones_(conv.weight)
     network = trace(nn.Sequential(ClipInput(100.0), nn.Hardtanh(), conv), (4, 5))
     assert math.sqrt(20) <= bounds_of(network, 1.0).norms[network.output] <= math.sqrt(20) * (1 + 1e-4)
+
+
+def test_dropout_makes_what_it_keeps_larger() -> None:
+    network = trace(nn.Sequential(ClipInput(1.0), nn.Dropout(0.75)), (3,))
+    bounds = bounds_of(network, 1.0)
+    assert 4 <= bounds.gradients[network.operations[0].name] <= 4 * (1 + 1e-4)
+    assert 4 <= bounds.norms[network.output] <= 4 * (1 + 1e-4)
