@@ -62,3 +62,20 @@ def test_it_is_of_these_tensors_and_no_others() -> None:
     a, b = torch.ones(1), torch.ones(1)
     assert Changes([a, b]).are_of([a, b])
     assert not Changes([a, b]).are_of([a]) and not Changes([a, b]).are_of([b, a])
+
+
+def test_nobody_is_unchanged_before_the_first_look() -> None:
+    for t in (torch.ones(3), torch.arange(3)):
+        assert bool(Changes([t]).has_moved()) and not bool(remembered(t).has_moved())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_numbers_that_come_and_go_are_seen_and_what_is_none_stays_what_it_is(value: float) -> None:
+    t = torch.zeros(3)
+    changes = remembered(t, torch.ones(2))
+    t.data.fill_(value)
+    assert bool(changes.has_moved())
+    changes.remember()
+    assert not bool(changes.has_moved())
+    t.data.zero_()
+    assert bool(changes.has_moved())

@@ -19,6 +19,7 @@ from clipwise import Backprop, PerExample, layers
 from clipwise.accounting import zcdp
 from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.gradients.precision import TF32
 from clipwise.layers.clipped import unclipped
 from clipwise.privacy import Adjacency, Unit
 from tests.layers.clipped.cases import CASES, inputs
@@ -213,6 +214,13 @@ def test_sensitivities_and_the_joint_multiplier() -> None:
         assert math.isclose(z, 0.8) and private.divisor == 8
 
 
+def test_the_rounding_of_tf32_is_stated_and_noised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose products run in TensorFloat-32."""
+    monkeypatch.setattr("clipwise.clipping.backprop.chosen_arithmetic", lambda device: TF32)
+    clipper = Backprop().attach(site(clipped()))
+    assert [b.sensitivity for b in clipper.bounds] == [s * (1 + 2.0**-6) for s in (1.0, 0.5, 1.0, 0.5)]
+
+
 def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
     model, private = private_run(clipped(), clipping=Backprop())
     for batch in private.loader:
@@ -244,6 +252,16 @@ def test_a_weight_that_goes_into_a_clipped_layer_is_refused(own: bool) -> None:
         UnsupportedModelError, match=rf"'one\.layer\.weight' is used outside.*layer '{by}', as its"
     ):
         clipper.clipped_sum(model(torch.randn(5, 5)).sum(1))
+
+
+def test_a_weight_that_stands_in_for_another_layers_is_refused() -> None:
+    """Two layers would bound one weight's gradient, each to the whole of what is stated for it."""
+    model = clipped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), uses={"0": 2, "2": 2})
+    clipper, x = Backprop().attach(site(model)), torch.ones(3, 4)
+    borrowed = torch.func.functional_call(model, {"0.layer.weight": model[2].layer.weight}, (x,))  # type: ignore[index]
+    with pytest.raises(UnsupportedModelError, match=r"'2.layer.weight' is used outside of its clipped layer"):
+        clipper.clipped_sum((model(x) + borrowed).square().sum(1))
+    clipper.clipped_sum((model(x) + model(2 * x)).square().sum(1))
 
 
 def test_a_number_of_uses_that_changes_between_draw_and_step_is_refused() -> None:

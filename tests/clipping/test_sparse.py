@@ -430,3 +430,10 @@ def test_a_damaged_state_is_refused(damaged: dict[str, Any]) -> None:
     clipper = attach(STRATEGIES[0], small_model())
     with pytest.raises(CheckpointError, match="which entries are frozen"):
         clipper.load_state_dict(damaged)
+
+
+def test_a_state_brings_back_what_the_bounds_follow_besides() -> None:
+    strategy = PerExample(Decay(0.7, 0.5, every=3), "layer", sparse=Sparse(T))
+    one, other = (attach(strategy, small_model()) for _ in range(2))
+    freeze(one, random_masks(small_model()))
+    assert other.load_state_dict(one.state_dict()) and other.bounds == one.bounds

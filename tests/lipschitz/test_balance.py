@@ -114,6 +114,32 @@ def test_factors_move_only_where_the_network_stays_the_same() -> None:
     assert pairs_of(trace(model, (4,)), dict(model.named_parameters())) == []
 
 
+def test_a_layer_that_is_used_twice_keeps_its_scale() -> None:
+    shared = nn.Linear(4, 4)
+    network = trace(
+        nn.Sequential(ClipInput(1.0), shared, nn.ReLU(), shared, nn.ReLU(), nn.Linear(4, 2)), (4,)
+    )
+    assert not pairs_of(network, dict(network.graph.named_parameters()))
+
+
+@pytest.mark.parametrize("first", [1e-4, 1e4])
+def test_no_factor_carries_weights_past_a_tight_limit(first: float) -> None:
+    """The noise would be least with a factor of a hundred or more, and there is room for one of 4."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    norms = (first, 1.0) if first < 1 else (1.0, 1e-4)
+    for layer, norm in zip((model[1], model[3]), norms, strict=True):
+        nn.init.eye_(layer.weight)
+        layer.weight.data.mul_(norm)
+    network = trace(model, (4,))
+    limits = {"1.weight": 4.1 * norms[0], "3.weight": 4.1 * norms[1]}
+    pairs = pairs_of(network, dict(model.named_parameters()))
+    bounds, measured = bounds_of(network, 1.0), measured_norms(network, "spectral")
+    assert balance_(network, pairs, bounds, measured, limits, "spectral")
+    for name, p in model.named_parameters():
+        assert float(torch.linalg.matrix_norm(p.detach().double(), 2)) <= limits[name]
+
+
 def test_a_run_may_be_balanced() -> None:
     noise = []
     for is_balanced in (False, True):

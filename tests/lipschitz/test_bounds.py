@@ -48,6 +48,22 @@ def test_no_gradient_passes_its_bound_in_float64() -> None:
         assert max(ratios(model, shape, seed).values()) <= 1
 
 
+@pytest.mark.parametrize("limits", [{"1.weight": 3.0, "1.bias": 0.1}, {"1.weight": 0.1, "1.bias": 3.0}])
+def test_fixed_limits_that_differ_within_a_layer_bound_it_by_the_larger_one(limits: dict[str, float]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 3), nn.Linear(3, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(100)
+    network = trace(model, (3,))
+    limits_by_name = limits_of(network, limits | {"2": 1.0})
+    clip_weights_(network, limits_by_name)
+    now, always = bounds_of(network, 1.0), bounds_of(network, 1.0, limits=limits_by_name)
+    for name, bound in now.sensitivities.items():
+        assert bound <= always.sensitivities[name] * (1 + 1e-9), name
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["dense", "convolutional", "sequential", "table"])
 def test_fixed_limits_bound_every_network_that_is_clipped_to_them(family: str) -> None:

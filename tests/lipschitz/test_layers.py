@@ -38,6 +38,13 @@ def test_inputs_are_never_longer_than_their_norm_and_short_ones_stay(
         assert torch.allclose(lengths[~short], torch.tensor(norm, dtype=torch.float64), rtol=1e-5)
 
 
+def test_a_scale_that_float32_would_round_up_is_zero() -> None:
+    for power in torch.arange(37, 38.5, 0.01).tolist():
+        x = torch.tensor([[10.0**power]])
+        assert float(ClipInput(1e-7)(x).detach()) <= 1e-7
+        assert float(ClipInput(1e-7)(x.double()).detach()) == pytest.approx(1e-7, rel=1e-12)
+
+
 def test_inputs_that_are_not_finite_count_as_zero_and_others_are_untouched() -> None:
     x = torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [0.1, 0.2]], requires_grad=True)
     y = ClipInput(1.0)(x)

@@ -53,7 +53,8 @@ class Backprop(Strategy):
         checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
         must be used through its clipped layer only, no more often than was said. Trainable weights are in float32 or
         float64, for sums are formed in their type. Losses are summed, not averaged, and
-        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0. Rows that fill up
+        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0, and so do those
+        that are so long that float32 has no full digits left for what scales them (below 2^-126). Rows that fill up
         the batch of a compiled step weigh 0: this takes it that backward passes hand on 0 for 0.
         Clips aim at (1 - 2^-10) of their bounds, which leaves room for the rounding of an example's own terms: it is
         relative to the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is

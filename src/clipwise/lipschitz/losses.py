@@ -154,6 +154,8 @@ def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     """Each example's gradient at the output, at most `constant` long; one that is not finite counts as 0.
 
+    So does one that is 2^126 times as long: float32 would round its scale, perhaps up.
+
     With this a wrong or scaled loss cannot break a bound. A loss that keeps its constant is left as it is.
     """
     rows = gradients.flatten(1) if gradients.ndim > 1 else gradients.unsqueeze(1)
@@ -161,8 +163,8 @@ def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     # A loss at its constant may pass it by rounding; the bounds allow for that much anyway.
     scales_B = (constant / norms_B).clamp(max=1)
     shape = (-1, *[1] * (gradients.ndim - 1))
-    good_B = torch.isfinite(norms_B).view(shape)
-    return torch.where(good_B, gradients * scales_B.to(gradients.dtype).view(shape), 0)
+    good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
+    return torch.where(good_B.view(shape), gradients * scales_B.to(gradients.dtype).view(shape), 0)
 
 
 def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> None:
