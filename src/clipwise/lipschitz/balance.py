@@ -76,6 +76,8 @@ def balance_(
 
     `norms` are brought up to date as well. This is post-processing of released weights. Returns whether any moved.
     """
+    if not pairs:
+        return False
     parameters: dict[str, Tensor] = dict(network.graph.named_parameters(remove_duplicate=False))
     terms = {
         name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()

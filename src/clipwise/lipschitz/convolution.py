@@ -39,7 +39,7 @@ class Windows:
     before: tuple[int, ...]
     out: tuple[int, ...]
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """The number of windows."""
         return math.prod(self.out)
