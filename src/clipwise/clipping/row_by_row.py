@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+_HALF = 2**63
+
 
 def is_row_by_row(gradient: Tensor, losses: Tensor, outputs: Tensor, weights_B: Tensor) -> bool:
     """Whether `gradient`, that of sum_i w_i loss_i at the outputs, is made row by row by known operations.
@@ -40,8 +42,9 @@ def _is_nll_of_each(node: Any, gradient: Tensor) -> bool:
 
 
 def _is_within_rows(node: Any, gradient: Tensor) -> bool:
-    """Along another dimension than the first."""
-    return bool(0 < node._saved_dim < gradient.dim())
+    """Along another dimension than the first. Torch gives -1 as 2^64 - 1."""
+    dim = node._saved_dim if node._saved_dim < _HALF else node._saved_dim - 2 * _HALF
+    return bool(gradient.dim() > 1 and dim % gradient.dim() != 0)
 
 
 def _is_by_number(node: Any, gradient: Tensor) -> bool:

@@ -79,7 +79,10 @@ class AsTraced:
         """Names and identities, module after module, by few calls; and what can be written to, by its contents."""
         found = [list(map(type, self._modules)), [self._key(value) for value in self._writable]]
         for those in (self._attributes, self._owned):
-            found += [list(chain.from_iterable(those)), list(map(id, chain.from_iterable(map(_VALUES, those))))]
+            found += [
+                list(chain.from_iterable(those)),
+                list(map(id, chain.from_iterable(map(_VALUES, those)))),
+            ]
         return found
 
     def _look_at(self, module: nn.Module) -> Look:
@@ -145,7 +148,9 @@ def _can_be_written_to(value: Any) -> bool:
     """Whether `_key` may give something else for the very same object."""
     if isinstance(value, tuple):
         return not all(isinstance(v, _PLAIN) for v in value)
-    return isinstance(value, (list, dict)) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    return isinstance(value, (list, dict)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
 
 
 def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
