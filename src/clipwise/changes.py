@@ -8,6 +8,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
+_SMALL = 4096  # numbers: up to here to copy them costs less than an operation
+
 
 class Changes:
     """Whether tensors were changed since the last look, also in ways that torch does not count.
@@ -28,7 +30,10 @@ class Changes:
         """They are as they should be. Nobody waits for the device."""
         self._sums = self._sums_now()
         if None in self._sums or self._seen is None:  # they lie elsewhere now
-            self._near = [_Words(t) for t in self._tensors if _has_words(t)]
+            near = [t for t in self._tensors if _has_words(t)]
+            small = [t for t in near if t.numel() <= _SMALL]
+            apart = [[t] for t in near if t.numel() > _SMALL]
+            self._near = [_Words(those) for those in (small, *apart) if those]
             self._far = [t for t in self._tensors if t.is_floating_point() and not _has_words(t)]
             self._sums = self._sums_now()
         self._seen, self._lengths = self._counts(), self._lengths_now()
@@ -79,14 +84,21 @@ def _has_words(t: Tensor) -> bool:
 
 
 class _Words:
-    """The memory of a tensor, read as whole numbers of up to 64 bits: one that changes changes their sum."""
+    """The memory of some tensors, read as whole numbers of up to 64 bits: one that changes changes their sum."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._place = tensor, tensor.data_ptr()
-        held = tensor.detach().reshape(-1).view(torch.uint8)
-        kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-        self._words = held.view(next(k for k in kinds if len(held) % k.itemsize == 0))
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._places = tensors, [t.data_ptr() for t in tensors]
+        self._words = [_words_of(t) for t in tensors]
 
     def total(self) -> int | None:
-        """Their sum, up to multiples of 2^64; None if the tensor lies elsewhere now: this memory may be gone."""
-        return int(self._words.sum()) if self._tensor.data_ptr() == self._place else None
+        """Their sum, up to multiples of 2^64; None if a tensor lies elsewhere now: this memory may be gone."""
+        if [t.data_ptr() for t in self._tensors] != self._places:
+            return None
+        words = self._words[0] if len(self._words) == 1 else torch.cat(self._words)
+        return int(words.sum())
+
+
+def _words_of(tensor: Tensor) -> Tensor:
+    held = tensor.detach().reshape(-1).view(torch.uint8)
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return held.view(next(k for k in kinds if len(held) % k.itemsize == 0))

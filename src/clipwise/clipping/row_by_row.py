@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _HALF = 2**63
 
 
+@torch.no_grad()
 def is_row_by_row(gradient: Tensor, losses: Tensor, outputs: Tensor, weights_B: Tensor) -> bool:
     """Whether `gradient`, that of sum_i w_i loss_i at the outputs, is made row by row by known operations.
 
