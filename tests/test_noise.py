@@ -27,7 +27,7 @@ from scipy import stats
 
 from clipwise import noise
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.noise import NoiseKey, gaussian, gaussians, key_words
+from clipwise.noise import NoiseKey, gaussian, key_words
 
 SECRET = bytes(range(1, 33))
 TOP = 2**64 - 1
@@ -191,21 +191,6 @@ def test_callers_may_draw_at_the_same_time() -> None:
     with ThreadPoolExecutor(4) as callers:
         for found in callers.map(lambda _: several_chunks(), range(8)):
             assert torch.equal(found, alone)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_several_draws_are_those_of_each_key_one_behind_the_other(threads: int) -> None:
-    torch.set_num_threads(threads)
-    sizes = (5, 0, noise._CPU_CHUNK + 7, 1, 2 * noise._CPU_CHUNK)
-    draws = [(derived(f"part {k}"), size, 0.5 + k) for k, size in enumerate(sizes)]
-    assert torch.equal(gaussians(draws), torch.cat([gaussian(*draw) for draw in draws]))
-    assert gaussians([]).shape == (0,)
-
-
-def test_bad_draws_among_several_are_refused() -> None:
-    for key, size, std in ((b"short", 1, 1.0), (derived(), -1, 1.0), (derived(), 1, math.inf)):
-        with pytest.raises(ConfigurationError):
-            gaussians([(derived(), 1, 1.0), (key, size, std)])
 
 
 def test_a_draw_of_one_chunk_asks_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,11 @@ import math
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -178,7 +178,12 @@ def gaussian(
         onto: what the noise is put onto: `size` values of that type on that device, contiguous.
         divisor: what the noised sum is divided by. It needs `onto`.
     """
-    _require_draw(key, size, std)
+    if len(key) != KEY_BYTES:
+        raise ConfigurationError(f"key must be {KEY_BYTES} bytes: take it from NoiseKey.derive(label).")
+    if size < 0:
+        raise ConfigurationError("size must not be negative.")
+    if not (math.isfinite(std) and std >= 0):
+        raise ConfigurationError("std must be a finite number that is not negative.")
     if dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(
             f"dtype={dtype} is not possible for noise: draw it in torch.float32 or torch.float64, add it, "
@@ -189,64 +194,26 @@ def gaussian(
         # 128 bits of the key count there: words from a counter, made into normals by Box-Muller.
         words_4 = key_words(key).to(target, non_blocking=True)
         return normals(words_4, size, std, dtype, target, onto, divisor)
-    noise = _on_cpu([(key, size, std)], dtype).to(target)
+    noise = _on_cpu(key, size, std, dtype).to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
-def gaussians(draws: Sequence[tuple[bytes, int, float]]) -> Tensor:
-    """What `gaussian(key, size, std)` gives for each of several draws, one behind the other, on the CPU."""
-    for key, size, std in draws:
-        _require_draw(key, size, std)
-    return _on_cpu(draws, torch.float32)
-
-
-def _require_draw(key: bytes, size: int, std: float) -> None:
-    if len(key) != KEY_BYTES:
-        raise ConfigurationError(f"key must be {KEY_BYTES} bytes: take it from NoiseKey.derive(label).")
-    if size < 0:
-        raise ConfigurationError("size must not be negative.")
-    if not (math.isfinite(std) and std >= 0):
-        raise ConfigurationError("std must be a finite number that is not negative.")
-
-
-class _Chunk(NamedTuple):
-    """A piece of work: the values from `start` to `stop`, which are chunk `number` of a draw."""
-
-    key: bytes
-    number: int
-    std: float
-    start: int
-    stop: int
-
-
-def _on_cpu(draws: Sequence[tuple[bytes, int, float]], dtype: torch.dtype) -> Tensor:
-    """Chunks of the draws, by as many threads as torch may use; what a single one would hold, by the caller alone."""
-    chunks: deque[_Chunk] = deque()
-    end = 0
-    for key, size, std in draws:
-        begin, end = end, end + size
-        for number, start in enumerate(range(begin, end, _CPU_CHUNK)):
-            chunks.append(_Chunk(key, number, std, start, min(start + _CPU_CHUNK, end)))
-    noise = torch.empty(end, dtype=dtype)
-    if end <= _CPU_CHUNK:
-        _draw_chunks(noise, chunks)
-    else:
-        by_all_threads(chunks, partial(_draw_chunks, noise))
+def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
+    """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
+    noise = torch.empty(size, dtype=dtype)
+    by_all_threads(deque(range(0, size, _CPU_CHUNK)), partial(_draw_chunks, key, noise, std))
     return noise
 
 
-_Work = TypeVar("_Work")
-
-
-def by_all_threads(chunks: deque[_Work], draw_chunks: Callable[[deque[_Work]], None]) -> None:
-    """Let threads take chunks until none is left; one chunk is for the caller alone."""
+def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]) -> None:
+    """Let threads take chunks from where they start until none is left; one chunk is for the caller alone."""
     threads = torch.get_num_threads()
-    if threads == 1 or len(chunks) <= 1:
-        draw_chunks(chunks)
+    if threads == 1 or len(starts) <= 1:
+        draw_chunks(starts)
         return
     pool = _pool(os.getpid(), threads)
-    drawers = range(min(threads, len(chunks)))
-    for drawer in [pool.submit(draw_chunks, chunks) for _ in drawers]:
+    drawers = range(min(threads, len(starts)))
+    for drawer in [pool.submit(draw_chunks, starts) for _ in drawers]:
         drawer.result()
 
 
@@ -256,21 +223,22 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
-def _draw_chunks(noise: Tensor, chunks: deque[_Chunk]) -> None:
-    """Draw chunks until none is left, by way of one buffer in float64.
+def _draw_chunks(key: bytes, noise: Tensor, std: float, starts: deque[int]) -> None:
+    """Draw chunks until no start is left, by way of one buffer in float64.
 
     Numpy lets go of the interpreter lock while it draws and while it scales, so threads do this side by side.
     """
     out = noise.numpy()
     buffer = np.empty(min(_CPU_CHUNK, len(out)))
-    while chunks:
+    while starts:
         try:
-            key, number, std, start, stop = chunks.popleft()
+            start = starts.popleft()
         except IndexError:  # another thread was quicker
             return
-        drawn = buffer[: stop - start]
-        _stream(key, number).standard_normal(out=drawn)
-        np.multiply(drawn, std, out=out[start:stop], casting="same_kind")
+        chunk = out[start : start + _CPU_CHUNK]
+        drawn = buffer[: len(chunk)]
+        _stream(key, start // _CPU_CHUNK).standard_normal(out=drawn)
+        np.multiply(drawn, std, out=chunk, casting="same_kind")
 
 
 def _stream(key: bytes, chunk: int) -> np.random.Generator:

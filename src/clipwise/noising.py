@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.noise import NoiseKey, gaussian, gaussians
+from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
 from clipwise.release import fit_together, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
@@ -24,7 +24,7 @@ def noised_sums(
     Secure noise lies on a grid, and so does the sum that it is put onto.
     """
     if fit_together(parts, total):
-        total.update(noised_together(parts, total, partial(_draw_parts, key), divisor))
+        total.update(noised_together(parts, total, partial(_draw_part, key), divisor))
         return total
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
@@ -62,9 +62,9 @@ def _draw(
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
 
 
-def _draw_parts(key: NoiseKey, wanted: Sequence[tuple[int, float]]) -> Tensor:
-    """Plain noise of parts of one bucket each, on the CPU, from the size and the standard deviation of each."""
-    return gaussians([(key.derive(f"noise/{k}/0/0"), size, std) for k, (size, std) in enumerate(wanted)])
+def _draw_part(key: NoiseKey, number: int, size: int, std: float) -> Tensor:
+    """Plain noise of a part that is one bucket, on the CPU."""
+    return gaussian(key.derive(f"noise/{number}/0/0"), size, std)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -48,22 +48,23 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 def noised_together(
     parts: Sequence[Part],
     sums: Mapping[str, Tensor],
-    draw: Callable[[Sequence[tuple[int, float]]], Tensor],
+    draw: Callable[[int, int, float], Tensor],
     divisor: float,
 ) -> dict[str, Tensor]:
     """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in fewer operations.
 
-    `draw` gives the noise of all parts, one behind the other, from the size and the standard deviation of each.
+    `draw` gives the noise of a part from its number, its size and its standard deviation.
     """
-    names = [part.parameters or (part.name,) for part in parts]
-    sizes = [[sums[name].numel() for name in some] for some in names]
-    noise = draw([(sum(some), part.noise_std) for some, part in zip(sizes, parts, strict=True)])
-    onto = [sums[name] for some in names for name in some]
-    pieces = torch.split(noise, [size for some in sizes for size in some])
-    views = [piece.view_as(t) for piece, t in zip(pieces, onto, strict=True)]
-    torch._foreach_add_(views, onto)
-    noise.div_(divisor)
-    return dict(zip((name for some in names for name in some), views, strict=True))
+    found: dict[str, Tensor] = {}
+    for number, part in enumerate(parts):
+        names = part.parameters or (part.name,)
+        sizes = [sums[name].numel() for name in names]
+        pieces = torch.split(draw(number, sum(sizes), part.noise_std), sizes)
+        found.update((name, piece.view_as(sums[name])) for name, piece in zip(names, pieces, strict=True))
+    views = list(found.values())
+    torch._foreach_add_(views, [sums[name] for name in found])
+    torch._foreach_div_(views, divisor)
+    return found
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
