@@ -72,9 +72,35 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
 }
 
 
+class WithoutTensors(Model):
+    """Keeps no tensor in a plain attribute, so that a glance is enough as long as nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.plain, self.seen
+        self.words, self.pairs = {"a": [1.0]}, ((1.0, [2.0]), "b")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (
+            self.shift
+            + self.clip(x)
+            - self.shifts[0]
+            + self.settings.shift
+            + self.words["a"][0]
+            + self.pairs[0][1][0]
+        )
+        if self.branch is not None:
+            x = x + self.branch
+        x = F.dropout(x, self.rate, self.training) * self.scale * self.factor
+        return self.last(self.act(self.frozen(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Model, WithoutTensors])
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_bounds_follow_from_may_not_change(what: str) -> None:
-    model = Model()
+def test_what_bounds_follow_from_may_not_change(what: str, kind: type[Model]) -> None:
+    if what == "a plain tensor" and kind is WithoutTensors:
+        pytest.skip("it has none")
+    model = kind()
     same = AsTraced(model, trace(model, (4,)))
     same.require()
     change, message = CHANGES[what]
@@ -82,6 +108,47 @@ def test_what_bounds_follow_from_may_not_change(what: str) -> None:
     for _ in range(2):  # to be refused once is not to be remembered
         with pytest.raises(StepError, match=message):
             same.require()
+
+
+def test_what_is_deep_inside_an_attribute_may_not_change() -> None:
+    for write in (lambda m: m.words["a"].__setitem__(0, 7.0), lambda m: m.pairs[0][1].__setitem__(0, 7.0)):
+        model = WithoutTensors()
+        same = AsTraced(model, trace(model, (4,)))
+        same.require()
+        write(model)
+        with pytest.raises(StepError, match=r"7\.0"):
+            same.require()
+
+
+@pytest.mark.parametrize("when", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_on_a_layer_are_refused_and_those_that_are_gone_are_not(when: str) -> None:
+    model = WithoutTensors()
+    same = AsTraced(model, trace(model, (4,)))
+    handle = getattr(model.act, f"register_{when}_hook")(lambda *_: None)
+    with pytest.raises(StepError, match="layer 'act'"):
+        same.require()
+    handle.remove()
+    model.act._is_full_backward_hook = None
+    same.require()
+
+
+def test_a_glance_is_enough_for_the_same_model_and_what_only_looks_otherwise_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = WithoutTensors()
+    same = AsTraced(model, trace(model, (4,)))
+    looks: list[nn.Module] = []
+    look = AsTraced._look_at
+    monkeypatch.setattr(AsTraced, "_look_at", lambda self, m: looks.append(m) or look(self, m))
+    model(torch.randn(2, 4))
+    same.require()
+    assert not looks
+    model.shifts = [0.0]  # another list with the same in it
+    same.require()
+    assert looks
+    looks.clear()
+    same.require()
+    assert not looks
 
 
 def test_what_no_bound_follows_from_may_change() -> None:

@@ -315,7 +315,7 @@ class LipschitzClipper(Clipper):
         found_at = gradients_at_outputs(losses, outputs, self._parameters)
         self._repeated.require_none(losses, outputs)
         # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
-        has_moved, are_coupled = torch.stack([self._watch.has_moved(), found_at.are_coupled]).tolist()
+        has_moved, are_coupled = _asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
         require_not_coupled(are_coupled)
         # An example with several rows, such as views, counts as one: each row has its share.
@@ -361,6 +361,13 @@ class LipschitzClipper(Clipper):
     def putting_aside(self) -> Iterator[PutAside]:
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
+
+
+def _asked_together(*answers: Tensor | bool) -> list[bool]:
+    """Yes or no of each; whoever still is on a device is brought from there with all others."""
+    far = [answer for answer in answers if isinstance(answer, Tensor)]
+    values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
+    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
 
 
 def _require_norm(input_norm: float) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, lo
 _PLAIN = (numbers.Number, str, type(None), torch.dtype, torch.device)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub")
 _DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_VALUES = operator.methodcaller("values")
 _UNTRACED = "a tensor that no bound follows from"
 
 Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
@@ -37,7 +40,9 @@ Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
 class AsTraced:
     """Remembers a model, and refuses it once it would do something else than its trace.
 
-    A look costs a few microseconds for each module, a trace some milliseconds.
+    Mostly a glance is enough: all attributes are the very objects that they were, and what can be written to holds the
+    same. Otherwise everything is looked at by what it means, which takes a few microseconds for each module; a trace
+    takes some milliseconds.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
@@ -53,8 +58,12 @@ class AsTraced:
     def require(self) -> None:
         """Refuse a model that would not do what was traced."""
         require_no_global_hooks()
-        if not self._always_traces and [self._look_at(m) for m in self._modules] == self._seen:
-            return
+        if not self._always_traces:
+            if self._is_known_at_a_glance():
+                return
+            if [self._look_at(m) for m in self._modules] == self._seen:
+                self._remember()
+                return
         self._require_same_layers()
         again = graph_again(self._model)
         self._require_same_tensors(again)
@@ -75,6 +84,26 @@ class AsTraced:
         # What is held keeps its id. Tensors are told by those of the network, and may be of a whole batch.
         self._held = [v for m in self._modules for v in vars(m).values() if not isinstance(v, Tensor)]
         self._seen = [self._look_at(m) for m in self._modules]
+        self._attributes = list(map(vars, self._modules))
+        self._owned = [own for m in self._modules for own in (m._parameters, m._buffers, m._modules)]
+        self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
+        values = [v for some in self._attributes for name, v in some.items() if name not in _OF_TORCH]
+        self._writable = [v for v in values if _can_be_written_to(v)]
+        is_held = not any(isinstance(v, Tensor) for v in values)
+        self._glanced = self._glance() if is_held else None
+
+    def _is_known_at_a_glance(self) -> bool:
+        return self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced
+
+    def _glance(self) -> list[Any]:
+        """Names and identities, module after module, by few calls; and what can be written to, by its contents."""
+        found = [list(map(type, self._modules)), [self._key(value) for value in self._writable]]
+        for those in (self._attributes, self._owned):
+            found += [
+                list(chain.from_iterable(those)),
+                list(map(id, chain.from_iterable(map(_VALUES, those)))),
+            ]
+        return found
 
     def _look_at(self, module: nn.Module) -> Look:
         found: list[Any] = [type(module)]
@@ -83,8 +112,7 @@ class AsTraced:
             found += [self._key(t) for t in own.values()]
         found += module._modules
         found += map(id, module._modules.values())
-        found.append(bool(module._forward_hooks or module._forward_pre_hooks))
-        found.append(bool(module._backward_hooks or module._backward_pre_hooks))
+        found += map(bool, _hooks_of(module))
         for name, value in vars(module).items():
             if name not in _OF_TORCH:
                 found += (name, self._key(value))
@@ -140,6 +168,25 @@ def _hides_a_number(step: Step) -> bool:
     """The 3 of x + 3, and the rate of a dropout: no graph of autograd shows them."""
     adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
     return adds or step.target is F.dropout
+
+
+def _can_be_written_to(value: Any) -> bool:
+    """Whether `_key` may give something else for the very same object."""
+    if isinstance(value, tuple):
+        return not all(isinstance(v, _PLAIN) for v in value)
+    return isinstance(value, (list, dict)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """What is called in a forward or a backward pass."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
 
 
 def _replaced(what: str) -> StepError:

@@ -77,6 +77,8 @@ def balance_(
     `norms` are brought up to date as well. This is post-processing of released weights. Returns the factor of each
     parameter that was moved.
     """
+    if not pairs:
+        return {}
     parameters: dict[str, Tensor] = dict(network.graph.named_parameters(remove_duplicate=False))
     terms = {
         name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()

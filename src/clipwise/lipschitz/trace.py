@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +70,23 @@ class Network:
     output_shape: tuple[int, ...]
     rounding: Rounding
     steps: tuple[Step, ...]
+
+    @cached_property
+    def uses(self) -> Mapping[str, int]:
+        """How many operations have each parameter."""
+        return Counter(full for op in self.operations for full in op.parameters.values())
+
+    def parameter(self, name: str) -> Tensor:
+        """The one that its module has under this name now."""
+        module, own = self._holders[name]
+        found: Tensor = getattr(module, own)
+        return found
+
+    @cached_property
+    def _holders(self) -> Mapping[str, tuple[nn.Module, str]]:
+        """To look it up by its path would take longer than what is done with a parameter."""
+        names = (name.rpartition(".") for name, _ in self.graph.named_parameters(remove_duplicate=False))
+        return {f"{path}{dot}{own}": (self.graph.get_submodule(path), own) for path, dot, own in names}
 
 
 def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
