@@ -135,7 +135,15 @@ def test_hooks_on_a_layer_are_refused_and_those_that_are_gone_are_not(when: str)
 def test_a_glance_is_enough_for_the_same_model_and_what_only_looks_otherwise_is_looked_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = WithoutTensors()
+    class OfLayers(nn.Module):  # no number in it hides from autograd
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip, self.last, self.shifts = ClipInput(1.0), nn.Linear(4, 3), [0.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.clip(x))  # type: ignore[no-any-return]
+
+    model = OfLayers()
     same = AsTraced(model, trace(model, (4,)))
     looks: list[nn.Module] = []
     look = AsTraced._look_at
