@@ -161,6 +161,7 @@ def test_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         private.load_state_dict(checkpoint.load(tmp_path / "private.pt"))
     train(model, private, 3)
+    private.close()
     assert same(model.state_dict(), whole.state_dict())
     assert int(layer_of(model).num_batches_tracked) == 6
 

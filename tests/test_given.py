@@ -112,3 +112,29 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
     strategy = Lipschitz(1.0, 1.0, loss=lipschitz.SoftmaxCrossEntropy(), input_shape=shape)
     with pytest.raises(ConfigurationError, match="input_shape must be the sizes of one example"):
         private_run(model, clipping=strategy)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layers.PublicBatchNorm1d(0), "num_features must be a whole number"),
+        (lambda: layers.PublicBatchNorm2d(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
+        (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number from 0 on"),
+        (lambda: layers.PublicBatchNorm1d(4, eps=float("nan")), "eps must be a finite number from 0 on"),
+        (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number from 0 on"),  # type: ignore[arg-type]
+        (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
+        (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_of_layers(call: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "adjacency", "usable"),
+    [("poisson", "replace-one", "use 'zero-out'.$"), ("fixed-size", "zero-out", "use 'replace-one'.$")],
+)
+def test_an_adjacency_that_can_be_used_is_named(sampling: str, adjacency: str, usable: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"not supported with sampling='{sampling}': {usable}"):
+        private_run(sampling=sampling, adjacency=adjacency)

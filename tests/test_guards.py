@@ -236,3 +236,38 @@ def test_a_forward_pass_beside_the_losses_that_learns_is_refused() -> None:
         model(batch[0])
     with pytest.raises(UnsupportedModelError, match=r"Buffer 1\.seen|Buffer '1\.seen'"):
         private.step(losses)
+
+
+# Releases that nobody uses
+
+
+def accumulate(batches: int, rate: float = 0.1, **settings: Any) -> None:
+    """A loop that steps on every second batch, as people do to add up gradients."""
+    model, private = private_run(sampling="fixed-size", **settings)
+    for group in private.optimizer.param_groups:
+        group["lr"] = rate
+    for number, batch in zip(range(batches), private.loader, strict=False):
+        private.backward(losses_of(model, batch))
+        if number % 2:
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+
+def test_a_release_that_no_update_used_is_told_once() -> None:
+    with pytest.warns(PrivacyWarning, match=r"its gradient is lost.*max_physical_batch_size") as told:
+        accumulate(4)
+    assert len([w for w in told if "its gradient is lost" in str(w.message)]) == 1
+    assert told[0].filename == __file__
+
+
+def test_who_steps_on_every_batch_is_told_nothing() -> None:
+    with silent():
+        model, private = private_run(sampling="fixed-size", max_physical_batch_size=2)
+        for batch in private.loader:
+            if private.backward(losses_of(model, batch)):
+                private.optimizer.step()
+
+
+def test_a_warm_up_that_begins_at_0_is_no_mistake() -> None:
+    with silent():
+        accumulate(4, rate=0.0)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from clipwise import models
 from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
+from clipwise.errors import ConfigurationError
 from tests.documented import rerun
 
 FOLDER = Path(__file__).parent.parent
@@ -46,3 +51,27 @@ def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
     for page in (FOLDER / "README.md", *(FOLDER / "docs").glob("*.md")):
         for target in LINK.findall(page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_table_of_models_is_true() -> None:
+    text = (FOLDER / "docs" / "normalization.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    normalized = [name for name in models.names() if "batch" in _norms_of(name)]
+    assert sorted(name for name, *_ in rows) == sorted(normalized)
+    for name, size, default in rows:
+        signature = inspect.signature(getattr(models, name)).parameters
+        assert signature["norm"].default == {"no norm": "none"}.get(default, default)
+        options = {"width": 8} if "width" in signature else {}
+        is_text = size == "ids of words"
+        x = torch.ones(2, 5, dtype=torch.int64) if is_text else torch.randn(2, *map(int, size.split(" x ")))
+        assert len(models.build(name, **options).eval()(x)) == 2
+
+
+def _norms_of(name: str) -> set[str]:
+    """Which norms a model may have."""
+    found = set()
+    for norm in models.NORMS:
+        with contextlib.suppress(ConfigurationError, TypeError):
+            models.build(name, norm=norm)
+            found.add(norm)
+    return found

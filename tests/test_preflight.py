@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.layers import clip_inputs
 from clipwise.preflight import check
 from tests.gradients.cases import Centers
 
@@ -217,6 +218,19 @@ def test_losses_that_are_always_random_are_accepted_with_a_note() -> None:
     noisy = (perceptron, lambda m, x, y: F.cross_entropy(F.dropout(m(x)), y, reduction="none"), vectors)
     report = report_on(noisy)
     assert report.ok and "random" in report.notes[0]
+
+
+def test_clipped_layers_are_held_to_what_backpropagation_clipping_asks_for() -> None:
+    """Without a word about the strategy: per-example clipping would accept either model."""
+    for mode in ("clip", "normalize"):
+        clipped = clip_inputs(perceptron(), input_norm=1.0, grad_norm=1.0, mode=mode)
+        assert check(clipped, cross_entropy, vectors()).ok
+        penalized = check(
+            clipped, lambda m, x, y: cross_entropy(m, x, y) + m[0].layer.weight.square().sum(), vectors()
+        )
+        assert not penalized.ok and "outside of its clipped layer" in str(penalized)
+    partly = nn.Sequential(clip_inputs(nn.Linear(D, 8), input_norm=1.0, grad_norm=1.0), nn.Linear(8, 3))
+    assert "in no clipped layer" in str(check(partly, cross_entropy, vectors()))
 
 
 def test_the_model_is_left_as_it_was() -> None:

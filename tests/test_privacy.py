@@ -202,3 +202,11 @@ def test_the_words_are_those_of_the_interface() -> None:
     assert [str(a) for a in Adjacency] == ["zero-out", "add-remove", "replace-one"]
     spent = Spent(1.5, 1e-5, Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON, 7, "pld")
     assert str(spent) == "epsilon=1.5 at delta=1e-05 (zero-out of one record, poisson sampling, 7 steps, pld)"
+
+
+def test_of_parts_that_are_moved_alone_the_worst_one_counts() -> None:
+    """Beside a part that every unit moves: 1 / z^2 = (1 / 2)^2 + max(1, 1 / 4)^2."""
+    alone = [Part("a", ("a",), 1.0, 1.0, alone=True), Part("b", ("b",), 1.0, 4.0, alone=True)]
+    for parts in (alone, alone[::-1]):
+        assert effective_multiplier(parts) == 1
+        assert effective_multiplier([*parts, Part("c", ("c",), 1.0, 2.0)]) == pytest.approx(1.25**-0.5)

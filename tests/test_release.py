@@ -214,3 +214,14 @@ def test_fused_optimizers_take_models_in_channels_last(fused: type[torch.optim.O
             private.step(F.cross_entropy(model(x), y, reduction="none"))
         found.append([p.detach() for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def test_noise_is_put_onto_the_scaled_sum_and_then_the_scale_is_taken_off() -> None:
+    """(m s + noise) / (m d): the noise is for the sensitivity of the scaled sum."""
+    sums = [torch.full((3,), 2.0), torch.full((2 * ROOM,), 5.0), torch.full((4,), -1.0)]
+    scales = [4.0, 0.5, 8.0]
+    found = noised(
+        list(sums), lambda bucket, size, dtype, onto, d: put(torch.ones(size), onto, d), 10.0, scales
+    )
+    for value, m, result in zip((2.0, 5.0, -1.0), scales, found, strict=True):
+        torch.testing.assert_close(result, torch.full_like(result, (m * value + 1) / (m * 10)))

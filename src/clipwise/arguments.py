@@ -31,12 +31,18 @@ def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjac
         raise ConfigurationError(f"adjacency={adjacency!r} is not known: use one of {known}.") from None
 
 
-def require_public_size(adjacency: Adjacency) -> None:
-    """Refuse an adjacency under which the size of the data set is secret: a run's rate and steps come from it."""
+def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
+    """Refuse an adjacency that the sampling does not have, or that makes the size of the data set secret: a run's rate
+    and steps come from it."""
     if adjacency is Adjacency.ADD_REMOVE:
         raise ConfigurationError(
             "adjacency='add-remove' hides the size of the data set, which the sample rate, the number of steps and "
             "delta of a run are taken from here: use 'zero-out' with Poisson sampling, whose figures are the same."
+        )
+    if adjacency not in SUPPORTED[sampling]:
+        usable = " or ".join(repr(str(a)) for a in SUPPORTED[sampling] if a is not Adjacency.ADD_REMOVE)
+        raise ConfigurationError(
+            f"adjacency={str(adjacency)!r} is not supported with sampling={str(sampling)!r}: use {usable}."
         )
 
 

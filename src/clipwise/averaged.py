@@ -60,6 +60,15 @@ class AveragedParameters:
             average.lerp_(parameters[name].detach().to(average.device), 1 - kept)
         self._updates += 1
 
+    @torch.no_grad()
+    def scale(self, factors: Mapping[str, float]) -> None:
+        """Go along with parameters that were multiplied by factors such that the network still computes the same.
+
+        Else the average of weights from before and from after would be that of two different networks.
+        """
+        for name, factor in factors.items():
+            self._averages[name].mul_(factor)
+
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """In this block the model has the averages for its parameters, and public statistics that go with them.

@@ -10,8 +10,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from clipwise import guards
+from clipwise.drawn_size import DrawnSize
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Probe, private_generator, probe_weights
+from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.inventory import Inventory
@@ -254,6 +256,7 @@ class IndependenceProbe:
 
     def __init__(self) -> None:
         self._left = _PROBED_BATCHES
+        self._drawn_size = DrawnSize()
         self._leaves: list[Tensor] = []
         self._ids: list[Tensor] = []
 
@@ -263,7 +266,8 @@ class IndependenceProbe:
         return map_tensors(self._marked, batch) if self._left else batch
 
     def examine(self, losses: Tensor) -> None:
-        """Refuse losses that depend on other examples' inputs."""
+        """Refuse losses that depend on other examples' inputs, or on how many there are."""
+        self._drawn_size.examine(losses)
         if len(losses) < 2 or not (self._leaves or self._ids):
             return
         inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
@@ -333,6 +337,7 @@ def _lookups(losses: Tensor, ids: list[Tensor]) -> list[GradientEdge]:
     entered, stack = {root}, [root]
     while stack:
         node = stack.pop()
+        require_not_rerun(node.name())
         saved = getattr(node, "_saved_indices", None)
         if isinstance(saved, Tensor) and any(_same_ids(saved, x) for x in ids):
             edges.append(GradientEdge(node, 0))

@@ -36,6 +36,7 @@ from clipwise.errors import (
     PrivacyWarning,
     StepError,
 )
+from clipwise.gradients import opaque
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger
 from clipwise.noise import NoiseKey
@@ -191,16 +192,20 @@ class Private:
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
-        if self._independence is not None:
-            self._independence.examine(losses)
-        if self._watch is not None:
-            losses = self._watch.losses(self, piece, losses)
-        return self._gather(piece, self._clipper.sum_at_outputs(losses, outputs))
+        with opaque.explained():
+            if self._independence is not None:
+                self._independence.examine(losses)
+            if self._watch is not None:
+                losses = self._watch.losses(self, piece, losses)
+            clipped = self._clipper.sum_at_outputs(losses, outputs)
+        return self._gather(piece, clipped)
 
     def _begin(self, piece: Piece) -> None:
         """Before anything is computed from a piece of a batch."""
         self._require_untouched()
         self._require_budget()
+        if piece.index_in_batch == 0:
+            self._hands.at_batch()
         if self._hands.before_step():
             self._described = False  # the next release says so in the ledger
         for p in self._parameters.values():
@@ -258,6 +263,8 @@ class Private:
             self._public_statistics.refresh(force=is_updated)
         if self._clipper.follow(is_updated):
             self._parts = self._next_parts()
+            if self._averages is not None and self._clipper.moved:
+                self._averages.scale(self._clipper.moved)
             if self._told_strategy != self._strategy_to_tell():
                 self._described = False  # constants were set anew: the next release says so in the ledger
         if is_new and self._averages is not None:
@@ -299,6 +306,7 @@ class Private:
         if self._penalty is not None:
             add_penalty(self._penalty, self._model, self._parameters)
         self._remember_written()
+        self._hands.released()
         self._clipper.parts = self._parts
         if self._clipper.learn(noised_sums):
             self._parts = self._next_parts()

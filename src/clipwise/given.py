@@ -1,11 +1,14 @@
-"""Models and functions that a user gives."""
+"""Models, functions and numbers that a user gives."""
 
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from clipwise.errors import ConfigurationError
@@ -15,6 +18,23 @@ def require_module(given: object) -> None:
     """Refuse what is no model."""
     if not isinstance(given, nn.Module):
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(given).__name__}.")
+
+
+def not_negative(argument: str, value: float) -> float:
+    """The argument as it is; refused unless it is a finite number from 0 on."""
+    given: object = value  # whatever its type promises
+    number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not (number and math.isfinite(value) and value >= 0):
+        raise ConfigurationError(f"{argument} must be a finite number from 0 on, not {value!r}.")
+    return value
+
+
+def count(argument: str, value: int) -> int:
+    """The argument as an int; refused unless it is a whole number of at least 1."""
+    given: object = value
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or value < 1:
+        raise ConfigurationError(f"{argument} must be a whole number of at least 1, not {value!r}.")
+    return int(value)
 
 
 def require_takes(argument: str, function: Callable[..., Any], how: str, *arguments: Any) -> None:
@@ -34,3 +54,12 @@ def require_takes(argument: str, function: Callable[..., Any], how: str, *argume
         raise ConfigurationError(
             f"{argument} is called as {how}, here with {len(arguments)} arguments, and does not take that: {error}."
         ) from error
+
+
+def positive(name: str, value: object) -> float:
+    """A positive, finite number of any kind (those of numpy too), or an error that names the argument."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    found = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    if not (math.isfinite(found) and found > 0):
+        raise ConfigurationError(f"{name} must be a positive, finite number, not {value!r}.")
+    return found

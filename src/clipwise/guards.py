@@ -66,14 +66,35 @@ class Watch:
         self._rates = self._rates_now()
         self._changes = 0
         self._said_mode = self._said_foreign = False
-        self._left = _LOOKED_AT
+        self._left = self._releases_left = _LOOKED_AT
         self._contents: dict[str, tuple[float, ...]] = {}
+        self._at_release: dict[str, tuple[float, ...]] = {}
 
     def before_step(self) -> bool:
         """Called with the losses of a batch; returns whether there is something new for a statement."""
         if not self._model.training and not self._said_mode:
             self._look_at_mode()
         return self._look_at_rates()
+
+    def released(self) -> None:
+        """Called when a released gradient was written, which an update should use."""
+        if not self._releases_left or not any(self._rates_now() or [1.0]):  # a warm-up may begin at 0
+            return
+        self._releases_left -= 1
+        if any(p.grad is not None and bool(p.grad.any()) for p in self._model.parameters()):
+            self._at_release = self._contents_now()
+
+    def at_batch(self) -> None:
+        """Called with the losses of the next batch: the gradient of the last one is written over now."""
+        then, self._at_release = self._at_release, {}
+        if then and then == self._contents_now():
+            self._releases_left = 0
+            _warn(
+                "No parameter has changed since the last release, so its gradient is lost, and it is counted all the "
+                "same: gradients of several batches do not add up in .grad. Call optimizer.step() for each complete "
+                "batch, as private.step does. To use more examples in a step give a larger batch_size, and "
+                "max_physical_batch_size for what fits into memory."
+            )
 
     def after_update(self) -> None:
         """Called when the optimizer has stepped."""
@@ -98,7 +119,7 @@ class Watch:
 
     def forget(self) -> None:
         """After a checkpoint was loaded: parameters may be others."""
-        self._contents = {}
+        self._contents, self._at_release = {}, {}
 
     def _look_at_mode(self) -> None:
         for name, module in self._model.named_modules():

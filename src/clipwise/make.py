@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import checks, fingerprint, watch
+from clipwise.apart import require_apart
 from clipwise.arguments import (
     adjacency_of,
     delta_of,
     multiplier_of,
     noise_kind_of,
     planned_steps,
-    require_public_size,
+    require_for_a_run,
 )
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
@@ -154,11 +155,13 @@ def make_private(
         cut = users or mini_sets_of(scheme, mini_sets)
         _require_whole_mini_sets(max_physical_batch_size, _mini_set_size(scheme, mini_sets, users, records))
     relation = adjacency_of(adjacency, scheme.sampling)
-    require_public_size(relation)
+    require_for_a_run(relation, scheme.sampling)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
     statistics = AllPublicStatistics(model)
+    statistics.require_complete()
+    require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
     empty_batch = Fetcher(dataset, collate_fn).empty
@@ -215,6 +218,11 @@ def _views(averaged_views: object, strategy: Strategy) -> Views | None:
         raise ConfigurationError(
             f"averaged_views does not go with {type(strategy).__name__}, which clips rows and not examples of several: "
             "leave it out, or use PerExample."
+        )
+    if averaged_views != 1 and isinstance(strategy, PerExample) and strategy.running_statistics is not None:
+        raise ConfigurationError(
+            "averaged_views does not go with PerExample(running_statistics=...), whose layers learn from one row an "
+            "example: leave one of them out."
         )
     if isinstance(averaged_views, Views):
         return averaged_views

@@ -18,6 +18,7 @@ from clipwise.clipping.decay import Decay
 from clipwise.clipping.measure import mean_norms
 from clipwise.clipping.public import Public
 from clipwise.clipping.released import Released
+from clipwise.clipping.typical import floored
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Adjacency, effective_multiplier
 from tests.clipping.policies import POLICIES, loss, policy, public, rows, small_model
@@ -227,3 +228,10 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     assert clipper.load_state_dict(good)
     with pytest.raises(CheckpointError, match="damaged"):
         clipper.load_state_dict(good | damage)
+
+
+def test_norms_that_float32_cannot_work_with_are_not_taken() -> None:
+    """Bounds follow norms, and sums and noise of such bounds would be rounded to nothing or be infinite."""
+    assert floored({"a": 1e-28, "b": 1e-29}) is None
+    assert floored({"a": 1e31, "b": 1.0}) is None
+    assert floored({"a": 1e-26, "b": 0.0}) == {"a": 1e-26, "b": pytest.approx(1e-29)}

@@ -19,6 +19,7 @@ from clipwise import Backprop, PerExample, layers
 from clipwise.accounting import zcdp
 from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
+from clipwise.gradients.precision import TF32
 from clipwise.layers.clipped import unclipped
 from clipwise.privacy import Adjacency, Unit
 from tests.layers.clipped.cases import CASES, inputs
@@ -213,6 +214,13 @@ def test_sensitivities_and_the_joint_multiplier() -> None:
         assert math.isclose(z, 0.8) and private.divisor == 8
 
 
+def test_the_rounding_of_tf32_is_stated_and_noised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose products run in TensorFloat-32."""
+    monkeypatch.setattr("clipwise.clipping.backprop.chosen_arithmetic", lambda device: TF32)
+    clipper = Backprop().attach(site(clipped()))
+    assert [b.sensitivity for b in clipper.bounds] == [s * (1 + 2.0**-6) for s in (1.0, 0.5, 1.0, 0.5)]
+
+
 def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
     model, private = private_run(clipped(), clipping=Backprop())
     for batch in private.loader:
@@ -244,6 +252,16 @@ def test_a_weight_that_goes_into_a_clipped_layer_is_refused(own: bool) -> None:
         UnsupportedModelError, match=rf"'one\.layer\.weight' is used outside.*layer '{by}', as its"
     ):
         clipper.clipped_sum(model(torch.randn(5, 5)).sum(1))
+
+
+def test_a_weight_that_stands_in_for_another_layers_is_refused() -> None:
+    """Two layers would bound one weight's gradient, each to the whole of what is stated for it."""
+    model = clipped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), uses={"0": 2, "2": 2})
+    clipper, x = Backprop().attach(site(model)), torch.ones(3, 4)
+    borrowed = torch.func.functional_call(model, {"0.layer.weight": model[2].layer.weight}, (x,))  # type: ignore[index]
+    with pytest.raises(UnsupportedModelError, match=r"'2.layer.weight' is used outside of its clipped layer"):
+        clipper.clipped_sum((model(x) + borrowed).square().sum(1))
+    clipper.clipped_sum((model(x) + model(2 * x)).square().sum(1))
 
 
 def test_a_number_of_uses_that_changes_between_draw_and_step_is_refused() -> None:
@@ -312,6 +330,67 @@ def test_tied_weights_add_up() -> None:
     ids = torch.randint(0, 7, (1, 3))
     found = clipper.clipped_sum(1e6 * model(ids).square().sum(1))
     assert float(found["table.layer.weight"].norm()) <= 1.5
+
+
+def tied_in_a_layer(kind: str) -> nn.Module:
+    """One tensor under two names of one layer."""
+    torch.manual_seed(0)
+    if kind == "normalization":
+        norm = nn.LayerNorm(5)
+        norm.bias = norm.weight
+        return nn.Sequential(norm)
+    run = nn.RNN(5, 5, num_layers=2, batch_first=True)
+    for p in run.parameters():
+        nn.init.constant_(p, 0.1)  # so that both uses pull in one direction
+    if kind == "biases":
+        run.bias_hh_l0 = run.bias_ih_l0
+    else:
+        run.weight_hh_l1 = run.weight_hh_l0
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "most"),
+    [("biases", "bias_ih_l0", 1.0), ("weights", "weight_hh_l0", 2.0), ("normalization", "weight", 1.0)],
+)
+def test_weights_that_are_tied_within_a_layer_add_up(kind: str, name: str, most: float) -> None:
+    """Each of its names is a use, and one example reaches more than the bound of one."""
+    model = clipped(tied_in_a_layer(kind), mode="normalize")
+    clipper = Backprop().attach(site(model))
+    (bound,) = [b for b in clipper.bounds if b.name.endswith(name)]
+    assert bound.sensitivity == most
+    x = torch.ones(1, 3, 5) if kind != "normalization" else torch.tensor([[3.0, 1.0, 1.0, 1.0, 1.0]])
+    y = model(x)
+    found = clipper.clipped_sum((y if isinstance(y, Tensor) else y[0]).flatten(1)[:, -5:].sum(1))
+    assert 0.5 * most < float(found[bound.name].norm()) <= most
+
+
+def test_a_parametrization_of_a_clipped_layer_is_refused() -> None:
+    model = clipped()
+    nn.utils.parametrizations.weight_norm(model[0].layer)  # type: ignore[index, arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"Layer '0'.*original0.*weight_norm"):
+        private_run(model, clipping=Backprop())
+
+
+def test_reentrant_checkpoints_are_refused_by_every_strategy() -> None:
+    for model, clipping in ((clipped(), Backprop()), (network(), PerExample(1.0))):
+        _, private = private_run(model, clipping=clipping, sampling="full")
+        x, y = next(iter(private.loader))
+        losses = losses_of(lambda x, model=model: checkpoint(model, x, use_reentrant=True), (x, y))  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+            private.step(losses)
+    clipper = Backprop().attach(site(model := clipped()))
+    with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+        clipper.clipped_sum(
+            checkpoint(model, torch.randn(3, 5, requires_grad=True), use_reentrant=True).sum(1)
+        )
+
+
+def test_a_compiled_model_is_told_what_to_do_instead() -> None:
+    model = clipped()
+    clipper = Backprop().attach(site(model))
+    with pytest.raises(UnsupportedModelError, match=r"outside of its clipped layer.*private\.compiled"):
+        clipper.clipped_sum(torch.compile(model, backend="eager")(torch.randn(3, 5)).sum(1))
 
 
 class TimeFirst(nn.Module):

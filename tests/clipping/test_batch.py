@@ -87,7 +87,7 @@ def test_the_configuration_is_plain_and_tells_runs_apart() -> None:
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
 @pytest.mark.parametrize("unit", list(Unit))
-@pytest.mark.parametrize("k", [1, 5, 1000])
+@pytest.mark.parametrize("k", [1, 5, 501, 1000])  # of 501 mini-sets most have two records, and some have one
 def test_the_sensitivity_of_every_unit(adjacency: Adjacency, unit: Unit, k: int) -> None:
     """2 C for a record among others; of a unit that is its mini-set, C under zero-out."""
     clipper = attached(Batch(3.0, k), model(), adjacency, unit)
@@ -171,6 +171,40 @@ def test_rounding_never_passes_the_bound(
     values = (torch.randn(size, generator=random, dtype=torch.float64) * scale).to(dtype)
     found = clipper.clipped_sum((on["w"] * values).sum())
     assert float(found["w"].double().norm()) <= C
+
+
+def test_a_part_of_two_types_has_room_for_the_coarser_one() -> None:
+    for seed in range(10):
+        random = torch.Generator().manual_seed(seed)
+        on = {
+            "a": nn.Parameter(torch.zeros(300)),
+            "b": nn.Parameter(torch.zeros(2, dtype=torch.float64)),
+        }
+        values = torch.randn(300, generator=random)
+        found = Batch(1.0).attach(site(on)).clipped_sum((on["a"] * values).sum() + on["b"].sum())
+        assert found["a"].dtype == torch.float32
+        assert norm(found) <= 1
+
+
+@pytest.mark.parametrize(("size", "unit"), [(10**6, Unit.RECORD), (2, Unit.USER)], ids=str)
+def test_in_float64_there_is_room_for_long_sums(size: int, unit: Unit) -> None:
+    """d u for the squares of a norm, k^2 u for the sum of k users: the site has a thousand of them."""
+    on = {"w": nn.Parameter(torch.zeros(size, dtype=torch.float64))}
+    found = Batch(1.0).attach(site(on, Adjacency.ZERO_OUT, unit)).clipped_sum(on["w"].sum() * 100)
+    assert 1 - 2e-10 < norm(found) < 1 - 1e-10  # 10^6 u is 1.1e-10
+
+
+@pytest.mark.parametrize(
+    ("k", "unit", "dtype"),
+    [(1, Unit.RECORD, torch.float32), (2, Unit.RECORD, torch.float64), (1, Unit.USER, torch.float64)],
+    ids=str,
+)
+def test_several_vectors_are_summed_in_float64(k: int, unit: Unit, dtype: torch.dtype) -> None:
+    """In float32 the sum of many would be rounded at its own scale, again and again."""
+    on = model().float()
+    clipper = attached(Batch(1.0, k), on, Adjacency.ZERO_OUT, unit)
+    for found in (clipper.clipped_sum(on(torch.ones(3, 4)).square().sum(1)), clipper.nothing()):
+        assert {v.dtype for v in found.values()} == {dtype}
 
 
 def test_one_random_layer_a_mini_set() -> None:

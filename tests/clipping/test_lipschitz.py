@@ -21,12 +21,14 @@ from clipwise.errors import (
     StepError,
     UnsupportedModelError,
 )
+from clipwise.gradients.precision import TF32
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import bounds_of, trace
 from clipwise.lipschitz.bounds import measured_norms
 from clipwise.lipschitz.weights import clip_and_measure_, limits_of
 from clipwise.privacy import effective_multiplier
 from tests.runs import CLASSES, FEATURES, HIDDEN, data, parameters, private_run, same, sgd
+from tests.sites import site
 
 X, C = 2.0, 0.7
 
@@ -258,6 +260,37 @@ def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
     outputs = model(x)
     with pytest.raises(StepError, match="weights were changed"):
         private.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
+
+
+def test_also_where_their_lengths_stay() -> None:
+    """Numbers in another order have another spectral norm: torch counts the change, lengths do not show it."""
+    model = network()
+    clipper = Lipschitz(C, X, input_shape=(FEATURES,)).attach(site(model))
+    with torch.no_grad():
+        weight = model[3].weight
+        weight.copy_(weight.clone().flatten().roll(1).view_as(weight))
+    outputs = model(torch.ones(4, FEATURES))
+    with pytest.raises(StepError, match="weights were changed"):
+        clipper.sum_at_outputs(outputs.square().sum(1), outputs)
+
+
+def test_arithmetic_that_is_coarser_than_the_bounds_allow_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, private = run()
+    train(model, private, 1)
+    monkeypatch.setattr("clipwise.clipping.lipschitz.chosen_arithmetic", lambda device: TF32)
+    with pytest.raises(StepError, match="set_float32_matmul_precision was lowered"):
+        train(model, private, 1)
+
+
+def test_no_part_is_without_noise() -> None:
+    """Behind weights of 0 no gradient comes back: its bound is next to 0, and float32 would lose such a noise."""
+    model = network()
+    nn.init.zeros_(model[3].weight)
+    _, private = run(model)
+    assert min(p.sensitivity for p in private.parts()) == 1e-12
+    assert all(p.noise_std > 1e-13 for p in private.parts())
 
 
 def test_the_statement_says_that_bounds_follow_the_weights() -> None:
@@ -536,3 +569,15 @@ def test_inputs_of_another_shape_than_the_traced_one_are_refused() -> None:
     model, private = run(model, strategy={"input_shape": (100 * FEATURES,)})
     with pytest.raises(UnsupportedModelError, match="shape"):
         train(model, private, 1)
+
+
+@pytest.mark.parametrize(("first", "then"), [("float", "bfloat16"), ("double", "float")])
+def test_weights_in_a_coarser_type_are_refused(first: str, then: str) -> None:
+    """Their sums are rounded by more than the bounds allow for."""
+    model, private = run(getattr(network(), first)(), dataset=data(dtype=torch.float64), sampling="full")
+    getattr(model, then)()
+    x, y = next(iter(private.loader))
+    outputs = model(x.to(next(model.parameters()).dtype))
+    losses = F.cross_entropy(outputs.float(), y, reduction="none")
+    with pytest.raises((StepError, UnsupportedModelError), match=r"half precision|a coarser type"):
+        private.step(losses, outputs=outputs)

@@ -54,6 +54,21 @@ def test_of_mini_sets_a_single_number_will_do(count: int) -> None:
         measured(on, whole)
 
 
+@pytest.mark.parametrize("of", ["example", "mini-set"])
+def test_what_public_data_does_not_reach_has_norm_0(of: str) -> None:
+    """Another task's head, say. Policies put a floor under it."""
+    on = nn.ModuleDict({"used": nn.Linear(3, 2), "idle": nn.Linear(3, 2)})
+    data = Public(TensorDataset(torch.randn(8, 3)), lambda model, x: model["used"](x).sum(1), batch_size=4)
+    found = measured(on, data, of)
+    assert found["idle"] == 0.0 < found["used"]
+
+
+def test_a_loss_that_fails_on_public_data_is_named() -> None:
+    narrow = Public(TensorDataset(torch.randn(8, 2)), loss, batch_size=4, name="narrow")
+    with pytest.raises(ConfigurationError, match=r"Public\(narrow\): loss.*fails on the public data"):
+        measured(small_model(), narrow)
+
+
 def test_layers_that_mix_examples_in_evaluation_are_measured_one_by_one() -> None:
     """As in training: without statistics a layer uses those of the batch."""
     torch.manual_seed(0)

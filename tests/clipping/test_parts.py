@@ -10,6 +10,7 @@ from torch import nn
 
 from clipwise.clipping.parts import group_parameters, norms_of_parts
 from clipwise.errors import ConfigurationError
+from clipwise.layers import standardize_weights
 
 
 def parameters(*names: str) -> dict[str, nn.Parameter]:
@@ -39,6 +40,18 @@ def test_layer_is_a_module() -> None:
 def test_parameters_of_the_model_itself_are_one_layer() -> None:
     model = parameters("weight", "bias", "head.weight")
     assert group_parameters("layer", model) == {"model": ["weight", "bias"], "head": ["head.weight"]}
+
+
+def test_a_layer_of_that_name_is_another_one() -> None:
+    found = group_parameters("layer", parameters("scale", "model.weight", "model.bias"))
+    assert found == {"(model)": ["scale"], "model": ["model.weight", "model.bias"]}
+
+
+def test_a_parametrized_weight_stays_with_its_bias() -> None:
+    model = standardize_weights(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
+    assert list(group_parameters("layer", dict(model.named_parameters()))) == ["0", "2"]
+    alone = standardize_weights(nn.Conv2d(1, 2, 3))
+    assert list(group_parameters("layer", dict(alone.named_parameters()))) == ["model"]
 
 
 def test_groups_take_parameters_and_modules() -> None:

@@ -330,7 +330,14 @@ def test_a_run_goes_on_when_everything_is_frozen() -> None:
 # ---------------------------------------------------------------- resume
 
 
-@BY_STRATEGY
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *STRATEGIES,
+        Batch(0.7, mini_sets=4, parts="layer", sparse=Sparse(T)),
+    ],  # the last one adds up in float64
+    ids=["per example", "batch", "mini-sets"],
+)
 @pytest.mark.parametrize("made", [2 * T, 2 * T + 3])
 def test_a_run_that_goes_on_has_the_same_frozen_entries(
     strategy: Strategy, made: int, tmp_path: Path
@@ -423,3 +430,10 @@ def test_a_damaged_state_is_refused(damaged: dict[str, Any]) -> None:
     clipper = attach(STRATEGIES[0], small_model())
     with pytest.raises(CheckpointError, match="which entries are frozen"):
         clipper.load_state_dict(damaged)
+
+
+def test_a_state_brings_back_what_the_bounds_follow_besides() -> None:
+    strategy = PerExample(Decay(0.7, 0.5, every=3), "layer", sparse=Sparse(T))
+    one, other = (attach(strategy, small_model()) for _ in range(2))
+    freeze(one, random_masks(small_model()))
+    assert other.load_state_dict(one.state_dict()) and other.bounds == one.bounds

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clipwise import Batch, NoisedStatistics
 from clipwise.clipping import Bound, noised_parts
 from clipwise.clipping.batch import BatchClipper
+from clipwise.clipping.random_layer import RandomLayer
 from clipwise.clipping.statistics import LayerStatistics
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers import BatchStatisticsNorm, without_running_statistics
@@ -138,6 +139,20 @@ def test_one_update_by_hand() -> None:
     assert layer.running_mean.tolist() == pytest.approx(mean, rel=1e-6)
     assert layer.running_var.tolist() == pytest.approx(var, rel=1e-6)
     assert int(layer.num_batches_tracked) == 1 and layer.has_statistics
+
+
+def test_parts_that_hold_some_of_the_vectors_do_not_speed_up_the_statistics() -> None:
+    """With a random layer the divisor is that of one part, and every vector takes part in the statistics."""
+    found = []
+    for parts in ("all", RandomLayer()):
+        layer, model = alone(2)
+        strategy = Batch(1.0, mini_sets=4, parts=parts, running_statistics=NoisedStatistics())
+        clipper = strategy.attach(site(model))
+        total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+        total["statistics of 0"] = torch.tensor([0.2, -0.4, 0.8, -1.2]).double()
+        clipper.learn({name: t / clipper.divisor for name, t in total.items()})
+        found.append(torch.cat([layer.running_mean, layer.running_var]))
+    torch.testing.assert_close(*found)
 
 
 @QUICK

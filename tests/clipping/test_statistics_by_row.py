@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import NoisedStatistics, PerExample, Quantile, check, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Quantile, augment, check, layers
 from clipwise.checks import IndependenceProbe
 from clipwise.clipping.per_example import PerExampleClipper
+from clipwise.clipping.strategy import Strategy
 from clipwise.errors import ConfigurationError, CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
@@ -20,7 +21,6 @@ from clipwise.privacy import Adjacency
 from tests.gradients.cases import trainable
 from tests.layers.normalized import images, labels, losses_of, network
 from tests.runs import data, private_run, same, train
-from tests.runs import losses_of as small_losses
 from tests.runs import network as small_network
 from tests.sites import site
 
@@ -32,6 +32,7 @@ def released(dtype: torch.dtype = torch.float64) -> nn.Module:
     for layer in layers_of(model):
         layer.running_mean.copy_(0.3 * torch.randn(layer.num_features, generator=random))
         layer.running_var.copy_(torch.rand(layer.num_features, generator=random) + 0.5)
+        layer.has_statistics = True
     return model
 
 
@@ -251,12 +252,22 @@ def test_without_noise_they_come_close_to_those_of_the_data() -> None:
 def test_views_and_other_layers_are_refused() -> None:
     model = small()
     clipping = PerExample(1.0, running_statistics=NoisedStatistics())
-    _, private = private_run(model, clipping=clipping, averaged_views=2, probe_independence=False)
-    with pytest.raises(UnsupportedModelError, match="no averaged_views"):
-        for batch in private.loader:
-            private.step(small_losses(model, batch))
+    for views in (2, augment.Views(2)):
+        with pytest.raises(ConfigurationError, match=r"averaged_views does not go with.*running_statistics"):
+            private_run(model, clipping=clipping, averaged_views=views)
     with pytest.raises(ConfigurationError, match="with_released_statistics"):
         private_run(clipping=clipping)
     mixed = nn.Sequential(BatchStatisticsNorm(5), *small())
     with pytest.raises(UnsupportedModelError, match="mixes the examples"):
         private_run(mixed, clipping=clipping)
+
+
+@pytest.mark.parametrize("clipping", [PerExample(), Batch()], ids=repr)
+def test_layers_for_which_nothing_is_released_need_public_statistics(clipping: Strategy) -> None:
+    model = small()
+    with pytest.raises(
+        ConfigurationError, match=r"has no statistics.*NoisedStatistics\(\).*recompute_statistics"
+    ):
+        private_run(model, clipping=clipping)
+    layers.recompute_statistics(model, [data().tensors[0]]).train()
+    private_run(model, clipping=clipping)

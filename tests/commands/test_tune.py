@@ -46,6 +46,7 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
         (("digits", "--accounted", "--method", "fix-lip", "--norm", "group"), "use norm='bounded'"),
         (("digits", "--epsilon", 2), "--epsilon goes with --accounted"),
         (("digits", "--epochs", 2), "--epochs goes with --accounted"),
+        (("digits", "--accounted", "--trials", 5), "--trials does not go with --accounted"),
         (("digits", "--seed", -1), "--seed"),
         (("mine.py", "--accounted"), "takes a data set by name"),
         (("digits", "--accounted", "--mean-runs", 1), "--mean-runs 1 is not possible"),

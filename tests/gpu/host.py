@@ -62,6 +62,7 @@ def check_gradients(name: str, model: nn.Module, shape: tuple[int, ...]) -> None
 
 def check_switches() -> None:
     """Every block has its arithmetic, inside any other, and puts the switches back."""
+    torch.cuda.init()  # before, cuDNN's switch is left alone
     for before in ("highest", "high"):
         torch.set_float32_matmul_precision(before)
         allowed = torch.backends.cudnn.allow_tf32

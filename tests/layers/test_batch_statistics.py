@@ -181,3 +181,13 @@ def test_no_public_data_and_ordinary_layers_are_refused() -> None:
         recompute_statistics(without_running_statistics(network()), [])
     with pytest.raises(UnsupportedModelError, match=r"'1'.*without_running_statistics"):
         recompute_statistics(network(), [torch.randn(4, 3)])
+
+
+def test_statistics_that_are_not_finite_are_refused_and_change_nothing() -> None:
+    model = without_running_statistics(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    nn.init.constant_(model[1].weight, torch.inf)
+    before["1.weight"].fill_(torch.inf)
+    with pytest.raises(ConfigurationError, match=r"layer '2' values that are not finite"):
+        recompute_statistics(model, [torch.randn(8, 2)])
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

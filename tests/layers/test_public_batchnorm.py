@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from clipwise.changes import Changes
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import METHODS, FallbackWarning
@@ -165,6 +166,16 @@ def test_two_releases_at_the_same_weights_are_corrected_alike() -> None:
     torch.testing.assert_close(statistics.correct(released), statistics.correct(released))
 
 
+def test_a_correction_needs_the_gradients_of_scale_and_shift() -> None:
+    model, statistics = sound("public-exact")
+    released = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    place, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, PublicBatchNorm2d))
+    without = {name: g for name, g in released.items() if name != f"{place}.bias"}
+    for gradients in (without, released | {f"{place}.weight": torch.zeros(layer.num_features + 1)}):
+        with pytest.raises(ConfigurationError, match=f"Layer '{place}'.*gradients of its scale and shift"):
+            statistics.correct(gradients)
+
+
 def test_the_other_kinds_correct_nothing() -> None:
     for kind in ("public", "self+public", "frozen", "group"):
         model, statistics = sound(kind)
@@ -261,8 +272,8 @@ def test_changes_that_torch_does_not_count_are_seen(change: object) -> None:
 def test_in_a_forward_pass_one_layer_looks_at_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = sound("public")
     looks = []
-    measured = torch._foreach_norm
-    monkeypatch.setattr(torch, "_foreach_norm", lambda *a: looks.append(1) or measured(*a))
+    look = Changes.has_moved
+    monkeypatch.setattr(Changes, "has_moved", lambda self: looks.append(1) or look(self))
     model(images(2))
     assert len(looks) == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,9 +14,12 @@ from torch.utils.data import TensorDataset
 from clipwise import Public
 from clipwise.checks import require_no_batch_statistics
 from clipwise.errors import ConfigurationError
+from clipwise.layers import with_released_statistics, without_running_statistics
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.replace import KINDS, _most_groups, replace_batchnorm
 from tests.layers.normalized import images, network, public
+
+Replace = Callable[[nn.Module], nn.Module]
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
@@ -106,7 +111,7 @@ def test_groups_of_one_value_are_refused() -> None:
     for kind in ("group", "layer"):
         with pytest.raises(ConfigurationError, match=r"'0'.*one value.*give public rows"):
             replace_batchnorm(one_channel(), kind=kind)
-        with pytest.raises(ConfigurationError, match=r"'0'.*one value.*use fewer groups"):
+        with pytest.raises(ConfigurationError, match=r"'0'.*one value.*Use no normalization there"):
             replace_batchnorm(one_channel(), torch.randn(2, 1, 1, 1), kind)
         model, _ = replace_batchnorm(one_channel(), torch.randn(2, 1, 3, 3), kind)
         assert model(torch.randn(2, 1, 3, 3)).std() > 0.5
@@ -188,3 +193,39 @@ def test_a_refusal_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ConfigurationError, match="public: the model does not take such rows"):
         replace_batchnorm(model, torch.randn(5, 9), "group")
     assert list(model) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("before", [without_running_statistics, with_released_statistics])
+def test_layers_without_running_statistics_are_replaced_as_batch_norm_is(before: Replace, kind: str) -> None:
+    torch.manual_seed(0)
+    direct = network()
+    torch.manual_seed(0)
+    again = before(network())
+    direct, again = (replace_batchnorm(model, public(), kind)[0].eval() for model in (direct, again))
+    if kind != "group":  # how many groups there are depends on the type of a layer
+        torch.testing.assert_close(again(images(5)), direct(images(5)))
+
+
+def test_statistics_that_were_never_set_are_not_frozen() -> None:
+    model = without_running_statistics(network())
+    with pytest.raises(ConfigurationError, match="no running statistics to freeze"):
+        replace_batchnorm(model, None, "frozen")
+
+
+def test_a_layer_of_several_rows_an_example_has_no_statistics_of_one() -> None:
+    """The kind "self+public" would take a row for an example; "public" does not care."""
+
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normal: Tensor = self.norm(x.reshape(-1, 3)).reshape(len(x), -1)
+            return normal
+
+    rows = torch.randn(8, 6)
+    with pytest.raises(ConfigurationError, match=r"'norm'.*gets 16 rows for 8 public ones"):
+        replace_batchnorm(Folded(), rows, "self+public")
+    replace_batchnorm(Folded(), rows, "public")

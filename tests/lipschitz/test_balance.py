@@ -33,7 +33,7 @@ def image_network(activation: nn.Module | None = None) -> nn.Sequential:
     )
 
 
-def balanced(model: nn.Module, limit: float = LIMIT) -> tuple[float, float, bool]:
+def balanced(model: nn.Module, limit: float = LIMIT) -> tuple[float, float, dict[str, float]]:
     """The noise before and after."""
     network = trace(model, (1, 8, 8))
     pairs = pairs_of(network, dict(model.named_parameters()))
@@ -114,6 +114,32 @@ def test_factors_move_only_where_the_network_stays_the_same() -> None:
     assert pairs_of(trace(model, (4,)), dict(model.named_parameters())) == []
 
 
+def test_a_layer_that_is_used_twice_keeps_its_scale() -> None:
+    shared = nn.Linear(4, 4)
+    network = trace(
+        nn.Sequential(ClipInput(1.0), shared, nn.ReLU(), shared, nn.ReLU(), nn.Linear(4, 2)), (4,)
+    )
+    assert not pairs_of(network, dict(network.graph.named_parameters()))
+
+
+@pytest.mark.parametrize("first", [1e-4, 1e4])
+def test_no_factor_carries_weights_past_a_tight_limit(first: float) -> None:
+    """The noise would be least with a factor of a hundred or more, and there is room for one of 4."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    norms = (first, 1.0) if first < 1 else (1.0, 1e-4)
+    for layer, norm in zip((model[1], model[3]), norms, strict=True):
+        nn.init.eye_(layer.weight)
+        layer.weight.data.mul_(norm)
+    network = trace(model, (4,))
+    limits = {"1.weight": 4.1 * norms[0], "3.weight": 4.1 * norms[1]}
+    pairs = pairs_of(network, dict(model.named_parameters()))
+    bounds, measured = bounds_of(network, 1.0), measured_norms(network, "spectral")
+    assert balance_(network, pairs, bounds, measured, limits, "spectral")
+    for name, p in model.named_parameters():
+        assert float(torch.linalg.matrix_norm(p.detach().double(), 2)) <= limits[name]
+
+
 def test_a_run_may_be_balanced() -> None:
     noise = []
     for is_balanced in (False, True):
@@ -133,3 +159,26 @@ def test_a_run_may_be_balanced() -> None:
     assert noise[1] < 0.7 * noise[0]
     with pytest.raises(ConfigurationError, match="balanced"):
         Lipschitz(1.0, 1.0, fixed=True, balanced=True)
+
+
+def test_averages_move_along() -> None:
+    """Weights from before and after a move are of the same network, and so is their average."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clipping = Lipschitz(LIMIT, 1.0, balanced=True)
+    _, private = private_run(model, optimizer, clipping=clipping, averaged=0.9)
+    train(model, private, 3)
+    averages = private.averaged
+    factors = {"1.weight": 64.0, "1.bias": 64.0, "3.weight": 1 / 64}
+    with torch.no_grad():  # weights, and averages, that ask for a move
+        for name, factor in factors.items():
+            model.get_parameter(name).mul_(factor)
+    averages.scale(factors)
+    x, before = torch.randn(5, FEATURES), model[1].weight.detach().clone()
+    expected = model(x)
+    train(model, private, 3)
+    assert float(model[1].weight.norm()) < 0.1 * float(before.norm())  # they were moved
+    assert torch.allclose(model(x), expected)
+    with averages.applied():
+        torch.testing.assert_close(model(x), expected)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clipwise import layers
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.replace import replace_batchnorm
@@ -45,6 +46,22 @@ def test_no_gradient_passes_its_bound_in_float64() -> None:
     for seed in range(100):
         model, shape = draw("dense", seed, torch.float64)
         assert max(ratios(model, shape, seed).values()) <= 1
+
+
+@pytest.mark.parametrize("limits", [{"1.weight": 3.0, "1.bias": 0.1}, {"1.weight": 0.1, "1.bias": 3.0}])
+def test_fixed_limits_that_differ_within_a_layer_bound_it_by_the_larger_one(limits: dict[str, float]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 3), nn.Linear(3, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(100)
+    network = trace(model, (3,))
+    limits_by_name = limits_of(network, limits | {"2": 1.0})
+    clip_weights_(network, limits_by_name)
+    now, always = bounds_of(network, 1.0), bounds_of(network, 1.0, limits=limits_by_name)
+    for name, bound in now.sensitivities.items():
+        assert bound <= always.sensitivities[name] * (1 + 1e-9), name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -153,6 +170,8 @@ def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
     ("layer", "said"),
     [
         (nn.BatchNorm1d(4), "BatchNorm1d.*mixes examples"),
+        (layers.BatchStatisticsNorm(4), "BatchStatisticsNorm.*mixes examples"),
+        (layers.ReleasedStatisticsNorm(4), "ReleasedStatisticsNorm.*released deviation"),
         (nn.LayerNorm(4), "LayerNorm.*BoundedLayerNorm"),
         (nn.GroupNorm(1, 4), "GroupNorm.*BoundedGroupNorm"),
         (nn.LogSoftmax(1), "LogSoftmax.*scores"),
@@ -193,7 +212,7 @@ class Function(nn.Module):
         (lambda x: torch.cat([x, x]), "each example"),
         (lambda x: x[0:1] + x, "each example"),
         (lambda x: x.flip(0), "flip"),
-        (lambda x: F.leaky_relu(x, 3.0), "default"),
+        (lambda x: F.celu(x, -1.0), "celu.*positive alpha"),
         (lambda x: x if x.sum() > 0 else -x, "cannot be traced"),
     ],
 )

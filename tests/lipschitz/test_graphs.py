@@ -65,6 +65,16 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "a linear function": (lambda m, x: F.linear(x, m.b.weight), "take nn.Linear"),
     "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
+    "an old alpha": (lambda m, x: m.a(torch.add(x, 2, x)), "alpha"),
+    "examples moved on": (
+        lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))),
+        "pads the dimension that holds the examples",
+    ),
+    "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
+    "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
+    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "gives torch.float16"),
+    "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "what ClipInput gave"),
+    "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "take slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),
 }
 
@@ -128,6 +138,53 @@ def test_a_function_has_the_bound_of_its_module(kind: str) -> None:
     assert found[0] == found[1]
 
 
+SETTINGS: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {
+    "leaky_relu": (F.leaky_relu, nn.LeakyReLU()),
+    "leaky_relu, steeper": (lambda x: F.leaky_relu(x, 3.0), nn.LeakyReLU(3.0)),
+    "elu": (lambda x: F.elu(input=x, alpha=2.0), nn.ELU(2.0)),
+    "celu": (F.celu, nn.CELU()),
+    "gelu": (lambda x: F.gelu(x, approximate="tanh"), nn.GELU("tanh")),
+    "softplus": (lambda x: F.softplus(x, 2.0), nn.Softplus(2.0)),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.1, 0.2), nn.Hardtanh(-0.1, 0.2)),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_an_activation_has_the_bound_of_its_module_whatever_its_settings(kind: str) -> None:
+    function, module = SETTINGS[kind]
+    last = nn.Linear(4, 2)
+
+    class Called(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    found = [
+        bounds_of(trace(nn.Sequential(ClipInput(1.0), f, last), (4,)), 1.0).sensitivities
+        for f in (Called(), module)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_module_does_not_pad_the_examples() -> None:
+    with pytest.raises(UnsupportedModelError, match="'1' pads the dimension that holds the examples"):
+        trace(nn.Sequential(ClipInput(1.0), nn.ZeroPad2d((0, 0, 1, -1)), nn.Linear(3, 2)), (3,))
+
+
+def test_models_without_a_trace_are_told_what_to_do() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
+    with pytest.raises(UnsupportedModelError, match=r"without torch\.compile"):
+        trace(torch.compile(model, backend="eager"), (3,))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"'1' \(LazyLinear\).*run the model once"):
+        trace(nn.Sequential(ClipInput(1.0), nn.LazyLinear(2)), (3,))
+
+
+def test_weights_tied_within_a_recurrent_layer_are_refused() -> None:
+    run = nn.GRU(3, 3, batch_first=True)
+    run.bias_hh_l0 = run.bias_ih_l0
+    with pytest.raises(UnsupportedModelError, match=r"'1' \(GRU\).*tied within it"):
+        trace(nn.Sequential(ClipInput(1.0), run), (4, 3))
+
+
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
     "max": (nn.MaxPool2d(3, 1), (5, 5), "no dimension for channels"),
     "average": (nn.AvgPool2d(3, 1), (5, 5), "no dimension for channels"),
@@ -146,7 +203,14 @@ def test_examples_are_not_taken_for_channels_or_time(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.CELU(-1.0), nn.CELU(0.0), nn.Softplus(beta=0.0), nn.ELU(float("nan")), nn.LeakyReLU(float("inf"))],
+    [
+        nn.CELU(-1.0),
+        nn.CELU(0.0),
+        nn.Softplus(beta=0.0),
+        nn.Softplus(threshold=500.0),
+        nn.ELU(float("nan")),
+        nn.LeakyReLU(float("inf")),
+    ],
 )
 def test_settings_without_a_slope_are_refused(layer: nn.Module) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"'1' \({type(layer).__name__}\)"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.l2_attention import L2Attention, L2Mixture
+from clipwise.lipschitz import SoftmaxCrossEntropy, trace
 from clipwise.lipschitz.activations import FUNCTIONS, MODULES
 
 
@@ -34,6 +36,13 @@ def test_inputs_are_never_longer_than_their_norm_and_short_ones_stay(
         short = x.double().flatten(1).norm(dim=1) <= norm
         assert torch.equal(y[short], x[short])
         assert torch.allclose(lengths[~short], torch.tensor(norm, dtype=torch.float64), rtol=1e-5)
+
+
+def test_a_scale_that_float32_would_round_up_is_zero() -> None:
+    for power in torch.arange(37, 38.5, 0.01).tolist():
+        x = torch.tensor([[10.0**power]])
+        assert float(ClipInput(1e-7)(x).detach()) <= 1e-7
+        assert float(ClipInput(1e-7)(x.double()).detach()) == pytest.approx(1e-7, rel=1e-12)
 
 
 def test_inputs_that_are_not_finite_count_as_zero_and_others_are_untouched() -> None:
@@ -118,6 +127,8 @@ def test_slopes_of_functions_are_true(function: object) -> None:
         lambda: ClipInput(math.inf),
         lambda: BoundedGroupNorm(3, 4),
         lambda: BoundedLayerNorm(4, alpha=0.0),
+        lambda: BoundedLayerNorm(4, alpha=-1.0),  # its bounds would be negative
+        lambda: BoundedGroupNorm(2, 4, alpha=-1.0),
         lambda: L2Attention(5, heads=2),
         lambda: L2Mixture(0),
         lambda: ClipInput(1.0)(torch.ones(2, 3, dtype=torch.long)),
@@ -127,3 +138,17 @@ def test_slopes_of_functions_are_true(function: object) -> None:
 def test_settings_that_make_no_sense_are_refused(make: object) -> None:
     with pytest.raises(ConfigurationError):
         make()  # type: ignore[operator]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert ClipInput(np.float32(2.0)).max_norm == 2.0  # type: ignore[arg-type]
+    assert BoundedLayerNorm(4, alpha=np.float32(0.5)).alpha == 0.5  # type: ignore[arg-type]
+    assert repr(SoftmaxCrossEntropy(np.float32(2.0))) == "SoftmaxCrossEntropy(temperature=2.0)"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alpha", [-1.0, 0.0, math.nan])
+def test_a_floor_that_was_set_to_nonsense_is_refused(alpha: float) -> None:
+    for norm in (BoundedLayerNorm(4), BoundedGroupNorm(2, 4)):
+        norm.alpha = alpha
+        with pytest.raises(UnsupportedModelError, match=r"'1'.*alpha="):
+            trace(nn.Sequential(ClipInput(1.0), norm, nn.Linear(4, 2)), (4,))

@@ -74,6 +74,13 @@ def test_a_scaled_or_broken_loss_is_clipped_and_a_right_one_is_not() -> None:
     assert torch.equal(found[1], g[1])
 
 
+def test_a_gradient_whose_scale_float32_would_round_up_counts_as_zero() -> None:
+    for power in torch.arange(37, 38.5, 0.01).tolist():
+        g = torch.tensor([[10.0**power]])
+        assert float(clip_output_gradients(g, 1e-7)) <= 1e-7
+        assert float(clip_output_gradients(g.double(), 1e-7)) == pytest.approx(1e-7, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

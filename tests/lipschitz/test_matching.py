@@ -72,6 +72,15 @@ def test_what_something_else_made_is_refused(what: str) -> None:
         match.require(OTHERS[what](model))
 
 
+def test_autocast_around_the_whole_step_is_refused_too() -> None:
+    """What is compared with must not run under it."""
+    model = net()
+    match = GraphMatch(trace(model, (1, 6, 6)))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast"):
+        match.require(model(X))
+    match.require(model(X))
+
+
 def test_numbers_in_the_code_are_compared_too() -> None:
     class Scaled(nn.Module):
         factor = 2.0

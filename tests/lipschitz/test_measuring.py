@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import limits_of, measuring, trace
 from clipwise.lipschitz.bounds import measured_norms
-from clipwise.lipschitz.measuring import Length, Spectral, measured_together
+from clipwise.lipschitz.measuring import (
+    Frobenius,
+    Length,
+    LongestRow,
+    Spectral,
+    Vector,
+    Wanted,
+    measured_together,
+)
 from clipwise.lipschitz.weights import clip_and_measure_
 
 KINDS = ("any", "rank one", "flat", "uneven", "zero")
@@ -60,6 +68,28 @@ def test_norms_are_never_below_the_svd_nor_far_above(
         assert true <= found <= (1.0001 if way == "eigenvalues" else 1.02) * true + 1e-140
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes, seed=st.integers(0, 10**6), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
+def test_one_gram_matrix_gives_three_norms(
+    way: str, shape: tuple[int, int, int, str], seed: int, scale: float
+) -> None:
+    w = drawn(shape, seed, scale)
+    spectral = Spectral(w)
+    wanted: list[Wanted] = [Frobenius(spectral), Vector(w[0])]
+    true = [torch.linalg.vector_norm(w, dim=(1, 2)).amax(), torch.linalg.vector_norm(w[0])]
+    if w.shape[1] <= w.shape[2]:
+        wanted.append(LongestRow(spectral))
+        true.append(torch.linalg.vector_norm(w, dim=2).amax())
+    for found, one in zip(measured_together([spectral, *wanted])[1:], true, strict=True):
+        assert one * (1 - 1e-15) <= found <= one * (1 + 1e-10) + 1e-140
+    assert [float(one) for one in wanted] == measured_together(wanted)
+
+
+def test_the_rows_of_a_matrix_that_stands_are_not_on_the_diagonal() -> None:
+    with pytest.raises(AssertionError):
+        LongestRow(Spectral(torch.ones(1, 3, 2).double()))
+
+
 def test_numbers_lengths_and_spectral_norms_come_back_in_their_order(way: str) -> None:
     w = torch.randn(1, 5, 7, dtype=torch.float64)
     length = Length(torch.linalg.vector_norm(w), 35)
@@ -76,7 +106,9 @@ def test_numbers_lengths_and_spectral_norms_come_back_in_their_order(way: str) -
 def test_what_is_not_finite_has_no_finite_norm_and_spoils_no_other(way: str, bad: float) -> None:
     good, spoiled = torch.randn(1, 6, 6).double(), torch.randn(1, 5, 5).double()
     spoiled[0, 2, 3] = bad
-    first, second = measured_together([Spectral(good), Spectral(spoiled)])
+    of = Spectral(spoiled)
+    first, second, *others = measured_together([Spectral(good), of, Frobenius(of), LongestRow(of)])
+    assert not any(map(math.isfinite, others))
     assert exact(good) <= first <= 1.02 * exact(good) and not math.isfinite(second)
 
 

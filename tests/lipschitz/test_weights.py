@@ -70,6 +70,26 @@ def test_rows_of_a_table_are_clipped_one_by_one() -> None:
     assert torch.allclose(model[0].weight, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]))
 
 
+class AddedAndApplied(nn.Module):
+    """One weight in two places: as a summand it is limited by its length, as a map by its spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip, self.linear = ClipInput(1.0), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(self.clip(x) + self.linear.weight)
+        return y
+
+
+def test_a_weight_with_two_uses_keeps_to_the_stricter_limit() -> None:
+    model = AddedAndApplied()
+    nn.init.eye_(model.linear.weight)
+    network = trace(model, (3, 3))
+    clip_weights_(network, limits_of(network, 0.5))
+    assert 0.49 < float(model.linear.weight.detach().double().norm()) <= 0.5
+
+
 def test_limits_by_name_and_wrong_ones() -> None:
     network = trace(net(), (1, 6, 6))
     assert limits_of(network, {"1": 2.0, "4": 3.0, "4.bias": 1.0}) == {

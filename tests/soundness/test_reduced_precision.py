@@ -365,3 +365,33 @@ def test_sums_under_autocast_are_those_of_float32(name: str, mode: str) -> None:
         return clipper.clipped_sum((y.float() * u * factors).sum(1))
 
     assert excess(clipper, total(1.0), total(-3.0), Adjacency.REPLACE_ONE) <= 1 + 512 * 2.0**-18
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM], ids=lambda kind: kind.__name__)
+def test_recurrent_layers_under_autocast_are_clipped_too(kind: type[nn.RNNBase], bias: bool) -> None:
+    """Their fused operation is in bfloat16, and gives what float32 gives up to its rounding."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run = kind(4, 5, batch_first=True, num_layers=2, bidirectional=True, bias=bias)  # type: ignore[misc]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.run(x)[0][:, -1]
+            return y
+
+    torch.manual_seed(0)
+    model, x, factors_B = Last(), torch.randn(3, 6, 4), torch.tensor([1.0, 1e3, 0.0])
+
+    def clipped_sum(max_norm: float, reduced: bool, weights_B: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
+            outputs = model(x)
+        found = attach(model, PerExample(max_norm)).clipped_sum(outputs.float().logsumexp(1) * weights_B)
+        return torch.cat([g.flatten() for g in found.values()])
+
+    plain, reduced = (clipped_sum(1e9, way, torch.ones(3)) for way in (False, True))
+    assert float((plain - reduced).norm() / plain.norm()) < 0.05
+    alone = clipped_sum(0.01, True, torch.tensor([0.0, 1e3, 0.0]))
+    assert 0.999 <= float(alone.norm()) / 0.01 <= SLACK
+    assert float(clipped_sum(0.01, True, factors_B).norm()) <= 0.02 * SLACK

@@ -53,7 +53,8 @@ class Backprop(Strategy):
         checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
         must be used through its clipped layer only, no more often than was said. Trainable weights are in float32 or
         float64, for sums are formed in their type. Losses are summed, not averaged, and
-        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0. Rows that fill up
+        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0, and so do those
+        that are so long that float32 has no full digits left for what scales them (below 2^-126). Rows that fill up
         the batch of a compiled step weigh 0: this takes it that backward passes hand on 0 for 0.
         Clips aim at (1 - 2^-10) of their bounds, which leaves room for the rounding of an example's own terms: it is
         relative to the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is
@@ -249,9 +250,15 @@ def _require_float32(parameters: Parameters) -> None:
 def most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:
     """The most that one example adds to each parameter's gradient: what its uses add, one by one."""
     most: dict[int, float] = {}
-    for layer in layers.values():
+    for where, layer in layers.items():
         bounds = layer.bounds()
-        for name, p in layer.layer.named_parameters():
+        # A parameter may have several names within one layer, such as biases that are tied: each is a use.
+        for name, p in layer.layer.named_parameters(remove_duplicate=False):
+            if name not in bounds:
+                raise UnsupportedModelError(
+                    f"Layer {where!r} ({type(layer.layer).__name__}) has a parameter {name!r}, for which there is no "
+                    "bound: take parametrizations such as weight_norm off, or train with PerExample(max_norm=...)."
+                )
             most[id(p)] = most.get(id(p), 0.0) + layer.uses * bounds[name]
     for name, p in parameters.items():
         if id(p) not in most:

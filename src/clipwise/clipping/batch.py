@@ -218,7 +218,8 @@ class BatchClipper(ClipperByConstants):
         if name not in self._reached:
             raise UnreachedParametersError(
                 f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
-                "noise. Freeze it with requires_grad_(False), or use it in the forward pass.",
+                "noise. Freeze it with requires_grad_(False), or use it in the forward pass; within "
+                "torch.utils.checkpoint give use_reentrant=False.",
                 (name,),
             )
         return torch.zeros_like(self._parameters[name])

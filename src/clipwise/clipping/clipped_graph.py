@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, Probe, probe_weights
+from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
@@ -28,6 +29,7 @@ def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> tuple[lis
     while stack:
         node = stack.pop()
         layer = _layer_of(node)
+        require_not_rerun(node.name())
         kinds.append(node.name() if layer is None else (layer.name, node.role.name))
         if layer is not None:
             found.append(node)
@@ -39,8 +41,10 @@ def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> tuple[lis
                 by = type(node).__name__ if layer is None else f"layer {layer.name!r}, as its input"
                 raise UnsupportedModelError(
                     f"Parameter {name!r} is used outside of its clipped layer, by {by}, where nothing "
-                    "bounds what one example does to it. Use it through its layer alone; penalties on weights belong "
-                    "into the optimizer (weight_decay)."
+                    "bounds what one example does to it. Use it through its layer alone. A penalty on weights is no "
+                    "matter of the data: give it as make_private(..., penalty=f), or take the optimizer's "
+                    "weight_decay. A model under torch.compile trains without its clips: leave it as it is, and take "
+                    "private.compiled(loss)."
                 )
             if child not in entered:
                 entered.add(child)

@@ -28,7 +28,7 @@ from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients, constant_of
 from clipwise.lipschitz.matching import GraphMatch
 from clipwise.lipschitz.rule import Effort
-from clipwise.lipschitz.trace import Network, trace
+from clipwise.lipschitz.trace import Network, trace, unit_of
 from clipwise.lipschitz.weights import (
     NORMS,
     MaxWeightNorm,
@@ -74,7 +74,8 @@ class Lipschitz(Strategy):
             noise; "layer", "all", or groups of names.
         tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
         balanced: move factors between layers so that the bounds add up to less noise; the network computes the same.
-            See `lipschitz.balance`. What the optimizer remembers (momentum) is not moved along.
+            See `lipschitz.balance`. Averaged parameters are moved along; what the optimizer remembers (momentum) is
+            not.
         input_shape: of one example. By default that of the first tensor of a batch.
 
     Guarantee:
@@ -83,9 +84,9 @@ class Lipschitz(Strategy):
         released, and from public constants. It may change from step to step; the noise follows, the multiplier stays.
         Assumptions: an example's row of the model's input depends on that example only (probed on the first batches,
         not proven). That the model treats each row by itself is shown by its trace. Every step compares the graph that
-        ran, and what the model reads of its modules, with the trace; what it reads elsewhere, such as a global
-        variable, stays. Each loss depends on its own outputs only (compared in every step, as far as a gradient shows
-        it), and on its own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
+        ran, and what the model reads, with the trace; what it reads stays the same from its forward pass to the step.
+        Each loss depends on its own outputs only (compared in every step, as far as a gradient shows it), and on its
+        own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
         Norms are certified upper bounds in float64, with room for the rounding of the network's own arithmetic; the sum
         over B examples is formed in that arithmetic, which moves it by less than B u Delta_k, u = 2^-24 in float32. An
         example that is not finite counts as 0.
@@ -188,7 +189,7 @@ class Lipschitz(Strategy):
         return {
             "strategy": "lipschitz",
             "max_weight_norm": limits,
-            "input_norm": self.input_norm,
+            "input_norm": None if self.input_norm is None else _plain(self.input_norm),
             "norm": self.norm,
             "fixed": self.fixed,
             "loss": repr(self.bounded_loss),
@@ -252,7 +253,10 @@ class LipschitzClipper(Clipper):
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
         found = bounds_from(self._network, self._norms, self._constant)
-        if balance_(self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm):
+        self.moved = balance_(
+            self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm
+        )
+        if self.moved:
             found = bounds_from(self._network, self._norms, self._constant)
         return found
 
@@ -311,7 +315,7 @@ class LipschitzClipper(Clipper):
         found_at = gradients_at_outputs(losses, outputs, self._parameters)
         self._repeated.require_none(losses, outputs)
         # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
-        has_moved, are_coupled = torch.stack([self._watch.has_moved(), found_at.are_coupled]).tolist()
+        has_moved, are_coupled = _asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
         require_not_coupled(are_coupled)
         # An example with several rows, such as views, counts as one: each row has its share.
@@ -325,6 +329,11 @@ class LipschitzClipper(Clipper):
     def _require_as_bounded(self) -> None:
         """The bounds are for these weights and this arithmetic."""
         self._require_unchanged(self._watch.was_counted())
+        if unit_of(self._network.graph) > self._network.rounding.unit:
+            raise StepError(
+                "The model's parameters were given a coarser type after make_private, and the bounds allow for less "
+                "rounding: call model.double() again, or make a new private run."
+            )
         device = next(iter(self._parameters.values())).device
         if chosen_arithmetic(device).operand_error > self.arithmetic.operand_error:
             raise StepError(
@@ -352,6 +361,13 @@ class LipschitzClipper(Clipper):
     def putting_aside(self) -> Iterator[PutAside]:
         """Nothing is put aside: a step of this strategy is never captured."""
         yield PutAside()
+
+
+def _asked_together(*answers: Tensor | bool) -> list[bool]:
+    """Yes or no of each; whoever still is on a device is brought from there with all others."""
+    far = [answer for answer in answers if isinstance(answer, Tensor)]
+    values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
+    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
 
 
 def _require_norm(input_norm: float) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping.public import Public
+from clipwise.errors import UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
@@ -72,7 +73,14 @@ def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
 def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: Memory) -> dict[str, Tensor]:
     """|g_i|^2 by parameter. Where a layer mixes the examples, g_i is the gradient of loss i in this batch."""
     method = "loop" if any(map(_mixes, model.modules())) else "auto"
-    return per_example_gradients(losses, parameters, memory, method).squared_norms()
+    try:
+        return per_example_gradients(losses, parameters, memory, method).squared_norms()
+    except UnreachedParametersError as refusal:
+        left_out = refusal.names
+    # What public data does not reach, an expert or another task's head, has gradients of 0 there.
+    reached = {name: p for name, p in parameters.items() if name not in left_out}
+    found = per_example_gradients(losses, reached, memory, method).squared_norms() if reached else {}
+    return found | {name: torch.zeros(len(losses), dtype=torch.float64) for name in left_out}
 
 
 def _norms(squares: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:

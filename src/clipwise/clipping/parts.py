@@ -42,8 +42,9 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
         if parts == "layer":
             layers: dict[str, list[str]] = {}
             for name in parameters:
-                layers.setdefault(name.rpartition(".")[0] or "model", []).append(name)
-            return layers
+                layers.setdefault(_layer_of(name), []).append(name)
+            own = "model" if "model" not in layers else "(model)"  # of parameters that are in no layer
+            return {layer or own: names for layer, names in layers.items()}
         raise ConfigurationError(
             f"parts={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
         )
@@ -60,6 +61,12 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
                 f"parts: trainable parameter {name!r} is {times}; it must be in exactly one."
             )
     return grouped
+
+
+def _layer_of(name: str) -> str:
+    """The module that a parameter belongs to; that of what is behind a parametrized weight is the weight's own."""
+    path = name.split(".")
+    return ".".join(path[: path.index("parametrizations")] if "parametrizations" in path else path[:-1])
 
 
 def _named(parts: object) -> Mapping[str, Sequence[str]]:

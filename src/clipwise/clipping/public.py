@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling import Fetcher
 from clipwise.sampling.schemes import whole
 from clipwise.structure import map_tensors
@@ -45,6 +45,7 @@ class Public:
             raise ConfigurationError(
                 "Public: loss must be a function loss(model, *batch) -> one loss an example."
             )
+        self.data = data
         self.loss, self.batch_size = loss, whole("Public: batch_size", batch_size, least=1)
         self.name = type(data).__name__ if name is None else name
         self._batches: Sequence[Any] | DataLoader[Any] | None = None
@@ -87,7 +88,15 @@ class Public:
         """One loss an example of a batch, which is brought to the model's device; of a mini-set, perhaps one number."""
         batch = map_tensors(lambda t: t.to(device), batch)
         arguments = batch if isinstance(batch, (list, tuple)) else (batch,)
-        losses = self.loss(model, *arguments)
+        try:
+            losses = self.loss(model, *arguments)
+        except ClipwiseError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"Public({self.name}): loss(model, *batch) fails on the public data ({type(error).__name__}: {error}). "
+                "Give data and a loss as the model is trained with."
+            ) from error
         dimensions = (0, 1) if of == "mini-set" else (1,)
         if not (isinstance(losses, Tensor) and losses.dim() in dimensions and losses.requires_grad):
             raise ConfigurationError(

@@ -260,8 +260,8 @@ class _Window:
             return
         self.length += 1
         for name, p in self._parameters.items():
-            z = at_least_float32(means[name]) / noise[name]
             w = at_least_float32(p.detach())
+            z = means[name].to(w.dtype) / noise[name]  # sums of several mini-sets come in float64
             if self.length == 1:
                 self._sums[name], self._squares[name], self._averages[name] = z, z.square(), w.clone()
             else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping.strategy import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.observed import Observation, observations
 from clipwise.wording import STATISTICS_OF
 
@@ -116,6 +116,8 @@ class LayerStatistics:
         self._layers: dict[str, BatchStatisticsNorm] = {}
         self.bounds: tuple[Bound, ...] = ()
         if rule is None or site is None:
+            if site is not None:
+                _require_settled(site.model)
             return
         self._rule = rule
         for name, layer in site.model.named_modules():
@@ -200,6 +202,17 @@ class LayerStatistics:
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked += 1
             layer.has_statistics = True
+
+
+def _require_settled(model: nn.Module) -> None:
+    """Refuse layers that wait for releases which never come: they would normalize by mean 0 and variance 1."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, ReleasedStatisticsNorm) and not layer.has_statistics:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has no statistics, and nothing would learn them: give "
+                "running_statistics=NoisedStatistics(), or set them from public data with "
+                "clipwise.layers.recompute_statistics(model, public_batches)."
+            )
 
 
 def part_name(layer: str) -> str:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Clipper(ABC):
         needs_outputs: whether it takes the model's outputs too, by `sum_at_outputs`.
         draws: whether it draws random numbers, from `secret`. The engine sets that for each piece of a batch.
         parts: of the last release, with their noise. The engine sets them before `learn`.
+        moved: what the last `follow` multiplied parameters by. The network computes the same, with other weights.
     """
 
     bounds: tuple[Bound, ...]
@@ -82,6 +84,7 @@ class Clipper(ABC):
     draws: bool = False
     secret: bytes = b""
     parts: tuple[Part, ...] = ()
+    moved: Mapping[str, float] = MappingProxyType({})
 
     @property
     def noise(self) -> dict[str, float]:

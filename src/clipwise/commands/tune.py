@@ -27,7 +27,9 @@ def tune(
     norm: Annotated[
         str, typer.Option(help="For a data set: none, group, or bounded, a group norm with a floor.")
     ] = "none",
-    trials: Annotated[int, typer.Option(min=1, help="Finished runs that the study shall have.")] = 30,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Finished runs that the study shall have; 30 if left out.")
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
     ] = None,
@@ -77,6 +79,11 @@ def tune(
     """
     place = device_of(device)
     if is_accounted:
+        if trials is not None:
+            raise ConfigurationError(
+                "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
+                "--mean-runs, how many there are on average."
+            )
         _accounted(
             what,
             method,
@@ -103,7 +110,7 @@ def tune(
             if is_script
             else subject.named(what, method, norm, data, place, seed)
         )
-        found = study.search(about, trials, folder, say, seed=seed)
+        found = study.search(about, 30 if trials is None else trials, folder, say, seed=seed)
     stdout().print(_table([p for p, _ in found]))
     for file in report.write(about.name, found, folder):
         say(f"wrote {file}")

@@ -72,15 +72,19 @@ class Products(ContextDecorator):
 
 
 def _stand(matrices: str, tf32_convolutions: bool) -> bool:
-    """Whether every switch is where it is wanted."""
+    """Whether every switch is where it is wanted. That of cuDNN means nothing before CUDA is there."""
     try:
         return (
             not any(map(torch.is_autocast_enabled, _AUTOCAST))
             and torch.get_float32_matmul_precision() == matrices
-            and torch.backends.cudnn.allow_tf32 == tf32_convolutions
+            and (not _has_cuda() or torch.backends.cudnn.allow_tf32 == tf32_convolutions)
         )
     except RuntimeError:  # set by backend
         return False
+
+
+def _has_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 IEEE = Arithmetic("ieee", 0.0, 0.0)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
+from clipwise.gradients.opaque import COMPILED, REFUSALS, require_not_rerun
 from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
 from clipwise.gradients.outline import Entry, Outline, Plan
 
@@ -150,11 +151,22 @@ class Outlines:
             if len(self._known) >= _MOST_OUTLINES:
                 self._known.clear()  # every sequence length of an unrolled network is a graph of its own
             graph = walk(losses, parameters)
+            _require_open(graph.outline)
             order, outline = graph.order, self._known.setdefault(graph.outline, graph.outline)
         if not self._recent or self._recent[0] is not outline:
             others = [other for other in self._recent if other is not outline]
             self._recent = [outline, *others[: _RECENT - 1]]
         return Graph(losses, order, outline)
+
+
+def _require_open(outline: Outline) -> None:
+    """Refuse a compiled region that takes parameters: what they do to single examples stays inside it."""
+    entries = outline.entries
+    for entry in entries:
+        if entry.name == COMPILED and any(
+            i >= 0 and entries[i].inputs is None for i, _ in entry.inputs or ()
+        ):
+            raise UnsupportedModelError(REFUSALS[COMPILED])
 
 
 def _followed(
@@ -223,11 +235,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             name, index = node_name(node), len(order)
             position[node] = index
             order.append(node)
-            if name == "CheckpointFunctionBackward":
-                raise UnsupportedModelError(
-                    "Reentrant activation checkpointing hides the parameters inside it. Call "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead."
-                )
+            require_not_rerun(name)
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
                 entries.append(Entry(by_id[id(node.variable)], None))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from clipwise.errors import ConfigurationError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.public_statistics import PublicStatistics
 
@@ -37,6 +38,15 @@ class AllPublicStatistics:
                 stack.enter_context(statistics.held())
             yield
 
+    def require_complete(self) -> None:
+        """Refuse layers that follow no public rows and are not frozen: a forward pass would fail on them."""
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, PublicBatchNorm) and layer.statistics is None and not layer.is_frozen:
+                raise ConfigurationError(
+                    f"Layer {name!r} ({type(layer).__name__}) has no public statistics: make "
+                    "PublicStatistics(model, public) before make_private, or use replace_batchnorm."
+                )
+
     def require_correctable(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Refuse "public-exact" layers for which `correct` would not find what it needs among these parameters."""
         for statistics in self._each:
@@ -52,6 +62,10 @@ class AllPublicStatistics:
         for statistics in self._each:
             gradients = statistics.correct(gradients, parameters)
         return gradients
+
+    def public_rows(self) -> list[Tensor]:
+        """The inputs of each."""
+        return [rows for statistics in self._each for rows in statistics.public_rows]
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types, for fingerprints and statements."""

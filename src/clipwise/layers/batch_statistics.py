@@ -176,6 +176,9 @@ def recompute_statistics(
             with naming("public_batches"):
                 _ = _on_first(model, batch) if forward is None else forward(model, batch)
             batches += 1
+        names = {m: name for name, m in model.named_modules()}
+        for layer in layers:
+            _require_known(names[layer], layer)
         for layer in layers:
             _set(layer, batches)
     return model
@@ -215,15 +218,25 @@ def _collecting(layers: list[BatchStatisticsNorm]) -> Iterator[None]:
             layer._collector = None
 
 
+def _require_known(name: str, layer: BatchStatisticsNorm) -> None:
+    """Refuse statistics that are none, before any layer is changed."""
+    found = layer._collector
+    assert found is not None
+    if found.count < 2:
+        raise ConfigurationError(
+            f"public_batches holds fewer than two values for the batch norm layer {name!r}: give more public data, and "
+            "a forward that uses every layer."
+        )
+    if not bool(torch.isfinite(found.mean_C).all() & torch.isfinite(found.square_C).all()):
+        raise ConfigurationError(
+            f"public_batches gives the batch norm layer {name!r} values that are not finite: leave those rows out."
+        )
+
+
 def _set(layer: BatchStatisticsNorm, batches: int) -> None:
     found = layer._collector
     assert found is not None and layer.running_mean is not None and layer.running_var is not None
     assert layer.num_batches_tracked is not None
-    if found.count < 2:
-        raise ConfigurationError(
-            "public_batches holds fewer than two values for a batch norm layer: give more public data, and a forward "
-            "that uses every layer."
-        )
     layer.running_mean.copy_(found.mean_C)
     layer.running_var.copy_(found.square_C / (found.count - 1))
     layer.num_batches_tracked.fill_(batches)

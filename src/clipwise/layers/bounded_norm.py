@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import positive
 
 
 class BoundedGroupNorm(nn.Module):
@@ -67,7 +67,7 @@ def _normalized(x: Tensor, dims: tuple[int, ...], alpha: float) -> Tensor:
 
 
 def _floor(alpha: float) -> float:
-    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    if not (number and math.isfinite(alpha) and alpha * alpha > torch.finfo(torch.float32).tiny):
-        raise ConfigurationError(f"alpha must be a positive, finite number, not {alpha!r}.")
-    return float(alpha)
+    found = positive("alpha", alpha)
+    if not found * found > torch.finfo(torch.float32).tiny:
+        raise ConfigurationError(f"alpha={alpha!r} is too small: its square is 0 in float32.")
+    return found

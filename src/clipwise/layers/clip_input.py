@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import positive
 
 
 class ClipInput(nn.Module):
     """Scales every example down to an L2 norm of `max_norm`, if it is longer: x min(1, C / |x|).
 
     The first module of a network whose gradients are bounded by its weights. It is a part of the model, so that
-    training and evaluation see the same. An example that is not finite counts as 0. Its place in the graph
-    of a loss shows that the inputs were clipped. (So an ordinary `loss.backward()` goes on to the inputs, which costs
-    some time; `torch.autograd.grad` with the parameters does not, and neither does a private step.)
+    training and evaluation see the same. An example that is not finite counts as 0, and so does one that is longer than
+    2^126 C (in float32), whose scale would be rounded. Its place in the graph of a loss shows that the inputs were
+    clipped. (So an ordinary `loss.backward()` goes on to the inputs, which costs some time; `torch.autograd.grad` with
+    the parameters does not, and neither does a private step.)
 
     Args:
         max_norm: C, a public constant.
@@ -25,10 +26,7 @@ class ClipInput(nn.Module):
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
-        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-        if not (number and math.isfinite(max_norm) and max_norm > 0):
-            raise ConfigurationError(f"max_norm must be a positive, finite number, not {max_norm!r}.")
-        self.max_norm = float(max_norm)
+        self.max_norm = positive("max_norm", max_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) to the same shape."""
@@ -54,7 +52,8 @@ class ClippedInput(torch.autograd.Function):
         scales_B = (max_norm / norms_B).clamp(max=1)
         # Times 1 - eps: rounding the scale and the product must not bring the norm above C.
         scales_B = torch.where(scales_B < 1, scales_B * (1 - torch.finfo(x.dtype).eps), scales_B)
-        good_B = torch.isfinite(norms_B)
+        # A smaller scale would be rounded, perhaps up.
+        good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(x.dtype).tiny)
         shape = (-1, *[1] * (x.ndim - 1))
         clipped = torch.where(good_B.view(shape), x * scales_B.to(x.dtype).view(shape), 0)
         ctx.save_for_backward(clipped, scales_B.to(x.dtype), good_B)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, StepError
+from clipwise.given import count, not_negative
 from clipwise.known import require_known
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class PublicBatchNorm(nn.Module):
                 "kind='public-exact' needs a scale and a shift, whose gradients it works with: use affine=True, or "
                 "kind='public'."
             )
-        self.num_features, self.eps, self.affine, self.kind = num_features, eps, affine, kind
+        self.num_features = count("num_features", num_features)
+        self.eps, self.affine, self.kind = not_negative("eps", eps), affine, kind
         self.statistics: PublicStatistics | None = None
         self.rows = 0  # M, how many public rows the statistics are of
         self.is_frozen = False
@@ -94,7 +96,7 @@ class PublicBatchNorm(nn.Module):
     def _public(self, x: Tensor, statistics: PublicStatistics) -> Tensor:
         """The public rows among themselves: batch normalization as it always was."""
         var_C, mean_C = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
-        statistics.collect(self, mean_C, var_C)
+        statistics.collect(self, mean_C, var_C, len(x))
         return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
 
     def _with_public_rows(self, x: Tensor) -> Tensor:

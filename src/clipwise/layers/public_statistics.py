@@ -116,8 +116,14 @@ class PublicStatistics:
         moments, self._graph = self._graph or self._public_pass(), {}
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
-        for layer in exact.values():
+        for place, layer in exact.items():
             assert layer.weight is not None and layer.bias is not None
+            for p in (layer.weight, layer.bias):
+                if names.get(p) not in gradients or gradients[names[p]].shape != p.shape:
+                    raise ConfigurationError(
+                        f"Layer {place!r}: kind='public-exact' needs the gradients of its scale and shift: give "
+                        "all gradients that were released, by the names of the model's parameters."
+                    )
             mean_C, var_C = moments[layer]
             if not mean_C.requires_grad:
                 continue  # nothing trainable before it
@@ -150,6 +156,11 @@ class PublicStatistics:
             layer.freeze()
         self._layers, self._graph, self.corrects = {}, {}, False
         return self._model
+
+    @property
+    def public_rows(self) -> tuple[Tensor, ...]:
+        """What the model is called with."""
+        return self._public
 
     # ------------------------------------------------------------ for the layers
 
@@ -189,13 +200,19 @@ class PublicStatistics:
         finally:
             self._is_held = False
 
-    def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor) -> None:
-        """Called by a layer for the public rows that reach it."""
+    def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor, rows: int) -> None:
+        """Called by a layer for the public rows that reach it, and for how many it takes them."""
         assert self._collected is not None
         if layer in self._collected:
             raise ConfigurationError(
                 f"Layer {self._name(layer)!r} ({type(layer).__name__}) is called more than once in a forward pass, but "
                 "has one mean and variance: use a layer of its own at each place, which may share scale and shift."
+            )
+        if layer.kind == "self+public" and rows != self.rows:
+            raise ConfigurationError(
+                f"Layer {self._name(layer)!r} ({type(layer).__name__}) gets {rows} rows for {self.rows} public ones: "
+                "the statistics of one example are not those of one row. Let it have inputs of shape [B, C, ...], or "
+                "use kind='public'."
             )
         self._collected[layer] = mean_C, var_C
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from clipwise.errors import ConfigurationError
 from clipwise.given import require_module
 from clipwise.known import require_known
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.public_batchnorm import (
     PUBLIC_KINDS,
     PublicBatchNorm,
@@ -28,6 +29,8 @@ _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
     nn.BatchNorm2d: PublicBatchNorm2d,
     nn.BatchNorm3d: PublicBatchNorm3d,
     nn.SyncBatchNorm: PublicBatchNorm,
+    BatchStatisticsNorm: PublicBatchNorm,  # these three take inputs of any number of dimensions
+    ReleasedStatisticsNorm: PublicBatchNorm,
 }
 _MOST_GROUPS = 32
 # Of a group, at least: two channels, and so many values, of which two alone would leave a sign. In place of BatchNorm1d
@@ -47,7 +50,7 @@ def replace_batchnorm(
     Scale and shift stay the same objects under the same names, so an optimizer that holds them stays valid.
 
     Args:
-        model: any module with BatchNorm1d, 2d, 3d or SyncBatchNorm layers.
+        model: any module with BatchNorm1d, 2d, 3d or SyncBatchNorm layers, or those of `without_running_statistics`.
         public: public rows as the model takes them (a tuple of tensors for several arguments). They may come from
             another data set than the private records, and must not come from those.
         kind: "public", "self+public", "public-exact": see `PublicBatchNorm`; "frozen": constant statistics, of the
@@ -132,14 +135,15 @@ def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int |
     if chosen < 1 or channels % chosen:
         raise ConfigurationError(f"Layer {name!r}: groups={chosen} does not divide its {channels} channels.")
     if channels // chosen * (positions or 1) < 2:
+        instead = "fewer groups" if chosen > 1 else "no normalization there"
         raise ConfigurationError(
             f"Layer {name!r}: a group would have one value, which is always normalized to 0"
             + (
-                ", unless there are several positions: give public rows, so that they can be counted. "
+                ", unless there are several positions: give public rows, so that they can be counted. Otherwise use "
                 if positions is None
-                else ". "
+                else ". Use "
             )
-            + "Otherwise use fewer groups, or kind='public'."
+            + f"{instead}, or kind='public'."
         )
     return _dressed(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
 
@@ -211,7 +215,8 @@ def _require_replaceable(name: str, old: _BatchNorm) -> None:
 
 def _require_running_statistics(found: Mapping[str, _BatchNorm]) -> None:
     for name, old in found.items():
-        if old.running_mean is None:
+        has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
+        if old.running_mean is None or has_none:
             raise ConfigurationError(
                 f"Layer {name!r} has no running statistics to freeze: give public rows, from which they are made."
             )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import not_negative, require_module
 
 
 class StandardizedWeight(nn.Module):
@@ -21,7 +22,7 @@ class StandardizedWeight(nn.Module):
 
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = not_negative("eps", eps)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Of the first axis' channels."""
@@ -37,6 +38,7 @@ def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
     A parametrization of torch: `torch.nn.utils.parametrize.remove_parametrizations` leaves a plain layer. Only
     convolutions, since a normalization should follow, which the last linear layer seldom has.
     """
+    require_module(model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
     if not layers:
         raise ConfigurationError("model has no convolution whose weights could be standardized.")

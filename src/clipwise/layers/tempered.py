@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError
 
 
 class TemperedSigmoid(nn.Module):
@@ -20,6 +24,9 @@ class TemperedSigmoid(nn.Module):
 
     def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
         super().__init__()
+        for name, value in (("scale", scale), ("temperature", temperature), ("offset", offset)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ConfigurationError(f"TemperedSigmoid: {name} must be a finite number, not {value!r}.")
         self.scale, self.temperature, self.offset = scale, temperature, offset
 
     def forward(self, x: Tensor) -> Tensor:

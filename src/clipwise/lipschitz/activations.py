@@ -16,6 +16,7 @@ from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
 # The largest slopes, rounded up. Those above 1 lie outside the flat and the linear parts of the function.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
 _HARDSIGMOID = 1 / 6 * (1 + 1e-7)  # torch has 1/6 in float32, also where it computes in float64
+_LARGEST_EXPONENT = 80.0  # exp of it is a number in float32
 _SELU = 1.0507009873554805 * 1.6732632423543773 * (1 + 1e-9)
 
 
@@ -118,6 +119,11 @@ def _softplus(module: nn.Module) -> Constants:
     assert isinstance(module, nn.Softplus)
     if module.beta == 0:
         raise ConfigurationError("Softplus with beta=0 has no values: give another beta.")
+    if module.threshold > _LARGEST_EXPONENT:
+        raise ConfigurationError(
+            f"Softplus with threshold={module.threshold:g} is infinite below it: give one of at most "
+            f"{_LARGEST_EXPONENT:g}."
+        )
     return 1.0, math.log(2) / abs(module.beta), math.inf
 
 
@@ -154,7 +160,17 @@ MODULES: dict[type[nn.Module], Callable[..., Constants]] = {
     nn.Identity: _fixed(1.0),
 }
 
-# The same as functions or methods, where their other arguments are left at torch's defaults.
+# The same as functions with settings: the module, and the names of the arguments after the input.
+WITH_SETTINGS: dict[object, tuple[type[nn.Module], tuple[str, ...]]] = {
+    F.leaky_relu: (nn.LeakyReLU, ("negative_slope", "inplace")),
+    F.elu: (nn.ELU, ("alpha", "inplace")),
+    F.celu: (nn.CELU, ("alpha", "inplace")),
+    F.gelu: (nn.GELU, ("approximate",)),
+    F.softplus: (nn.Softplus, ("beta", "threshold")),
+    F.hardtanh: (nn.Hardtanh, ("min_val", "max_val", "inplace")),
+}
+
+# And as functions or methods without any.
 FUNCTIONS: dict[object, Constants] = {
     function: constants
     for functions, constants in (
@@ -162,15 +178,11 @@ FUNCTIONS: dict[object, Constants] = {
         ((F.tanh, torch.tanh, "tanh"), (1.0, 0.0, 1.0)),
         ((F.sigmoid, torch.sigmoid, "sigmoid"), (0.25, 0.5, 1.0)),
         ((F.relu6,), (1.0, 0.0, 6.0)),
-        ((F.leaky_relu, F.elu, F.celu), (1.0, 0.0, math.inf)),
         ((F.selu, torch.selu), (_SELU, 0.0, math.inf)),
-        ((F.gelu,), (_GELU, 0.0, math.inf)),
         ((F.silu,), (_SILU, 0.0, math.inf)),
         ((F.mish,), (_MISH, 0.0, math.inf)),
         ((F.hardswish,), (1.5, 0.0, math.inf)),
-        ((F.softplus,), (1.0, math.log(2), math.inf)),
         ((F.softsign,), (1.0, 0.0, 1.0)),
-        ((F.hardtanh,), (1.0, 0.0, 1.0)),
         ((F.logsigmoid,), (1.0, math.log(2), math.inf)),
         ((torch.abs, "abs"), (1.0, 0.0, math.inf)),
     )

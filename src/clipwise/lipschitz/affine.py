@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.lipschitz.convolution import as_matrices, operator_from, operator_terms, windows_of
-from clipwise.lipschitz.measuring import Length, Spectral
+from clipwise.lipschitz.measuring import Frobenius, Length, LongestRow, Spectral, Vector, Wanted
 from clipwise.lipschitz.norms import frobenius_norms
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
@@ -184,12 +184,21 @@ def _allowed(limit: float, side: int, bias: Tensor | None) -> dict[str, float]:
 def _measured(matrices: Tensor, bias: Tensor | None, effort: Effort) -> Measurements:
     """What a linear map of each window has: float64 [g, m, n], all outputs of a group by all of its inputs."""
     _, m, n = matrices.shape
-    rows = torch.linalg.vector_norm(matrices, dim=2)
-    frobenius = Length(torch.linalg.vector_norm(rows, dim=1).amax(), m * n)
+    if effort == "frobenius":
+        rows = torch.linalg.vector_norm(matrices, dim=2)
+        frobenius: Wanted = Length(torch.linalg.vector_norm(rows, dim=1).amax(), m * n)
+        return {
+            "weight": frobenius,
+            "frobenius": frobenius,
+            "rows": Length(rows.amax(), n),
+            "bias": _length(bias, matrices),
+        }
+    spectral = Spectral(matrices)
+    longest = Length(torch.linalg.vector_norm(matrices, dim=2).amax(), n) if m > n else LongestRow(spectral)
     return {
-        "weight": frobenius if effort == "frobenius" else Spectral(matrices),
-        "frobenius": frobenius,
-        "rows": Length(rows.amax(), n),
+        "weight": spectral,
+        "frobenius": Frobenius(spectral),
+        "rows": longest,
         "bias": _length(bias, matrices),
     }
 
@@ -225,10 +234,8 @@ def _scaled(
     return found
 
 
-def _length(bias: Tensor | None, like: Tensor) -> Tensor | Length:
-    if bias is None:
-        return like.new_zeros((), dtype=torch.float64)
-    return Length(torch.linalg.vector_norm(bias.detach(), dtype=torch.float64), bias.numel())
+def _length(bias: Tensor | None, like: Tensor) -> Tensor | Wanted:
+    return like.new_zeros((), dtype=torch.float64) if bias is None else Vector(bias.detach())
 
 
 def _with_bias(bias: Tensor | None, weight: float, shift: float) -> dict[str, float]:

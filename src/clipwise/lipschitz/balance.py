@@ -71,11 +71,14 @@ def balance_(
     norms: Measured,
     limits: Mapping[str, float],
     norm: str,
-) -> bool:
+) -> dict[str, float]:
     """Move factors, in place, to where the bounds add up to less, within the limits of the weights.
 
-    `norms` are brought up to date as well. This is post-processing of released weights. Returns whether any moved.
+    `norms` are brought up to date as well. This is post-processing of released weights. Returns the factor of each
+    parameter that was moved.
     """
+    if not pairs:
+        return {}
     parameters: dict[str, Tensor] = dict(network.graph.named_parameters(remove_duplicate=False))
     terms = {
         name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()
@@ -105,7 +108,7 @@ def balance_(
             parameters[op.parameters[own]].mul_(factor)
         if factors:
             norms[op.name] = op.rule.scaled(norms[op.name], factors, 0.0)
-    return any(powers.values())
+    return {name: 2.0**power for name, power in powers.items() if power != 0}
 
 
 def noise_of(bounds: Bounds, network: Network) -> float:

@@ -50,18 +50,24 @@ class Lengths:
     branches which are then joined has sqrt(a^2 + b^2), and not a + b.
     """
 
-    def __init__(self, coefficients: Mapping[tuple[str, int], float] | None = None) -> None:
-        self._coefficients = dict(coefficients or {})
+    __slots__ = ("_coefficients",)
+
+    def __init__(self, coefficients: dict[tuple[str, int], float]) -> None:
+        self._coefficients = coefficients
 
     @property
     def largest(self) -> float:
         """The largest value."""
+        if len(self._coefficients) == 1:  # nothing was joined
+            return next(iter(self._coefficients.values()))
         by_join: dict[str, list[float]] = {}
         for (join, _), coefficient in self._coefficients.items():
             by_join.setdefault(join, []).append(coefficient)
         return sum(math.hypot(*those) for those in by_join.values())
 
     def __add__(self, other: Lengths) -> Lengths:
+        if not self._coefficients:
+            return other
         total = dict(self._coefficients)
         for key, coefficient in other._coefficients.items():
             total[key] = total.get(key, 0.0) + coefficient
@@ -75,6 +81,9 @@ class Lengths:
     def piece(self, join: str, index: int) -> Lengths:
         """What one input of a concatenation gets."""
         return Lengths({(join, index): self.largest})
+
+
+_NOTHING = Lengths({})
 
 
 def bounds_of(
@@ -156,17 +165,17 @@ def _backward(
     arriving: dict[str, Lengths] = {network.output: Lengths({("loss", 0): loss_constant})}
     parameters: dict[str, Lengths] = {}
     for op in reversed(network.operations):
-        gradient = arriving.setdefault(op.name, Lengths())
+        gradient = arriving.setdefault(op.name, _NOTHING)
         inputs = [reaches[name] for name in op.inputs]
         for own, gain in op.rule.parameter_gains(inputs, norms[op.name]).items():
             name = op.parameters[own]
-            parameters[name] = parameters.get(name, Lengths()) + gradient.times(gain)
+            parameters[name] = parameters.get(name, _NOTHING) + gradient.times(gain)
         pieces = isinstance(op.rule, JoinRule)
         for index, (name, gain) in enumerate(
             zip(op.inputs, _gains(op.rule.gains(inputs, norms[op.name]), op.inputs), strict=True)
         ):
             passed = gradient.piece(op.name, index) if pieces else gradient
-            arriving[name] = arriving.get(name, Lengths()) + passed.times(gain)
+            arriving[name] = arriving.get(name, _NOTHING) + passed.times(gain)
     sensitivities = {name: found.largest * _SLACK for name, found in parameters.items()}
     for name, bound in sensitivities.items():
         if not math.isfinite(bound):

@@ -39,7 +39,7 @@ class Windows:
     before: tuple[int, ...]
     out: tuple[int, ...]
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """The number of windows."""
         return math.prod(self.out)
@@ -92,10 +92,10 @@ def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort
     if effort == "frobenius":
         return {}
     by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-    sums = by_group.abs().sum(3)
+    sizes = by_group.abs()
     found: Measurements = {
-        "most into an output": sums.sum(2).amax(),
-        "most out of an input": sums.sum(1).amax(),
+        "most into an output": sizes.sum((2, 3)).amax(),
+        "most out of an input": sizes.sum(1).sum(2).amax(),
     }
     if by_group.shape[1] < by_group.shape[2] or effort == "tight":
         # With so many inputs this form of W has fewer rows: noise in it has a smaller norm.

@@ -12,11 +12,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clipwise.errors import UnsupportedModelError
+from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.lipschitz import pooling
-from clipwise.lipschitz.activations import FUNCTIONS, ElementwiseRule, SoftmaxRule
+from clipwise.lipschitz.activations import (
+    FUNCTIONS,
+    WITH_SETTINGS,
+    ElementwiseRule,
+    SoftmaxRule,
+    constants_of,
+)
 from clipwise.lipschitz.pooling import AverageRule
-from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, WEIGHTS, own_dimension, refusal
+from clipwise.lipschitz.refusals import (
+    DOT_PRODUCTS,
+    UNKNOWN,
+    WEIGHTS,
+    own_dimension,
+    refusal,
+    require_own_padding,
+)
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import JoinRule, MoveRule, ProductRule, ScaleRule, SumRule, dropped
 
@@ -60,20 +73,38 @@ def function_rule(call: Call) -> Rule:
         if len(call.arguments) > 1 or others:
             raise call.refusal("only its default arguments are known here: take the module of the same name")
         return ElementwiseRule(FUNCTIONS[target], call.rounding)
+    if target in WITH_SETTINGS:
+        return _activation(call)
     if target in _BUILDERS:
         return _BUILDERS[target](call)
     if isinstance(target, str) and target.endswith("_"):
         raise call.refusal(f"it changes a value in place: take {target.rstrip('_')}, which gives a new one")
     if target is getattr:
         raise call.refusal(f"what is done to .{call.arguments[1]} no graph shows: use the value itself")
-    raise call.refusal(_INSTEAD.get(target, UNKNOWN))
+    raise call.refusal(instead_of(target))
+
+
+def instead_of(target: Any) -> str:
+    """What to take instead of a function that has no bound."""
+    return _INSTEAD.get(target, UNKNOWN)
+
+
+def _activation(call: Call) -> Rule:
+    kind, settings = WITH_SETTINGS[call.target]
+    given = dict(zip(settings, call.arguments[1:], strict=False)) | dict(call.options)
+    given.pop("input", None)
+    try:
+        return ElementwiseRule(constants_of(kind(**given)), call.rounding)
+    except ConfigurationError as error:
+        raise call.refusal(str(error).rstrip(".")) from None
 
 
 def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
     """x op y of two values, or of one and a number."""
 
     def build(call: Call) -> Rule:
-        if call.options:
+        # torch.add(x, 2, y) is x + 2 y, an old way to give alpha.
+        if call.options or len(call.arguments) != 2:
             raise call.refusal("options such as alpha have no bound here: leave them out")
         if len(call.shapes) == 2:
             return rule(call.out, call.rounding)
@@ -104,6 +135,16 @@ def _move(call: Call) -> Rule:
     """The examples stay in the first dimension, and all numbers stay: then each example keeps its own."""
     if math.prod(call.shapes[0]) != math.prod(call.out):
         raise call.refusal("it does not keep the numbers of each example together")
+    return MoveRule(call.out)
+
+
+def _squeeze(call: Call) -> Rule:
+    """With dim, for in a batch of one example the first dimension has size 1 too."""
+    dims = call.option("dim", 1)
+    if dims is None:
+        raise call.refusal("of a batch of one example it takes the dimension of the examples: give dim")
+    for dim in [dims] if isinstance(dims, int) else dims:
+        call.own_dimension(dim, call.shapes[0])
     return MoveRule(call.out)
 
 
@@ -141,7 +182,7 @@ def _reduce(total: bool) -> Build:
 
     def build(call: Call) -> Rule:
         dims, shape = call.option("dim", 1), call.shapes[0]
-        if dims is None or set(call.options) - {"dim", "keepdim"}:
+        if dims is None or set(call.options) - {"input", "dim", "keepdim"}:
             raise call.refusal("give dim, such that each example keeps its own value")
         owned = [call.own_dimension(d, shape) for d in ([dims] if isinstance(dims, int) else dims)]
         n = math.prod(shape[d] for d in owned)
@@ -168,6 +209,7 @@ def _pool(make: MakePool, kind: type[nn.Module], *settings: str) -> Build:
 def _pad(call: Call) -> Rule:
     if call.option("mode", 2, "constant") != "constant" or call.option("value", 3) not in (None, 0):
         raise call.refusal("only padding with zeros has a bound")
+    require_own_padding(call.name, call.option("pad", 1), call.shapes[0])
     return MoveRule(call.out)
 
 
@@ -198,6 +240,11 @@ _INSTEAD: dict[Any, str] = {
         ((torch.amax, "amax", torch.max, "max"), "take nn.AdaptiveMaxPool1d, 2d or 3d"),
         ((torch.chunk, "chunk", torch.split, "split"), "take slices, such as x[:, :4]"),
         (("detach", torch.detach), "no gradient goes through it: leave it out"),
+        (
+            (F.layer_norm, F.group_norm),
+            "its slope grows as the deviation shrinks: take clipwise.layers.BoundedLayerNorm or BoundedGroupNorm",
+        ),
+        ((F.log_softmax, torch.log_softmax, "log_softmax"), "give the scores themselves to the loss"),
     )
     for target in targets
 }
@@ -212,7 +259,8 @@ _BUILDERS: dict[Any, Build] = {
         ((operator.truediv, torch.div, "div"), _divide),
         ((operator.neg, torch.neg, "neg"), _negate),
         ((torch.flatten, "flatten", torch.reshape, "reshape", "view", "unflatten"), _move),
-        (("contiguous", torch.squeeze, "squeeze", torch.unsqueeze, "unsqueeze"), _move),
+        (("contiguous", torch.unsqueeze, "unsqueeze"), _move),
+        ((torch.squeeze, "squeeze"), _squeeze),
         ((torch.permute, "permute"), _permute),
         ((torch.transpose, "transpose"), _swap),
         ((operator.getitem,), _take),

@@ -34,11 +34,8 @@ class Step(NamedTuple):
 
 def graph_of(model: nn.Module) -> fx.Graph:
     """What a forward pass does. It is written down twice: a pass that draws a number of its own is refused."""
-    require_no_global_hooks()
-    for name, module in model.named_modules():
-        require_no_hooks(name, module)
     with _left_as_it_was(model):
-        graph, again = (_without_unused_items(_Tracer().traced(model)) for _ in range(2))
+        graph, again = (_traced_once(model) for _ in range(2))
         for one, other in zip(steps_of(graph), steps_of(again), strict=False):
             if one != other:
                 raise refusal(
@@ -48,6 +45,19 @@ def graph_of(model: nn.Module) -> fx.Graph:
                     "draws or counts have no bound",
                 )
     return graph
+
+
+def graph_again(model: nn.Module) -> fx.Graph:
+    """The same once, for whoever compares it with an earlier one."""
+    with _left_as_it_was(model):
+        return _traced_once(model)
+
+
+def _traced_once(model: nn.Module) -> fx.Graph:
+    require_no_global_hooks()
+    for name, module in model.named_modules():
+        require_no_hooks(name, module)
+    return _without_unused_items(_Tracer().traced(model))
 
 
 def steps_of(graph: fx.Graph) -> list[Step]:

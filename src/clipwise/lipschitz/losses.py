@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import positive
 from clipwise.known import require_known
 
 KINDS = ("all-pairs", "largest", "one-against-all")
@@ -37,7 +38,7 @@ class SoftmaxCrossEntropy(BoundedLoss):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("temperature", self.temperature)
+        object.__setattr__(self, "temperature", positive("temperature", self.temperature))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
@@ -55,7 +56,7 @@ class CosineSimilarity(BoundedLoss):
     floor: float
 
     def __post_init__(self) -> None:
-        _require_positive("floor", self.floor)
+        object.__setattr__(self, "floor", positive("floor", self.floor))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -114,7 +115,7 @@ class Huber(BoundedLoss):
     delta: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("delta", self.delta)
+        object.__setattr__(self, "delta", positive("delta", self.delta))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -153,15 +154,19 @@ def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     """Each example's gradient at the output, at most `constant` long; one that is not finite counts as 0.
 
+    So does one that is 2^126 times as long: float32 would round its scale, perhaps up.
+
     With this a wrong or scaled loss cannot break a bound. A loss that keeps its constant is left as it is.
     """
     rows = gradients.flatten(1) if gradients.ndim > 1 else gradients.unsqueeze(1)
     norms_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    if norms_B.device.type == "cpu" and bool((norms_B <= constant).all()):
+        return gradients  # as it should be; elsewhere the answer would have to be waited for
     # A loss at its constant may pass it by rounding; the bounds allow for that much anyway.
     scales_B = (constant / norms_B).clamp(max=1)
     shape = (-1, *[1] * (gradients.ndim - 1))
-    good_B = torch.isfinite(norms_B).view(shape)
-    return torch.where(good_B, gradients * scales_B.to(gradients.dtype).view(shape), 0)
+    good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
+    return torch.where(good_B.view(shape), gradients * scales_B.to(gradients.dtype).view(shape), 0)
 
 
 def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> None:
@@ -171,10 +176,3 @@ def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> 
             f"{type(loss).__name__}: outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}; "
             "each output needs a target of its own: give targets.view_as(outputs)."
         )
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    ):
-        raise ConfigurationError(f"{name} must be a positive, finite number, not {value!r}.")

@@ -16,18 +16,13 @@ from torch import Tensor, nn
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz.pattern import NOT_PLAIN, Pattern, Spot, plain, saved_names
 from clipwise.lipschitz.trace import Network
 
 Node = torch.autograd.graph.Node
 Shape = tuple[int, ...]
 _CLIPPED = "ClippedInputBackward"
 _EXAMPLES = (2, 3)  # two numbers of them tell which sizes grow with the examples
-_FOLLOWS = (
-    "_sym_",
-    "_sizes",
-    "_strides",
-    "_options",
-)  # what is saved of shapes, which are compared themselves
 
 
 class GraphMatch:
@@ -39,7 +34,8 @@ class GraphMatch:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._expected: dict[tuple[Any, ...], list[Any]] = {}
+        self._modules = list(network.graph.modules())
+        self._expected: dict[tuple[Any, ...], tuple[list[Any], Pattern | None]] = {}
         self._owners = {id(p): name for name, p in network.graph.named_parameters()}
 
     def require(self, outputs: Tensor) -> None:
@@ -53,11 +49,14 @@ class GraphMatch:
                 f"outputs: each example has the shape {tuple(outputs.shape[1:])}; the bounds are for "
                 f"{self._network.output_shape}. Give what the model returned."
             )
-        if len(outputs) == 0:
+        examples = len(outputs)
+        if examples == 0:
             return  # an empty batch has no gradients to bound
         # Of a single example torch lays out sequences otherwise, with other views.
-        expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1)
+        expected, pattern = self._of_the_trace(outputs.device, is_single=examples == 1)
         try:
+            if pattern is not None and pattern.fits(outputs.grad_fn, examples):
+                return
             found = self._described(outputs.grad_fn)
         except RuntimeError as error:
             raise UnsupportedModelError(
@@ -65,7 +64,7 @@ class GraphMatch:
                 "the weights of now. Run the model again."
             ) from error
         for place, (description, other) in enumerate(zip(expected, found, strict=False)):
-            one = _for_examples(description, len(outputs))
+            one = _for_examples(description, examples)
             if one != other:
                 same = ", with other inputs" if _told(one) == _told(other) else ""
                 raise UnsupportedModelError(
@@ -79,24 +78,27 @@ class GraphMatch:
                 "hold for the traced model only: give what that model returned."
             )
 
-    def _of_the_trace(self, device: torch.device, is_single: bool) -> list[Any]:
-        """Each node with sizes as (a, b): for n examples a + b n."""
-        modes = tuple(m.training for m in self._network.graph.modules())
-        key = (*modes, device, is_single)
+    def _of_the_trace(self, device: torch.device, is_single: bool) -> tuple[list[Any], Pattern | None]:
+        """Each node with sizes as (a, b): for n examples a + b n. And the same as a pattern."""
+        key = (*[m.training for m in self._modules], device, is_single)
         if key not in self._expected:
             few, more = (1, 1) if is_single else _EXAMPLES
-            one, other = self._run(device, few), self._run(device, more)
-            self._expected[key] = [
+            root = self._run(device, few)
+            one, other = self._described(root), self._described(self._run(device, more))
+            expected = [
                 (*a[:2], tuple(_growing(m, n, few, more) for m, n in zip(a[2], b[2], strict=True)), *a[3:])
                 for a, b in zip(one, other, strict=True)
             ]
+            self._expected[key] = expected, _pattern(_nodes(root), expected)
         return self._expected[key]
 
-    def _run(self, device: torch.device, examples: int) -> list[Any]:
-        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+    def _run(self, device: torch.device, examples: int) -> Node:
+        # Bounds are for the type of the weights: under autocast other operations would run, here as in the model.
+        no_autocast = torch.autocast(device.type, enabled=False)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), no_autocast:
             outputs = self._network.graph(self._examples(device, examples))
-        assert outputs.grad_fn is not None
-        return self._described(outputs.grad_fn)
+        root: Node = outputs.grad_fn
+        return root
 
     def _examples(self, device: torch.device, examples: int) -> Tensor:
         shape = (examples, *self._network.input_shape)
@@ -105,14 +107,9 @@ class GraphMatch:
         return torch.zeros(shape, dtype=kind, device=device)
 
     def _described(self, root: Node) -> list[Any]:
-        """Every node once, in an order that the graph alone decides, with what it does and where it leads."""
-        order: dict[Node, int] = {root: 0}
-        nodes = [root]
-        for node in nodes:  # grows on the way
-            for following in _behind(node):
-                if following is not None and following not in order:
-                    order[following] = len(nodes)
-                    nodes.append(following)
+        """Every node once, with what it does and where it leads."""
+        nodes = _nodes(root)
+        order = {node: place for place, node in enumerate(nodes)}
         return [self._of_node(node, order) for node in nodes]
 
     def _of_node(self, node: Node, order: Mapping[Node, int]) -> tuple[Any, ...]:
@@ -128,36 +125,42 @@ class GraphMatch:
         return (node.name(), leads, shapes, _settings(node))
 
 
-_SAVED: dict[
-    type, tuple[str, ...]
-] = {}  # by the node's type: to list its attributes takes longer than to read them
+def _nodes(root: Node) -> list[Node]:
+    """Every node once, in an order that the graph alone decides."""
+    nodes, entered = [root], {root, None}
+    for node in nodes:  # grows on the way
+        for following in _behind(node):
+            if following is not None and following not in entered:
+                entered.add(following)
+                nodes.append(following)
+    return nodes
 
 
-def _saved_names(node: Node) -> tuple[str, ...]:
-    kind = type(node)
-    if kind not in _SAVED:
-        names = (name for name in dir(node) if name.startswith("_saved_"))
-        _SAVED[kind] = tuple(name for name in names if not any(word in name for word in _FOLLOWS))
-    return _SAVED[kind]
+def _pattern(nodes: list[Any], expected: list[Any]) -> Pattern | None:
+    """The traced graph for a quick comparison; None where something trained lies before a clip."""
+    spots = []
+    for node, (_, leads, sizes, settings) in zip(nodes, expected, strict=True):
+        is_clip, variable, known = _is_clip(node), getattr(node, "variable", None), dict(settings)
+        if is_clip and leads:
+            return None
+        spots.append(
+            Spot(
+                kind=type(node),
+                name="" if type(node).__name__ == node.name() else node.name(),
+                leads=leads,
+                parameter=variable if isinstance(variable, nn.Parameter) else None,
+                clip=(known["max_norm"], known["shape"]) if is_clip else None,
+                sizes=sizes,
+                settings=tuple((name, known.get(name, NOT_PLAIN)) for name in saved_names(node)),
+            )
+        )
+    return Pattern(spots)
 
 
 def _settings(node: Node) -> tuple[tuple[str, Any], ...]:
     """The numbers that an operation keeps, such as stride or slope, but for sizes."""
-    found = []
-    for name in _saved_names(node):
-        value = getattr(node, name)
-        if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu" and _is_number(value):
-            value = value.item()
-        if isinstance(value, (bool, int, float, str)) or (
-            isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float)) for v in value)
-        ):
-            found.append((name, tuple(value) if isinstance(value, list) else value))
-    return tuple(found)
-
-
-def _is_number(value: Tensor) -> bool:
-    """Whether a tensor without dimensions is a number of the code, such as the 2 of `2 * x`."""
-    return not value.requires_grad and not isinstance(value, nn.Parameter)
+    found = ((name, plain(getattr(node, name))) for name in saved_names(node))
+    return tuple((name, value) for name, value in found if value is not NOT_PLAIN)
 
 
 def _growing(one: Shape, other: Shape, few: int, more: int) -> tuple[tuple[int, int], ...]:

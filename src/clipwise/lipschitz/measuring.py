@@ -1,6 +1,7 @@
 """Norms of many weights in few operations, and one copy from their device.
 
-Rules say which norms they want, and all of them are measured together. On a CPU each Gram matrix A A^T gives its
+Rules say which norms they want, and all of them are measured together. One Gram matrix A A^T gives three: its largest
+eigenvalue |A|^2, its trace |A|_F^2 and, on its diagonal, the squares of the rows. On a CPU it is LAPACK that finds the
 eigenvalues. On an accelerator, where the number of operations counts and not their size, Gram matrices are filled up
 with zeros to a few sizes and iterated side by side: zeros change no norm. What is left is arithmetic with numbers, on
 the host.
@@ -23,13 +24,15 @@ from clipwise.lipschitz.norms import EPS, NOTHING, gram_bounds, iterations_for
 _SMALL, _FEW = 256, 8  # up to this side, and for so many matrices, eigenvalues are quick on a CPU
 _FILLED_UP = (32, 128)  # sides that smaller ones are filled up to
 
+Number = Tensor | float  # float64 without dimensions, perhaps still on its device
+
 
 class Wanted(ABC):
     """A certified norm that is wanted: first operations on the device, then arithmetic with what they gave."""
 
     @abstractmethod
-    def numbers(self) -> list[Tensor]:
-        """What has to be brought to the host: float64 without dimensions."""
+    def numbers(self) -> list[Number]:
+        """What `certified` takes, on the device or already on the host."""
 
     @abstractmethod
     def certified(self, numbers: Sequence[float]) -> float:
@@ -46,12 +49,26 @@ class Length(Wanted):
     length: Tensor
     terms: int
 
-    def numbers(self) -> list[Tensor]:
+    def numbers(self) -> list[Number]:
         return [self.length]
 
     def certified(self, numbers: Sequence[float]) -> float:
         (length,) = numbers
-        return length * (1 + (self.terms + 16) * EPS) + NOTHING
+        return _rounded_up(length, self.terms)
+
+
+@dataclass(frozen=True)
+class Vector(Wanted):
+    """The length of a tensor, seen as one vector. Those of several are found in one operation."""
+
+    values: Tensor
+
+    def numbers(self) -> list[Number]:
+        return [torch.linalg.vector_norm(self.values, dtype=torch.float64)]
+
+    def certified(self, numbers: Sequence[float]) -> float:
+        (length,) = numbers
+        return _rounded_up(length, self.values.numel())
 
 
 @dataclass(frozen=True)
@@ -80,11 +97,17 @@ class Spectral(Wanted):
         return self.gram.device.type == "cpu" and few <= _FEW and side <= _SMALL
 
     @cached_property
-    def trace(self) -> Tensor:
-        """|A|_F^2, of all matrices together."""
-        return self.gram.diagonal(0, -2, -1).sum()
+    def squares(self) -> list[list[float]]:
+        """What is on the diagonals, of matrices that are quick: [g][m]."""
+        found: list[list[float]] = self.gram.diagonal(0, -2, -1).tolist()
+        return found
 
-    def numbers(self) -> list[Tensor]:
+    @cached_property
+    def trace(self) -> Number:
+        """|A|_F^2, of all matrices together. Infinite or NaN if one of their numbers is."""
+        return sum(map(sum, self.squares)) if self.is_quick else self.gram.diagonal(0, -2, -1).sum()
+
+    def numbers(self) -> list[Number]:
         return [self.trace]
 
     def certified(self, numbers: Sequence[float]) -> float:
@@ -98,47 +121,99 @@ class Spectral(Wanted):
         return math.sqrt(min(square, whole)) * (1 + 8 * EPS) + NOTHING
 
 
+@dataclass(frozen=True)
+class Frobenius(Wanted):
+    """The largest Frobenius norm of the same matrices."""
+
+    of: Spectral
+
+    def numbers(self) -> list[Number]:
+        if self.of.is_quick:
+            return [max(map(sum, self.of.squares)), self.of.trace]
+        return [self.of.gram.diagonal(0, -2, -1).sum(-1).amax(), self.of.trace]
+
+    def certified(self, numbers: Sequence[float]) -> float:
+        return _root_of(numbers, self.of.matrices[0].numel())
+
+
+@dataclass(frozen=True)
+class LongestRow(Wanted):
+    """The length of their longest row, if they are no higher than wide."""
+
+    of: Spectral
+
+    def __post_init__(self) -> None:
+        assert self.of.matrices.shape[-2] <= self.of.matrices.shape[-1], "the diagonal has the columns"
+
+    def numbers(self) -> list[Number]:
+        if self.of.is_quick:
+            return [max(map(max, self.of.squares)), self.of.trace]
+        return [self.of.gram.diagonal(0, -2, -1).amax(), self.of.trace]
+
+    def certified(self, numbers: Sequence[float]) -> float:
+        return _root_of(numbers, self.of.matrices.shape[-1])
+
+
+def _root_of(numbers: Sequence[float], terms: int) -> float:
+    """From the largest of some sums of `terms` squares, and the trace: max() passes over NaN, and a sum does not."""
+    square, trace = numbers
+    return _rounded_up(math.sqrt(square), terms) if math.isfinite(trace) else trace
+
+
+def _rounded_up(length: float, terms: int) -> float:
+    return length * (1 + (terms + 16) * EPS) + NOTHING
+
+
 @torch.no_grad()
 def measured_together(wanted: Sequence[Tensor | Wanted]) -> list[float]:
     """Each norm as a number; a tensor is one that needs no more than its value."""
-    spectral = [w for w in wanted if isinstance(w, Spectral) and w.matrices.numel()]
-    tops = dict(zip(map(id, spectral), _largest_eigenvalues(spectral), strict=True))
-    groups: list[list[Tensor]] = []
+    tops = _largest_eigenvalues([w for w in wanted if isinstance(w, Spectral) and w.matrices.numel()])
+    lengths = _lengths([w for w in wanted if isinstance(w, Vector)])
+    groups: list[list[Number]] = []
     for w in wanted:
         if isinstance(w, Tensor):
             groups.append([w.reshape(())])
+        elif isinstance(w, Vector):
+            groups.append([lengths[id(w)]])
+        elif isinstance(w, Spectral):
+            groups.append([tops[id(w)], w.trace] if id(w) in tops else [])
         else:
-            is_empty = isinstance(w, Spectral) and id(w) not in tops
-            groups.append([] if is_empty else [*([tops[id(w)]] if id(w) in tops else []), *w.numbers()])
-    flat = [number for group in groups for number in group]
-    values = iter(torch.stack(flat).tolist() if flat else [])
+            groups.append(w.numbers())
+    far = [number for group in groups for number in group if isinstance(number, Tensor)]
+    values = iter(torch.stack(far).tolist() if far else [])
     found: list[float] = []
     for w, group in zip(wanted, groups, strict=True):
-        here = [next(values) for _ in group]
+        here = [next(values) if isinstance(number, Tensor) else number for number in group]
         found.append(0.0 if not here else here[0] if isinstance(w, Tensor) else w.certified(here))
     return found
 
 
-def _largest_eigenvalues(spectral: Sequence[Spectral]) -> list[Tensor]:
+def _lengths(vectors: Sequence[Vector]) -> dict[int, Tensor]:
+    """The length of each, by identity, in float64."""
+    found = torch._foreach_norm([v.values for v in vectors], 2, torch.float64) if vectors else []
+    return dict(zip(map(id, vectors), found, strict=True))
+
+
+def _largest_eigenvalues(spectral: Sequence[Spectral]) -> dict[int, Number]:
     """At least the largest eigenvalue of each Gram matrix as it was computed, up to LAPACK's own rounding."""
-    found: dict[int, Tensor] = {}
-    together: dict[int, list[tuple[int, Tensor]]] = {}
-    for place, one in enumerate(spectral):
-        gram = one.gram
-        side = gram.shape[-1]
-        if side == 1:
-            found[place] = gram.amax()
-        elif one.is_quick:
-            is_finite = math.isfinite(float(one.trace))
-            found[place] = torch.linalg.eigvalsh(gram)[:, -1].amax() if is_finite else one.trace
+    found: dict[int, Number] = {}
+    together: dict[int, list[Spectral]] = {}
+    for one in spectral:
+        if one.gram.shape[-1] == 1:
+            found[id(one)] = one.gram.amax()
+        elif not one.is_quick:
+            together.setdefault(_filled_side(one.gram), []).append(one)
+        elif math.isfinite(one.trace):
+            found[id(one)] = max(row[-1] for row in torch.linalg.eigvalsh(one.gram).tolist())
         else:
-            together.setdefault(_filled_side(gram), []).append((place, gram))
+            found[id(one)] = one.trace
     for side, those in together.items():
-        stack = torch.cat([F.pad(g, (0, side - g.shape[-1], 0, side - g.shape[-1])) for _, g in those])
+        pads = [side - one.gram.shape[-1] for one in those]
+        stack = torch.cat([F.pad(one.gram, (0, pad, 0, pad)) for one, pad in zip(those, pads, strict=True)])
         bounds = gram_bounds(stack, iterations_for(side) - 1)  # G is the result of a first one
-        for (place, _), some in zip(those, torch.split(bounds, [len(g) for _, g in those]), strict=True):
-            found[place] = some.amax()
-    return [found[place] for place in range(len(spectral))]
+        for one, some in zip(those, torch.split(bounds, [len(one.gram) for one in those]), strict=True):
+            found[id(one)] = some.amax()
+    return found
 
 
 def _filled_side(gram: Tensor) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.layers.l2_attention import L2Mixture
@@ -19,7 +20,7 @@ from clipwise.lipschitz.activations import ElementwiseRule, LearnedSlopeRule, So
 from clipwise.lipschitz.affine import ConvolutionRule, EmbeddingRule, LinearRule
 from clipwise.lipschitz.normalizing import BoundedNormRule, ClipInputRule, MixtureRule
 from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
-from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal
+from clipwise.lipschitz.refusals import DOT_PRODUCTS, UNKNOWN, own_dimension, refusal, require_own_padding
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import DropoutRule, MoveRule
 
@@ -40,6 +41,7 @@ _REFUSED: dict[type[nn.Module], str] = {
     PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: take "
     "clipwise.layers.BoundedGroupNorm",
     nn.LogSoftmax: "give the scores themselves to the loss",
+    ReleasedStatisticsNorm: "its slope grows as the released deviation shrinks: take clipwise.layers.BoundedGroupNorm",
     nn.modules.batchnorm._BatchNorm: "it mixes examples: take clipwise.layers.BoundedGroupNorm",
     nn.modules.instancenorm._InstanceNorm: "its slope grows as the deviation shrinks: take "
     "clipwise.layers.BoundedGroupNorm with one group a channel",
@@ -48,11 +50,17 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 def is_known(module: nn.Module) -> bool:
     """Whether a module is looked at as a whole, though it may have a Python `forward`."""
-    return isinstance(module, (*_OURS, PublicBatchNorm))
+    return isinstance(module, (*_OURS, PublicBatchNorm, BatchStatisticsNorm))
 
 
 def require_no_hooks(name: str, module: nn.Module) -> None:
     """Refuse what could change a value or a gradient where no graph shows it."""
+    if type(module).__name__ == "OptimizedModule":
+        raise refusal(
+            name, module, "no trace shows what a compiled model does: give the model without torch.compile"
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise refusal(name, module, "its shapes are not known yet: run the model once before make_private")
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         raise refusal(
             name, module, "it has hooks, or a forward of its own, which no bound knows: take them off"
@@ -124,6 +132,10 @@ def _recurrent(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roun
         raise refusal(name, module, "a first state of its own has no bound here: leave it out, it is 0")
     if not module.batch_first or module.proj_size:
         raise refusal(name, module, "only batch_first=True without proj_size has a bound")
+    if len(list(module.parameters())) < len(module._flat_weights):
+        raise refusal(
+            name, module, "weights that are tied within it have no bound here: give each its own tensor"
+        )
     return RecurrentRule(module, shapes[0], rounding)
 
 
@@ -133,6 +145,11 @@ def _mixture(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roundi
     return MixtureRule(module, out, rounding)
 
 
+def _padding(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
+    require_own_padding(name, module.padding, shapes[0])
+    return MoveRule(out)
+
+
 def _softmax(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
     if module.dim is None:
         raise refusal(name, module, "give dim")
@@ -140,11 +157,18 @@ def _softmax(name: str, module: Any, shapes: Sequence[Shape], out: Shape, roundi
 
 
 def _group_norm(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
-    return BoundedNormRule(module.alpha, math.prod(out) // module.num_groups, out, rounding)
+    return BoundedNormRule(_floor(name, module), math.prod(out) // module.num_groups, out, rounding)
 
 
 def _layer_norm(name: str, module: Any, shapes: Sequence[Shape], out: Shape, rounding: Rounding) -> Rule:
-    return BoundedNormRule(module.alpha, math.prod(module.normalized_shape), out, rounding)
+    return BoundedNormRule(_floor(name, module), math.prod(module.normalized_shape), out, rounding)
+
+
+def _floor(name: str, module: Any) -> float:
+    """alpha, which may have been set to anything since the module was made."""
+    if not (math.isfinite(module.alpha) and module.alpha > 0):
+        raise refusal(name, module, f"alpha={module.alpha} gives no bound: set a positive, finite number")
+    return float(module.alpha)
 
 
 _BUILDERS: dict[type[nn.Module], Build] = {
@@ -159,10 +183,8 @@ _BUILDERS: dict[type[nn.Module], Build] = {
         (pooling.ADAPTIVE_MAX, _pooling(pooling.adaptive_maximum_rule)),
         (pooling.ADAPTIVE_AVERAGE, _pooling(pooling.adaptive_average_rule)),
         (RECURRENT, _recurrent),
-        (
-            (nn.Flatten, nn.Unflatten, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-            lambda name, module, shapes, out, rounding: MoveRule(out),
-        ),
+        ((nn.Flatten, nn.Unflatten), lambda name, module, shapes, out, rounding: MoveRule(out)),
+        ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), _padding),
         (
             (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
             lambda name, module, shapes, out, rounding: DropoutRule(module, rounding),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -34,3 +35,12 @@ def own_dimension(name: str, dim: int, ndim: int) -> int:
             "each example must be treated by itself."
         )
     return found - 1
+
+
+def require_own_padding(name: str, pad: Sequence[int], shape: Sequence[int]) -> None:
+    """Refuse padding that reaches the dimension of the examples: (1, -1) there moves each to the next one's place."""
+    if len(pad) > 2 * len(shape):
+        raise UnsupportedModelError(
+            f"Lipschitz bounds: {name!r} pads the dimension that holds the examples of the batch: give two numbers for "
+            f"each dimension of an example, which has the shape {tuple(shape)}, and no more."
+        )

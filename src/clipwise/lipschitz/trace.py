@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ from torch import Tensor, fx, nn
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.clip_input import ClipInput
-from clipwise.lipschitz.functions import Call, function_rule
+from clipwise.lipschitz.functions import Call, function_rule, instead_of
 from clipwise.lipschitz.graphs import Step, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.modules import module_rule, require_rule
 from clipwise.lipschitz.recurrent import RECURRENT
-from clipwise.lipschitz.refusals import refusal
+from clipwise.lipschitz.refusals import UNKNOWN, refusal
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import MoveRule, ParameterRule
 
@@ -69,6 +71,23 @@ class Network:
     rounding: Rounding
     steps: tuple[Step, ...]
 
+    @cached_property
+    def uses(self) -> Mapping[str, int]:
+        """How many operations have each parameter."""
+        return Counter(full for op in self.operations for full in op.parameters.values())
+
+    def parameter(self, name: str) -> Tensor:
+        """The one that its module has under this name now."""
+        module, own = self._holders[name]
+        found: Tensor = getattr(module, own)
+        return found
+
+    @cached_property
+    def _holders(self) -> Mapping[str, tuple[nn.Module, str]]:
+        """To look it up by its path would take longer than what is done with a parameter."""
+        names = (name.rpartition(".") for name, _ in self.graph.named_parameters(remove_duplicate=False))
+        return {f"{path}{dot}{own}": (self.graph.get_submodule(path), own) for path, dot, own in names}
+
 
 def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
     """Follow one example through the model; what has no bound, or leaves the example, is refused by name.
@@ -79,7 +98,7 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         arithmetic: in which the products of training run.
     """
     module = fx.GraphModule(model, graph_of(model))
-    rounding = Rounding(_unit_of(model), arithmetic)
+    rounding = Rounding(unit_of(model), arithmetic)
     return _Walk(model, module, tuple(input_shape), rounding).network()
 
 
@@ -166,7 +185,8 @@ class _Walk:
             return value
         if not isinstance(value, Tensor):
             if tensors and not _is_public(value):
-                raise refusal(where, node.target, "it gives no single tensor")
+                instead = instead_of(target)
+                raise refusal(where, target, "it gives no single tensor" if instead == UNKNOWN else instead)
             return value
         self._note(node, where, value, tensors, arguments, options)
         return value
@@ -221,6 +241,12 @@ class _Walk:
                 node.target,
                 "the first dimension of its result is not that of the examples; each example must be treated by itself",
             )
+        if value.dtype not in (torch.float32, torch.float64):
+            raise refusal(
+                where,
+                node.target,
+                f"it gives {value.dtype}: half precision rounds too much to bound, leave dtype out",
+            )
         out = tuple(value.shape[1:])
         if any(n and n % _EXAMPLES == 0 for n in out):
             raise refusal(
@@ -254,6 +280,12 @@ class _Walk:
             if len(changed.users) > 1:
                 raise refusal(
                     node.name, node.target, "it changes in place what others use too: leave inplace out"
+                )
+            if changed.op == "call_module" and isinstance(
+                self._module.get_submodule(str(changed.target)), ClipInput
+            ):
+                raise refusal(
+                    node.name, node.target, "it changes in place what ClipInput gave: leave inplace out"
                 )
             # A view is the same memory.
             is_view = any(
@@ -310,8 +342,8 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _unit_of(model: nn.Module) -> float:
-    """The coarsest type among the parameters."""
+def unit_of(model: nn.Module) -> float:
+    """The distance from 1 to the next number, in the coarsest type among the parameters."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not kinds <= {torch.float32, torch.float64}:
         raise UnsupportedModelError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -58,10 +57,9 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
         For each parameter its norm before over its limit, on its device: above 1 it was clipped. See `on_limit`.
     """
     require_known("norm", norm, NORMS)
-    parameters = _parameters(network)
-    ratios = _clip_operations_(parameters, network.operations, limits, norm)
+    ratios = _clip_operations_(network, network.operations, limits, norm)
     return {
-        name: torch.as_tensor(r, dtype=torch.float64, device=parameters[name].device)
+        name: torch.as_tensor(r, dtype=torch.float64, device=network.parameter(name).device)
         for name, r in ratios.items()
     }
 
@@ -69,7 +67,7 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
 @torch.no_grad()
 def clip_(network: Network, limits: Mapping[str, float], norm: str) -> dict[str, float]:
     """`clip_weights_`, with numbers: of each parameter its norm before over its limit."""
-    return _clip_operations_(_parameters(network), network.operations, limits, norm)
+    return _clip_operations_(network, network.operations, limits, norm)
 
 
 @torch.no_grad()
@@ -84,23 +82,23 @@ def clip_and_measure_(
     Returns:
         The norms, for `bounds_from`; and of each parameter its norm before over its limit.
     """
-    uses = Counter(full for op in network.operations for full in op.parameters.values())
-    shared = [op for op in network.operations if _is_shared(op, uses, limits)]
-    apart = [op for op in network.operations if not _is_shared(op, uses, limits)]
-    parameters = _parameters(network)
-    ratios = _clip_operations_(parameters, apart, limits, norm)
+    trained = [op for op in network.operations if op.parameters]
+    shared = [op for op in trained if _is_shared(op, network.uses, limits)]
+    ratios: dict[str, float] = {}
+    if len(shared) < len(trained):
+        ratios = _clip_operations_(network, [op for op in trained if op not in shared], limits, norm)
     norms = measured_norms(network, effort)
     for op in shared:
         factors: dict[str, float] = {}
         for own, length in op.rule.lengths(norms[op.name], norm).items():
             name = op.parameters[own]
             if limits[name] < length < math.inf:  # what is not finite is refused by whoever takes the bounds
-                factors[own] = _goal(parameters[name], limits[name]) / length
-                parameters[name].mul_(factors[own])
+                factors[own] = _goal(network.parameter(name), limits[name]) / length
+                network.parameter(name).mul_(factors[own])
             ratios[name] = length / limits[name]
         if factors:
             # The factor is rounded, and then the product: by half a unit each.
-            error = 2 * max(torch.finfo(parameters[op.parameters[own]].dtype).eps for own in factors)
+            error = 2 * max(torch.finfo(network.parameter(op.parameters[own]).dtype).eps for own in factors)
             norms[op.name] = op.rule.scaled(norms[op.name], factors, error)
     return norms, ratios
 
@@ -112,7 +110,7 @@ def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, floa
 
 
 def _clip_operations_(
-    parameters: Mapping[str, Tensor], operations: Iterable[Operation], limits: Mapping[str, float], norm: str
+    network: Network, operations: Iterable[Operation], limits: Mapping[str, float], norm: str
 ) -> dict[str, float]:
     """Lengths of all are brought from the device in one go. A parameter with several uses has the largest of theirs."""
     effort: Effort = "frobenius" if norm == "frobenius" else "spectral"
@@ -136,13 +134,13 @@ def _clip_operations_(
     for (name, is_row, _), found in zip(wanted, lengths, strict=True):
         ratios[name] = max(found / limits[name], ratios.get(name, 0.0), key=_or_nan)
         if not is_row and limits[name] < found < math.inf:  # what is not finite is refused with the bounds
-            goal = _goal(parameters[name], limits[name])
+            goal = _goal(network.parameter(name), limits[name])
             factors[name] = min(goal / found, factors.get(name, 1.0))
     for name, factor in factors.items():
-        parameters[name].mul_(factor)
+        network.parameter(name).mul_(factor)
     for name, rows in by_row.items():
         if limits[name] < ratios[name] * limits[name] < math.inf:
-            p = parameters[name]
+            p = network.parameter(name)
             rows = rows * (factors[name] * (1 + 4 * torch.finfo(p.dtype).eps) if name in factors else 1.0)
             p.mul_(torch.where(rows > limits[name], _goal(p, limits[name]) / rows, 1.0).to(p.dtype))
     return ratios
@@ -151,10 +149,6 @@ def _clip_operations_(
 def _or_nan(length: float) -> float:
     """As large as can be, if it is no number."""
     return math.inf if math.isnan(length) else length
-
-
-def _parameters(network: Network) -> dict[str, Tensor]:
-    return dict(network.graph.named_parameters(remove_duplicate=False))
 
 
 def _goal(p: Tensor, limit: float) -> float:

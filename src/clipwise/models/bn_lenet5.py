@@ -15,7 +15,7 @@ def bn_lenet5(classes: int = 10, *, norm: str = "batch", image_channels: int = 1
 
     Args:
         classes: the number of outputs.
-        norm: "batch" as in the table, "group" or "none".
+        norm: "batch" as in the table, "layer", "group" or "none".
         image_channels: 1 for grey, 3 for colour.
     """
     make_norm = norm_of(norm)

@@ -18,7 +18,7 @@ def convnet(classes: int = 10, *, norm: str = "batch", image_channels: int = 3) 
 
     Args:
         classes: the number of outputs.
-        norm: "batch" as in the table, "group" or "none".
+        norm: "batch" as in the table, "layer", "group" or "none".
         image_channels: 3 for colour, 1 for grey.
     """
     make_norm = norm_of(norm)

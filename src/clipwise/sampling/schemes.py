@@ -182,7 +182,10 @@ class _OfBatchSize(_Steps):
         whole("dataset_size", self.dataset_size, least=1)
         whole("batch_size", self.batch_size, least=1)
         if self.batch_size > self.dataset_size:
-            raise ConfigurationError("batch_size must not be larger than the data set.")
+            raise ConfigurationError(
+                f"batch_size={self.batch_size} must not be larger than the data set, which has {self.dataset_size} "
+                "records (users, with group=)."
+            )
 
     @property
     def steps_per_epoch(self) -> int:

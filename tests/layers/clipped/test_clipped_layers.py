@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -348,3 +349,71 @@ def test_an_input_whose_square_is_beyond_float32_is_clipped(name: str, bound: st
     for (parameter, most), total, one_of_them in zip(bounds(model).items(), found, alone, strict=True):
         assert bool(torch.isfinite(total).all()) and bool(torch.isfinite(one_of_them).all())
         assert float(total.norm()) <= EXAMPLES * most, parameter
+
+
+@every_way
+@pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "layer norm", "embedding"])
+def test_no_gradient_is_so_long_that_its_scale_is_rounded_past_the_bound(
+    name: str, mode: str, bound: str
+) -> None:
+    """Below 1e-38 float32 has few digits left: a scale there may be a half too large."""
+    case = CASES[name]
+    model = clipped(case, mode=mode, bound=bound, grad_norm=1e-10).float()
+    x = inputs(case)
+    x = x.float() if x.is_floating_point() else x
+    for power in range(27, 38):
+        y = model(x[:1])
+        found = gradients(model, y, torch.full_like(y, 10.0**power) / y.numel())
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, power)
+
+
+@every_way
+@pytest.mark.parametrize("constant", [1.0, 1e-10])
+@pytest.mark.parametrize("name", ["linear", "linear over positions"])
+def test_nor_if_the_input_is_as_long(name: str, constant: float, mode: str, bound: str) -> None:
+    """A gradient is scaled by both clips at once, for an input as it came: here by 1e-45 to 1e-42 together."""
+    case = CASES[name]
+    model = clipped(case, mode=mode, bound=bound, input_norm=constant, grad_norm=constant).float()
+    x = inputs(case)[:1] / inputs(case)[:1].norm()
+    for longer, power in itertools.product((2, 17, 37), torch.arange(42, 45, 0.1).tolist()):
+        y = model((x * 10.0**longer).float())
+        steeper = 10.0 ** min(power + 2 * math.log10(constant) - longer, 37.0)
+        found = gradients(model, y, torch.full_like(y, steeper) / math.sqrt(y.numel()))
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, longer, power)
+
+
+def test_a_short_gradient_is_not_rounded_up_next_to_an_endless_input() -> None:
+    """It needs no clip, but times the input's scale it is a number of few digits."""
+    model = clip_inputs(nn.Linear(1, 1, bias=False), input_norm=1.0, grad_norm=1e-10)
+    for longer, share in itertools.product((33, 34, 35, 36, 37), torch.arange(0.1, 1.0, 0.05).tolist()):
+        y = model(torch.tensor([[10.0**longer]]))
+        (g,) = gradients(model, y, torch.full_like(y, share * 1e-10))
+        assert float(g.double().norm()) <= 1e-10, (longer, share)
+
+
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+def test_the_scale_of_an_endless_input_is_not_rounded_up_in_recurrent_layers(bound: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = clip_inputs(nn.RNN(1, 1), input_norm=1e-10, grad_norm=1.0, bound=bound)
+    for power in torch.arange(34, 36, 0.05).tolist():
+        y, _ = model(torch.full((1, 1, 1), 10.0**power))
+        found = gradients(model, y, torch.full_like(y, 1e3))
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, power)
+
+
+@every_way
+@pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "padding", "attention"])
+def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(
+    name: str, mode: str, bound: str
+) -> None:
+    case = CASES[name]
+    model = clipped(case, mode=mode, bound=bound).float()
+    for power in (-18, -20, -22, -24, -30):
+        y = model((inputs(case)[:1] * 10.0**power).float())
+        found = gradients(model, y, torch.full_like(y, 1e37) / y.numel())
+        for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
+            assert float(g.double().norm()) <= most, (parameter, power)

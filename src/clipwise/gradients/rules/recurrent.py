@@ -48,7 +48,8 @@ def onednn_layer(node: Node, shapes: Shapes) -> FinishAll:
             *(node._saved_weight0, node._saved_weight1),
         )
     )
-    b_ih, b_hh = (node._saved_weight2, node._saved_weight3) if has_biases else (None, None)
+    biases = [at_least_float32(b) for b in (node._saved_weight2, node._saved_weight3)] if has_biases else []
+    b_ih, b_hh = biases or (None, None)
     layer = Layer(_in_time(x, backwards), _in_time(h, backwards), h0, c0, w_ih, w_hh, b_ih, b_hh)
 
     def finish(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:

@@ -27,6 +27,7 @@ WEIGHTS, VECTORS = "weights", "vectors"  # what a norm is of: a matrix or a tabl
 # Of a bound. The sums over an example's positions err by less: they run in blocks, at u = 2^-24 a term.
 AIM = 1 - 2.0**-10
 _SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be rounded by more than 2^-24: 0 instead
+_LEAST_PRODUCT = 2.0**-100  # of C2 and an input's scale, see `joint_scales`
 _LARGEST = 2.0**100
 LEFT_OF_MASS = 2.0**-6
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
@@ -78,6 +79,22 @@ def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) 
     nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
     nu_B = torch.where(norm_B <= _LEAST, 1.0, nu_B)
     return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
+
+
+def joint_scales(nu_B: Tensor, scale_B: Tensor, grad_norm: float) -> Tensor:
+    """s nu, which scales an upstream gradient before it meets the input as it came; 0 where float32 would not do.
+
+    The scale itself must have all digits. And where the scaled gradient is below 2^-126, each of its n numbers is off
+    by 2^-150, and its product with an input of length C1 / s by 2^-150 sqrt(n) C1 / s: next to nothing of C1 C2,
+    unless s C2 is that small as well.
+    """
+    total_B = nu_B * scale_B
+    return torch.where((total_B >= _SMALLEST) & (scale_B * grad_norm >= _LEAST_PRODUCT), total_B, 0.0)
+
+
+def are_precise(scale_B: Tensor) -> Tensor:
+    """Which scales float32 has in all of its digits; 0 is none of them."""
+    return scale_B >= _SMALLEST
 
 
 def fits(t: Tensor) -> bool:

@@ -1,0 +1,100 @@
+"""Known operations need no second pass; whatever else takes part is put to the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clipwise.clipping import outputs as at_outputs
+from clipwise.clipping.outputs import gradients_at_outputs
+from clipwise.clipping.row_by_row import is_row_by_row
+from clipwise.lipschitz import SoftmaxCrossEntropy
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Y = torch.tensor([2, 0, 1, 3, 3])
+
+KNOWN: dict[str, Loss] = {
+    "cross-entropy": lambda o, y: F.cross_entropy(o, y, reduction="none"),
+    "with a temperature": lambda o, y: SoftmaxCrossEntropy(0.1)(o, y),
+    "with weights of classes": lambda o, y: F.cross_entropy(o, y, torch.rand(4), reduction="none"),
+    "some targets left out": lambda o, y: F.cross_entropy(o, y, ignore_index=3, reduction="none"),
+    "in two steps, scaled": lambda o, y: 3 * F.nll_loss(F.log_softmax(o * 2.0, -1), y, reduction="none"),
+}
+UNKNOWN: dict[str, Loss] = {
+    "along the batch": lambda o, y: F.nll_loss(F.log_softmax(o, 0), y, reduction="none"),
+    "along the batch, counted from the end": lambda o, y: F.nll_loss(
+        F.log_softmax(o, -2), y, reduction="none"
+    ),
+    "a mean over the batch": lambda o, y: F.cross_entropy(o - o.mean(0), y, reduction="none"),
+    "two ways": lambda o, y: F.cross_entropy(o, y, reduction="none") + o.sum(1),
+    "an operation that is not in the list": lambda o, y: F.cross_entropy(o.tanh(), y, reduction="none"),
+    "a factor for each": lambda o, y: F.cross_entropy(o, y, reduction="none") * torch.rand(5),
+    "a mean that was spread": lambda o, y: F.cross_entropy(o, y).expand(5) * 1.0,
+}
+
+
+def outputs() -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_() * 1.0
+
+
+def gradient(losses: Tensor, o: Tensor) -> Tensor:
+    return torch.autograd.grad(losses, o, torch.ones(5), retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_gradient_of_known_operations_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    o = outputs()
+    losses = KNOWN[name](o, Y)
+    found = gradient(losses, o)
+    assert is_row_by_row(found, losses, o, torch.ones(5))
+    assert not is_row_by_row(found + 1e-6, losses, o, torch.ones(5))
+    monkeypatch.setattr(at_outputs, "probe_weights", None)  # no second pass
+    at = gradients_at_outputs(losses, o, {})
+    assert at.are_coupled is False and torch.equal(at.gradients, found)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_of_others_nothing_is_known(name: str) -> None:
+    o = outputs()
+    losses = UNKNOWN[name](o, Y)
+    assert not is_row_by_row(gradient(losses, o), losses, o, torch.ones(5))
+
+
+def test_hooks_inside_the_loss_are_seen() -> None:
+    """The operations are known, and a hook mixes the rows of their gradient."""
+    for mixes in (lambda g: g + g.mean(0), lambda g: g / g.norm()):
+        o = outputs()
+        scores = o / 2.0
+        losses = F.cross_entropy(scores, Y, reduction="none")
+        scores.register_hook(mixes)
+        assert not is_row_by_row(gradient(losses, o), losses, o, torch.ones(5))
+        assert bool(gradients_at_outputs(losses, o, {}).are_coupled)
+
+
+def test_a_hook_on_a_node_of_the_loss_is_seen() -> None:
+    o = outputs()
+    losses = F.cross_entropy(o, Y, reduction="none")
+    assert losses.grad_fn is not None
+    losses.grad_fn.next_functions[0][0].register_hook(lambda made, taken: (made[0] + made[0].mean(0),))
+    assert bool(gradients_at_outputs(losses, o, {}).are_coupled)
+
+
+def test_what_is_not_a_number_is_put_to_the_test() -> None:
+    with torch.no_grad():
+        values = outputs()
+        values[1] = torch.nan
+    o = values.requires_grad_() * 1.0
+    losses = F.cross_entropy(o, Y, reduction="none")
+    assert not is_row_by_row(gradient(losses, o), losses, o, torch.ones(5))
+    assert not gradients_at_outputs(losses, o, {}).are_coupled
+
+
+def test_outputs_that_are_one_of_several_results_are_told_apart() -> None:
+    first, second = torch.randn(2, 5, 4, requires_grad=True).unbind()
+    losses = F.cross_entropy(second, Y, reduction="none")
+    assert is_row_by_row(gradient(losses, second), losses, second, torch.ones(5))
+    assert not is_row_by_row(gradient(losses, second), losses, first, torch.ones(5))

@@ -1,0 +1,93 @@
+"""Compiled and reentrant pieces of a model are refused by name where they cannot be looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from clipwise import Batch, PerExample, Private, make_private
+from clipwise.errors import UnsupportedModelError
+
+ROWS = TensorDataset(torch.randn(12, 1, 5), torch.arange(12) % 3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_run(clipping: PerExample | Batch) -> tuple[Private, nn.Module]:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(5, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(
+        model, optimizer, ROWS, sampling="full", noise_multiplier=1.0, clipping=clipping, seed=1
+    )
+    return private, torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_a_compiled_model_is_refused_by_name(method: str) -> None:
+    private, compiled = compiled_run(PerExample(method=method))
+    for size in (7, 5):  # made for any size now, it gives its memory back in the first backward pass
+        compiled(ROWS.tensors[0][:size])
+    x, y = next(iter(private.loader))
+    with pytest.raises(UnsupportedModelError, match=r"torch\.compile.*private\.compiled"):
+        private.step(losses(compiled, x, y))
+    assert private.steps == 0
+
+
+@pytest.mark.parametrize("method", ["auto", "bookkeeping", "reweight", "instantiate"])
+def test_also_where_torch_lets_a_region_be_gone_through_twice(method: str) -> None:
+    private, compiled = compiled_run(PerExample(method=method))
+    x, y = next(iter(private.loader))
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        pytest.raises(UnsupportedModelError, match=r"torch\.compile"),
+    ):
+        private.step(losses(compiled, x, y))
+
+
+def test_batch_takes_a_compiled_model() -> None:
+    released = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        private, compiled = compiled_run(Batch())
+        model = compiled if is_compiled else compiled._orig_mod
+        assert isinstance(model, nn.Module)
+        for x, y in private.loader:
+            private.backward(losses(model, x, y))
+        released.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(released[0], released[1])
+
+
+@pytest.mark.parametrize("clipping", [PerExample(), PerExample(method="loop"), Batch()], ids=repr)
+def test_reentrant_checkpointing_is_refused_by_name(clipping: PerExample | Batch) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.inner, x.flatten(1).requires_grad_(), use_reentrant=True)
+            scores: Tensor = self.outer(hidden)
+            return scores
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(model, optimizer, ROWS, sampling="full", noise_multiplier=1.0, clipping=clipping)
+    x, y = next(iter(private.loader))
+    with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+        private.step(losses(model, x, y))
