@@ -74,6 +74,7 @@ def images(*shape: int) -> Callable[[int], Tensor]:
 # The model, a batch of inputs, and how many examples on a CPU and on a GPU.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[int, int]]] = {
     "mlp": (mlp, images(784), (256, 4096)),
+    "mlp, 4096 wide": (lambda: mlp(4096), images(784), (64, 4096)),
     "mnist, as printed": (models.backprop_mnist, images(1, 28, 28), (512, 4096)),
     "mnist, padding and bias": (
         lambda: models.backprop_mnist(padding=True, bias=True),
