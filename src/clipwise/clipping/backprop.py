@@ -53,9 +53,9 @@ class Backprop(Strategy):
         checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
         must be used through its clipped layer only, no more often than was said. Trainable weights are in float32 or
         float64, for sums are formed in their type. Losses are summed, not averaged, and
-        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0, and so do those
-        that are so long that float32 has no full digits left for what scales them (below 2^-126). Rows that fill up
-        the batch of a compiled step weigh 0: this takes it that backward passes hand on 0 for 0.
+        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0, and so do inputs
+        longer than 2^50 C1 and gradients longer than 2^76 times their bound: float32 has no digits for both scales.
+        Rows that fill up the batch of a compiled step weigh 0: this takes it that backward passes hand on 0 for 0.
         Clips aim at (1 - 2^-10) of their bounds, which leaves room for the rounding of an example's own terms: it is
         relative to the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is
         larger by 2^-6. Adding up B examples in float32 moves the sum by a further B 2^-24 of the sensitivity, and by

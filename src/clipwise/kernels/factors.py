@@ -28,6 +28,7 @@ class Limits:
     largest: float
     least: float
     smallest: float
+    smallest_input: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,14 @@ def input_factors(square_B: Tensor, bound: float, limits: Limits) -> tuple[Tenso
     norm_B, scale_B = torch.empty_like(square_B), torch.empty_like(square_B)
     with device_of(square_B):
         _write_input_factors[(blocks(B, _EXAMPLES),)](
-            square_B, norm_B, scale_B, B, bound, limits.aim * bound, EXAMPLES=_EXAMPLES
+            square_B,
+            norm_B,
+            scale_B,
+            B,
+            bound,
+            limits.aim * bound,
+            limits.smallest_input,
+            EXAMPLES=_EXAMPLES,
         )
     return norm_B, scale_B
 
@@ -82,7 +90,7 @@ def input_factors_in_torch(square_B: Tensor, bound: float, limits: Limits) -> tu
     """The twin of `input_factors`."""
     norm_B = square_B.sqrt()
     scale_B = torch.where(norm_B <= bound, 1.0, limits.aim * bound / norm_B)
-    return norm_B, torch.where(torch.isfinite(norm_B), scale_B, 0.0)
+    return norm_B, torch.where(torch.isfinite(norm_B) & (scale_B >= limits.smallest_input), scale_B, 0.0)
 
 
 def gradient_factors(norms: Norms, bound: float | None, normalizes: bool, limits: Limits) -> Tensor:
@@ -142,13 +150,14 @@ def _write_input_factors(
     B: int,
     bound: float,
     aimed: float,
+    smallest: float,
     EXAMPLES: constexpr,
 ) -> None:
     """Of EXAMPLES examples."""
     b = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
     norm = tl.sqrt(tl.load(square_B + b, mask=b < B, other=0.0))
     scale = tl.where(norm <= bound, 1.0, aimed / norm)
-    scale = tl.where(norm < float("inf"), scale, 0.0)  # false for NaN
+    scale = tl.where((norm < float("inf")) & (scale >= smallest), scale, 0.0)  # false for NaN
     tl.store(norm_B + b, norm, mask=b < B)
     tl.store(scale_B + b, scale, mask=b < B)
 

@@ -33,7 +33,6 @@ from clipwise.layers.clipped.scales import (
     cleaned,
     fits,
     input_scales,
-    joint_scales,
     lengths,
     surely_none,
     upstream_scales,
@@ -157,7 +156,7 @@ class ClippedMap(torch.autograd.Function):
             db = _placed(db, ctx.bias_shape, role.rows)
         if not (needs_x or needs_w):
             return None, None, db, None
-        total_B = joint_scales(nu_B, scale_B, c.grad_norm)
+        total_B = nu_B * scale_B
         if is_fused:
             h = passes.scaled_gradient(role.map, g, total_B)
         else:

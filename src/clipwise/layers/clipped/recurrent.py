@@ -28,7 +28,6 @@ from clipwise.layers.clipped.maps import along_the_sphere, passed_on
 from clipwise.layers.clipped.scales import (
     Constants,
     along,
-    are_precise,
     cleaned,
     clipped_input,
     input_scales,
@@ -88,7 +87,7 @@ class ClippedRecurrence(torch.autograd.Function):
         switch.saw(ctx, torch.cat([g_TBH, g_last[None], g_cell[None]]))
         # Under autocast they may be in bfloat16: sums are formed in the type of the weights.
         x, h, h0, c0, g_TBH, g_last, g_cell = (t.to(w_ih.dtype) for t in (*kept, g_TBH, g_last, g_cell))
-        finite_B = are_precise(scale_B)  # what is scaled by less counts as 0 here
+        finite_B = scale_B > 0
         x_in = cleaned(x, finite_B, _TIMES_FIRST) * along(scale_B, x, _TIMES_FIRST)
         layer = Layer(x_in, h, h0, c0 if ctx.kind == "LSTM" else None, w_ih, w_hh, b_ih, b_hh)
         g_TBH, g_last, g_cell = _finite(g_TBH, g_last, g_cell)

@@ -26,13 +26,14 @@ WEIGHTS, VECTORS = "weights", "vectors"  # what a norm is of: a matrix or a tabl
 
 # Of a bound. The sums over an example's positions err by less: they run in blocks, at u = 2^-24 a term.
 AIM = 1 - 2.0**-10
-_SMALLEST = torch.finfo(torch.float32).tiny  # a smaller scale would be rounded by more than 2^-24: 0 instead
-_LEAST_PRODUCT = 2.0**-100  # of C2 and an input's scale, see `joint_scales`
+# Of s and of nu: whoever would be scaled by less counts as 0. Gradients are scaled by s nu, in float32, whose numbers
+# have all of their digits from 2^-126 on. Below that they are off by 2^-150, perhaps upwards.
+_SMALLEST_INPUT, _SMALLEST = 2.0**-50, 2.0**-76
 _LARGEST = 2.0**100
 LEFT_OF_MASS = 2.0**-6
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
-LIMITS = Limits(AIM, _LARGEST, _LEAST, _SMALLEST)  # for kernels with the same formulas
+LIMITS = Limits(AIM, _LARGEST, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the same formulas
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def lengths(rows: Tensor) -> Tensor:
 
 
 def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
-    """min(1, C1 / |x|): 0 for an example that is not finite, which counts as 0."""
+    """min(1, C1 / |x|): 0 for an example that is not finite or longer than 2^50 C1, which counts as 0."""
     scale_B = torch.where(norm_B <= input_norm, 1.0, AIM * input_norm / norm_B)
-    return torch.where(torch.isfinite(norm_B), scale_B, 0.0)
+    return torch.where(torch.isfinite(norm_B) & (scale_B >= _SMALLEST_INPUT), scale_B, 0.0)
 
 
 def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) -> Tensor:
@@ -79,22 +80,6 @@ def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) 
     nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
     nu_B = torch.where(norm_B <= _LEAST, 1.0, nu_B)
     return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
-
-
-def joint_scales(nu_B: Tensor, scale_B: Tensor, grad_norm: float) -> Tensor:
-    """s nu, which scales an upstream gradient before it meets the input as it came; 0 where float32 would not do.
-
-    The scale itself must have all digits. And where the scaled gradient is below 2^-126, each of its n numbers is off
-    by 2^-150, and its product with an input of length C1 / s by 2^-150 sqrt(n) C1 / s: next to nothing of C1 C2,
-    unless s C2 is that small as well.
-    """
-    total_B = nu_B * scale_B
-    return torch.where((total_B >= _SMALLEST) & (scale_B * grad_norm >= _LEAST_PRODUCT), total_B, 0.0)
-
-
-def are_precise(scale_B: Tensor) -> Tensor:
-    """Which scales float32 has in all of its digits; 0 is none of them."""
-    return scale_B >= _SMALLEST
 
 
 def fits(t: Tensor) -> bool:
