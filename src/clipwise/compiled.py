@@ -138,9 +138,8 @@ class CompiledStep:
             if self._ordinary >= _ORDINARY_STEPS and not self._stays_ordinary:
                 self._capture(batch)
             return True
-        if self._captured.bounds != _bounds_of(
-            self._private
-        ):  # other clips or noise than those of the graphs
+        # Other clips or noise than those of the graphs.
+        if self._captured.bounds != _bounds_of(self._private):
             self._captured, self._ordinary, self._attempts = None, 0, 0
             return True
         if self._replayed < _LOOK_AGAIN_AFTER:

@@ -54,6 +54,7 @@ def _counts(m: By, x: Tensor) -> Tensor:
 HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "data": (_writes_data, r"\.data no graph shows"),
     "in place": (_writes_in_place, "in place: take mul"),
+    "in place by an operator": (lambda m, x: m.a(x.__imul__(2.0)), "in place: write it with an operator"),
     "an activation in place": (_writes_through_an_activation, "in place what others use"),
     "a random tensor": (lambda m, x: m.a(x + 5 * torch.randn(4)), r"makes a tensor .*\(register_buffer\)"),
     "a new tensor": (lambda m, x: m.a(x * torch.tensor(2.0)), "makes a tensor"),

@@ -143,3 +143,9 @@ def test_norms_hold_along_updates_that_work_against_them(way: str) -> None:
                 assert true <= kept[op.name]["weight"] and true <= 1.5
         again = measured_norms(network, "spectral")
         assert all(again[op][k] <= kept[op][k] * (1 + 1e-2) for op in kept for k in kept[op])
+
+
+def test_lengths_are_found_together_on_a_cpu_alone() -> None:
+    """Elsewhere the sum may be formed in another type than float64, and the norm would not be certified."""
+    near, far = Vector(torch.ones(4)), Vector(torch.ones(4, device="meta"))
+    assert list(measuring._lengths([near, far])) == [id(near)]

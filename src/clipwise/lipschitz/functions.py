@@ -78,7 +78,8 @@ def function_rule(call: Call) -> Rule:
     if target in _BUILDERS:
         return _BUILDERS[target](call)
     if isinstance(target, str) and target.endswith("_"):
-        raise call.refusal(f"it changes a value in place: take {target.rstrip('_')}, which gives a new one")
+        instead = "write it with an operator" if target.startswith("__") else f"take {target.rstrip('_')}"
+        raise call.refusal(f"it changes a value in place: {instead}, which gives a new one")
     if target is getattr:
         raise call.refusal(f"what is done to .{call.arguments[1]} no graph shows: use the value itself")
     raise call.refusal(instead_of(target))

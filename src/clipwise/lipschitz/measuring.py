@@ -59,7 +59,7 @@ class Length(Wanted):
 
 @dataclass(frozen=True)
 class Vector(Wanted):
-    """The length of a tensor, seen as one vector. Those of several are found in one operation."""
+    """The length of a tensor, seen as one vector. Those of several on a CPU are found in one operation."""
 
     values: Tensor
 
@@ -173,7 +173,7 @@ def measured_together(wanted: Sequence[Tensor | Wanted]) -> list[float]:
     for w in wanted:
         if isinstance(w, Tensor):
             groups.append([w.reshape(())])
-        elif isinstance(w, Vector):
+        elif id(w) in lengths:
             groups.append([lengths[id(w)]])
         elif isinstance(w, Spectral):
             groups.append([tops[id(w)], w.trace] if id(w) in tops else [])
@@ -189,9 +189,10 @@ def measured_together(wanted: Sequence[Tensor | Wanted]) -> list[float]:
 
 
 def _lengths(vectors: Sequence[Vector]) -> dict[int, Tensor]:
-    """The length of each, by identity, in float64."""
-    found = torch._foreach_norm([v.values for v in vectors], 2, torch.float64) if vectors else []
-    return dict(zip(map(id, vectors), found, strict=True))
+    """The length of each that is on a CPU, by identity. Elsewhere nobody says in which type it is summed up."""
+    near = [v for v in vectors if v.values.device.type == "cpu"]
+    found = torch._foreach_norm([v.values for v in near], 2, torch.float64) if near else []
+    return dict(zip(map(id, near), found, strict=True))
 
 
 def _largest_eigenvalues(spectral: Sequence[Spectral]) -> dict[int, Number]:
