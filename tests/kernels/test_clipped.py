@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from clipwise.kernels import factors, measures, scaled, tangent, weighted
+from clipwise.kernels import factors, measures, scaled, tangent, tiles, weighted
 from clipwise.kernels.factors import Limits, Norms
 from clipwise.layers.clipped.scales import LIMITS, input_scales, upstream_scales
-from tests.kernels.ways import both
+from tests.kernels.ways import both, needs_triton
 
 SHAPES = [(3, 5, 7), (2, 70, 3), (4, 33, 1), (1, 3, 3000), (2, 1, 130), (5, 4, 64)]
 LAYOUTS = {
@@ -168,6 +168,60 @@ def test_tangent(way, shape, layout, restored):
     found = way(dx, x, norm, scale, nu)
     assert found is dx
     torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "layouts", [("rows", "rows"), ("channels last",) * 2, ("rows", "channels last")], ids=str
+)
+@pytest.mark.parametrize("restored", [False, True])
+def test_tangent_of_examples_that_no_program_holds(monkeypatch, layouts, restored):
+    monkeypatch.setattr(tangent, "_HELD", 64)
+    monkeypatch.setattr(tangent, "_TILE", 32)
+    monkeypatch.setattr(tangent, "_PROGRAMS", 2)
+    x, dx = made((5, 9, 21), layouts[0]), made((5, 9, 21), layouts[1], 1)
+    norm = x.double().flatten(1).norm(dim=1)
+    scale = torch.tensor([0.5, 1.0, 0.0, 0.25, 0.9], dtype=torch.float64)
+    nu = torch.linspace(0.5, 2.0, 5, dtype=torch.float64) if restored else None
+    expected = tangent.to_tangent_in_torch_(dx.double(), x.double(), norm, scale, nu)
+    torch.testing.assert_close(
+        tangent.to_tangent_(dx, x, norm, scale, nu).double(), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("way", both(tangent.to_tangent_in_torch_, tangent.to_tangent_))
+def test_a_gradient_that_is_not_finite_stays_in_its_example(way):
+    x, dx = made((3, 4, 5)), made((3, 4, 5), seed=1)
+    dx[1, 2, 3] = math.nan
+    scale = torch.tensor([0.5, 1.0, 0.5], dtype=torch.float64)
+    found = way(dx.clone(), x, x.double().flatten(1).norm(dim=1), scale, torch.full((3,), 0.5).double())
+    assert found[0].isfinite().all() and found[2].isfinite().all()
+    assert found[1].isnan().sum() == 1
+
+
+# ------------------------------------------------------------------ how operands are laid over programs
+
+
+def test_entries_that_lie_side_by_side_are_rows():
+    t = torch.zeros(2, 3, 5)
+    last = LAYOUTS["channels last"](t)
+    assert tiles.rows_of(t, t) == (15, 5)
+    assert tiles.rows_of(last, last) == (15, 1)
+    assert tiles.rows_of(t, last) is None
+    assert tiles.rows_of(LAYOUTS["every second"](t)) is None
+    assert tiles.rows_of(torch.zeros(4, 7)[:, :5].unsqueeze(1)) == (5, 5)
+    assert tiles.rows_of(torch.zeros(4, 7)[:, ::2].unsqueeze(1)) is None
+    assert tiles.rows_of(torch.zeros(1).expand(2, 2**16, 2**15)) is None
+
+
+@pytest.mark.parametrize("entries", [16, 256, 4096])
+def test_tiles_are_long_where_neighbours_in_memory_are(entries):
+    t = torch.zeros(1, 32, 64)
+    assert tiles.tile_of(t, entries) == {16: (1, 16), 256: (4, 64), 4096: (32, 64)}[entries]
+    last = LAYOUTS["channels last"](t)
+    assert tiles.tile_of(last, entries) == {16: (16, 1), 256: (32, 8), 4096: (32, 64)}[entries]
+    assert tiles.tile_of(torch.zeros(1, 20, 1), entries) == (min(entries, 32), 1)
+    assert tiles.tile_of(torch.zeros(1, 1, 20), entries) == (1, min(entries, 32))
 
 
 # ------------------------------------------------------------------ weighted sums

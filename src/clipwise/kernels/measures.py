@@ -20,6 +20,7 @@ from clipwise.kernels import usable
 from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, tl
 from clipwise.kernels.tiles import tile_of
 
+_TILE = 1024  # entries of a tile
 _PROGRAMS = 256  # about how many keep a large GPU busy
 _LONGEST = 256  # terms that are added one after the other
 
@@ -45,7 +46,7 @@ def measures(
     if not usable(g_BKR) or g_BKR.numel() == 0 or g_BKR.dtype == torch.float64:
         return measures_in_torch(g_BKR, lengths_BGR, total=total, mass=mass, square=square)
     B, K, R = g_BKR.shape
-    kept, reduced = tile_of(g_BKR)
+    kept, reduced = tile_of(g_BKR, _TILE)
     programs = B * blocks(K, kept)
     splits = max(1, min(blocks(_PROGRAMS, programs), blocks(R, 4 * reduced)), blocks(R, _LONGEST * reduced))
     per_split = blocks(blocks(R, splits), reduced) * reduced

@@ -3,7 +3,7 @@
 Where f is 0 an example does not count, and its entries may be NaN. In place and without a bias, rows with a factor of 1
 are neither read nor written: to clear rows of which there are none costs nothing.
 
-Legend: B examples, K channels, R positions.
+Legend: B examples, K channels, R positions, E entries of a tile.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, tl
-from clipwise.kernels.tiles import tile_of
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.tiles import rows_of
+
+_TILE, _WARPS = 4096, 8  # entries of a tile, and who works on it
 
 
 def scaled(
@@ -23,23 +25,25 @@ def scaled(
     if not usable(t_BKR) or t_BKR.numel() == 0 or t_BKR.dtype == torch.float64:
         return scaled_in_torch(t_BKR, factor_B, bias_K, out)
     out = torch.empty_like(t_BKR) if out is None else out
-    B, K, R = t_BKR.shape
-    kept, rest = tile_of(t_BKR)
+    rows = rows_of(t_BKR, out)
+    if rows is None:
+        return scaled_in_torch(t_BKR, factor_B, bias_K, out)
+    tile = min(_TILE, power_of_two(rows.length))
     with device_of(t_BKR):
-        _write_scaled[(B * blocks(K, kept), blocks(R, rest))](
+        _write_scaled[(len(t_BKR) * blocks(rows.length, tile),)](
             t_BKR,
             out,
             factor_B,
             factor_B if bias_K is None else bias_K,
-            K,
-            R,
-            *t_BKR.stride(),
-            *out.stride(),
+            *rows,
+            t_BKR.shape[1],
+            t_BKR.stride(0),
+            out.stride(0),
             1 if bias_K is None else bias_K.stride(0),
             BIASED=bias_K is not None,
             SPARES=bias_K is None and out.data_ptr() == t_BKR.data_ptr(),
-            KEPT=kept,
-            REST=rest,
+            TILE=tile,
+            num_warps=_WARPS,
         )
     return out
 
@@ -62,35 +66,26 @@ def _write_scaled(
     out: Pointer,
     factor_B: Pointer,
     bias_K: Pointer,
+    length: int,
+    inner: int,
     K: int,
-    R: int,
     t_B: int,
-    t_K: int,
-    t_R: int,
     out_B: int,
-    out_K: int,
-    out_R: int,
     bias_stride: int,
     BIASED: constexpr,
     SPARES: constexpr,
-    KEPT: constexpr,
-    REST: constexpr,
+    TILE: constexpr,
 ) -> None:
-    """One tile of one example. t_K is t's stride along K."""
-    tiles = tl.cdiv(K, KEPT)
+    """One tile of one example's row; neighbours in memory run side by side. Entry e is of channel e // inner % K."""
+    tiles = tl.cdiv(length, TILE)
     b = (tl.program_id(0) // tiles).to(tl.int64)
-    k_K = tl.program_id(0) % tiles * KEPT + tl.arange(0, KEPT)
-    r_R = tl.program_id(1) * REST + tl.arange(0, REST)
-    is_there_R = (r_R < R)[None, :]
+    at_E = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     factor = tl.load(factor_B + b).to(tl.float32)
     # What is not to be read, or written, lies beyond the end.
-    written_K = k_K < (tl.where(factor != 1.0, K, 0) if SPARES else K)
-    inside_KR = written_K[:, None] & is_there_R
-    counts_KR = (k_K < tl.where(factor > 0.0, K, 0))[:, None] & inside_KR
-    k_K, r_R = k_K.to(tl.int64), r_R.to(tl.int64)
-    at_KR = t + b * t_B + k_K[:, None] * t_K + r_R[None, :] * t_R
-    value_KR = tl.load(at_KR, mask=counts_KR, other=0.0).to(tl.float32) * factor
+    is_written_E = at_E < (tl.where(factor != 1.0, length, 0) if SPARES else length)
+    counts_E = (at_E < tl.where(factor > 0.0, length, 0)) & is_written_E
+    value_E = tl.load(t + b * t_B + at_E, mask=counts_E, other=0.0).to(tl.float32) * factor
     if BIASED:
-        bias = tl.load(bias_K + k_K * bias_stride, mask=written_K, other=0.0).to(tl.float32)
-        value_KR += bias[:, None]
-    tl.store(out + b * out_B + k_K[:, None] * out_K + r_R[None, :] * out_R, value_KR, mask=inside_KR)
+        at_bias_E = bias_K + (at_E // inner % K) * bias_stride
+        value_E += tl.load(at_bias_E, mask=is_written_E, other=0.0).to(tl.float32)
+    tl.store(out + b * out_B + at_E, value_E, mask=is_written_E)

@@ -2,10 +2,11 @@
 
     dx <- f dx - u (u^T f dx),   u = x / |x| where the input was clipped, else 0;   f = 1 / nu or 1
 
-One program an example: it reads x and dx twice, and finds them in the cache the second time. Rows that stay as they are
-(f = 1, not clipped) are not touched, whatever they hold.
+An example that one program can hold is read once. A longer one is read twice, by few programs at a time, so that the
+second reading finds most of it in the cache. Rows that stay as they are (f = 1, not clipped) are not touched, whatever
+they hold.
 
-Legend: B examples, [K, R] entries of each.
+Legend: B examples, [K, R] entries of each, E of them in a tile.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, constexpr, device_of, jit, tl
-from clipwise.kernels.tiles import tile_of
+from clipwise.kernels.language import Pointer, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.tiles import rows_of
+
+_HELD, _ENTRIES_A_WARP = 8192, 1024  # entries that one program holds, and how many of them a warp does
+_TILE, _WARPS = 8192, 16  # of a longer example
+_PROGRAMS = 528  # that are at work on longer examples: four on each multiprocessor of a large GPU
 
 
 def to_tangent_(
@@ -24,22 +29,25 @@ def to_tangent_(
     """In place; `scale_B` says whose input was clipped (0 < s < 1), and |x| is `norm_B`. Without `nu_B` f is 1."""
     if not usable(dx_BKR) or dx_BKR.numel() == 0 or torch.float64 in (dx_BKR.dtype, x_BKR.dtype):
         return to_tangent_in_torch_(dx_BKR, x_BKR, norm_B, scale_B, nu_B)
-    B, K, R = dx_BKR.shape
-    kept, rest = tile_of(dx_BKR)
+    rows = rows_of(dx_BKR, x_BKR)
+    if rows is None:
+        return to_tangent_in_torch_(dx_BKR, x_BKR, norm_B, scale_B, nu_B)
+    B, tile, is_held = len(dx_BKR), power_of_two(rows.length), rows.length <= _HELD
     with device_of(dx_BKR):
-        _write_tangent[(B,)](
+        _write_tangent[(B if is_held else min(B, _PROGRAMS),)](
             dx_BKR,
             x_BKR,
             norm_B,
             scale_B,
             norm_B if nu_B is None else nu_B,
-            K,
-            R,
-            *dx_BKR.stride(),
-            *x_BKR.stride(),
+            B,
+            rows.length,
+            dx_BKR.stride(0),
+            x_BKR.stride(0),
             RESTORED=nu_B is not None,
-            KEPT=kept,
-            REST=rest,
+            IS_HELD=is_held,
+            TILE=tile if is_held else _TILE,
+            num_warps=max(2, tile // _ENTRIES_A_WARP) if is_held else _WARPS,
         )
     return dx_BKR
 
@@ -64,51 +72,46 @@ def _write_tangent(
     norm_B: Pointer,
     scale_B: Pointer,
     nu_B: Pointer,
-    K: int,
-    R: int,
+    B: int,
+    length: int,
     dx_B: int,
-    dx_K: int,
-    dx_R: int,
     x_B: int,
-    x_K: int,
-    x_R: int,
     RESTORED: constexpr,
-    KEPT: constexpr,
-    REST: constexpr,
+    IS_HELD: constexpr,
+    TILE: constexpr,
 ) -> None:
-    """One example. dx_K is dx's stride along K."""
-    b = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_B + b)
-    inverse = tl.where(scale > 0.0, 1.0 / tl.load(norm_B + b), 0.0)
-    inverse = tl.where(scale < 1.0, inverse, 0.0).to(tl.float32)
-    # What is not to be read, or changed, lies beyond the end.
-    clipped_K = tl.where(inverse > 0.0, K, 0)
-    changed_K = clipped_K
-    factor = tl.full([], 1.0, tl.float32)
-    if RESTORED:
-        nu = tl.load(nu_B + b)
-        factor = tl.where(nu > 0.0, 1.0 / nu, 0.0).to(tl.float32)
-        changed_K = tl.where(factor != 1.0, K, clipped_K)
-    product_KR = tl.zeros([KEPT, REST], tl.float32)
-    for k in range(0, clipped_K, KEPT):
-        for r in range(0, R, REST):
-            k_K = (k + tl.arange(0, KEPT)).to(tl.int64)
-            r_R = (r + tl.arange(0, REST)).to(tl.int64)
-            inside_KR = (k_K < clipped_K)[:, None] & (r_R < R)[None, :]
-            at_dx_KR = dx + b * dx_B + k_K[:, None] * dx_K + r_R[None, :] * dx_R
-            at_x_KR = x + b * x_B + k_K[:, None] * x_K + r_R[None, :] * x_R
-            dx_KR = tl.load(at_dx_KR, mask=inside_KR, other=0.0).to(tl.float32)
-            x_KR = tl.load(at_x_KR, mask=inside_KR, other=0.0).to(tl.float32)
-            product_KR += (x_KR * inverse) * (dx_KR * factor)
-    along = tl.sum(tl.sum(product_KR, axis=1), axis=0)
-    for k in range(0, changed_K, KEPT):
-        for r in range(0, R, REST):
-            k_K = (k + tl.arange(0, KEPT)).to(tl.int64)
-            r_R = (r + tl.arange(0, REST)).to(tl.int64)
-            inside_KR = (k_K < changed_K)[:, None] & (r_R < R)[None, :]
-            clipped_KR = (k_K < clipped_K)[:, None] & (r_R < R)[None, :]
-            at_dx_KR = dx + b * dx_B + k_K[:, None] * dx_K + r_R[None, :] * dx_R
-            at_x_KR = x + b * x_B + k_K[:, None] * x_K + r_R[None, :] * x_R
-            dx_KR = tl.load(at_dx_KR, mask=inside_KR, other=0.0).to(tl.float32)
-            x_KR = tl.load(at_x_KR, mask=clipped_KR, other=0.0).to(tl.float32)
-            tl.store(at_dx_KR, dx_KR * factor - (x_KR * inverse) * along, mask=inside_KR)
+    """Some examples, one after the other."""
+    for example in range(tl.program_id(0), B, tl.num_programs(0)):
+        b = tl.zeros([], tl.int64) + example
+        scale = tl.load(scale_B + b)
+        inverse = tl.where(scale > 0.0, 1.0 / tl.load(norm_B + b), 0.0)
+        inverse = tl.where(scale < 1.0, inverse, 0.0).to(tl.float32)
+        # What is not to be read, or changed, lies beyond the end.
+        clipped = tl.where(inverse > 0.0, length, 0)
+        changed = clipped
+        factor = tl.full([], 1.0, tl.float32)
+        if RESTORED:
+            nu = tl.load(nu_B + b)
+            factor = tl.where(nu > 0.0, 1.0 / nu, 0.0).to(tl.float32)
+            changed = tl.where(factor != 1.0, length, clipped)
+        at_dx_E = dx + b * dx_B + tl.arange(0, TILE)
+        at_x_E = x + b * x_B + tl.arange(0, TILE)
+        e_E = tl.arange(0, TILE)
+        if IS_HELD:
+            dx_E = tl.load(at_dx_E, mask=e_E < changed, other=0.0).to(tl.float32) * factor
+            unit_E = tl.load(at_x_E, mask=e_E < clipped, other=0.0).to(tl.float32) * inverse
+            along = tl.sum(tl.where(e_E < clipped, unit_E * dx_E, 0.0), axis=0)
+            tl.store(at_dx_E, dx_E - unit_E * along, mask=e_E < changed)
+        else:
+            product_E = tl.zeros([TILE], tl.float32)
+            for e in range(0, clipped, TILE):
+                is_clipped_E = e_E < clipped - e
+                dx_E = tl.load(at_dx_E + e, mask=is_clipped_E, other=0.0).to(tl.float32) * factor
+                unit_E = tl.load(at_x_E + e, mask=is_clipped_E, other=0.0).to(tl.float32) * inverse
+                product_E += unit_E * dx_E
+            along = tl.sum(product_E, axis=0)
+            for e in range(0, changed, TILE):
+                is_changed_E = e_E < changed - e
+                dx_E = tl.load(at_dx_E + e, mask=is_changed_E, other=0.0).to(tl.float32) * factor
+                unit_E = tl.load(at_x_E + e, mask=e_E < clipped - e, other=0.0).to(tl.float32) * inverse
+                tl.store(at_dx_E + e, dx_E - unit_E * along, mask=is_changed_E)

@@ -11,8 +11,8 @@ from torch import Tensor
 from clipwise.kernels import usable
 from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
-_COLUMNS, _ROWS = 64, 32  # of a tile
-_PROGRAMS = 512  # about how many keep a large GPU busy
+_COLUMNS, _ROWS = 128, 8  # of a tile
+_PROGRAMS = 1024  # about how many keep a large GPU busy
 
 
 def weighted_sum(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
