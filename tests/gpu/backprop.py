@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -42,10 +43,11 @@ def sums(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 def at_the_device(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
     """Every layer and way: the same sums as in float64, and within their bounds."""
     for name, case in CASES.items():
-        for mode, bound in WAYS:
-            model = clipped(case, mode=mode, bound=bound)
+        # With C1 = 1 the bounds of weights and bias are one number, and their norms are not.
+        for (mode, bound), (input_norm, scale) in itertools.product(WAYS, ((1.5, 3.0), (1.0, 0.05))):
+            model = clipped(case, mode=mode, bound=bound, input_norm=input_norm)
             there = copy.deepcopy(model).float().to(device)
-            x = inputs(case, scale=3.0)
+            x = inputs(case, scale=scale)
             with torch.no_grad():
                 y = model(x)
             g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

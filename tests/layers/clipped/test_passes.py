@@ -1,4 +1,7 @@
-"""Clipped maps by kernels, in Triton's interpreter: the same as by torch's operations in float64."""
+"""Clipped maps by passes, the same as by torch's operations in float64.
+
+Passes call kernels where Triton works, as in its interpreter (TRITON_INTERPRET=1), and their twins in torch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clipwise import kernels
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.scales import fits
 from tests.kernels import conftest as _interpreter  # noqa: F401 (lets the interpreter count loops)
-from tests.kernels.ways import needs_triton
 from tests.layers.clipped.cases import CASES, Case, bounds, clipped, inputs
-
-pytestmark = needs_triton
 
 NAMES = ["linear", "linear without bias", "linear over positions", "linear over a grid", "conv1d", "conv2d",
          "conv3d", "padding", "same padding, even kernel", "stride", "dilation", "groups", "depthwise", "circular",
          "replicate", "layer norm over positions", "group norm"]  # fmt: skip
 WAYS = [(mode, bound) for mode in ("clip", "normalize") for bound in ("upstream", "gradient")]
 every_name = pytest.mark.parametrize("name", NAMES)
+# With C1 = 1 the bounds of weights and bias are one number, and their norms are not.
+CONSTANTS = [{"input_norm": 1.5, "grad_norm": 0.7}, {"input_norm": 1.0, "grad_norm": 0.7}]
 every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
+every_constant = pytest.mark.parametrize("constants", CONSTANTS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Triton worked everywhere; kernels ask for themselves."""
+    monkeypatch.setattr(kernels, "usable", lambda t: True)
 
 
 def gradients(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
@@ -50,9 +60,10 @@ def require_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @every_name
 @every_way
-def test_the_same_sums(name: str, mode: str, bound: str) -> None:
+@every_constant
+def test_the_same_sums(name: str, mode: str, bound: str, constants: dict[str, float]) -> None:
     case = CASES[name]
-    ours, exact = pair(case, mode=mode, bound=bound)
+    ours, exact = pair(case, mode=mode, bound=bound, **constants)
     x = inputs(case, scale=1.0)
     x[0] *= 0.01  # is not clipped
     g = upstream(exact, x)
@@ -114,9 +125,12 @@ def test_nothing_is_cleared_where_factors_are_noted(name: str, mode: str, bound:
 
 @pytest.mark.parametrize("name", [*NAMES, "attention"])
 @every_way
-def test_no_example_adds_more_than_its_bound(name: str, mode: str, bound: str) -> None:
+@every_constant
+def test_no_example_adds_more_than_its_bound(
+    name: str, mode: str, bound: str, constants: dict[str, float]
+) -> None:
     case = CASES[name]
-    ours, _ = pair(case, mode=mode, bound=bound)
+    ours, _ = pair(case, mode=mode, bound=bound, **constants)
     for scale in (1e-3, 1.0, 1e4):
         x = inputs(case, 1, scale).float()
         g = upstream(ours, x, 1e3).float()

@@ -95,7 +95,7 @@ def upstream_factors(
     switch.noted(nu_B)
     if not needs_bias:
         return nu_B, None
-    if bound == c.grad_norm and not of.has_positions(g):  # of the same norm
+    if clips_weights and not by_windows and not of.has_positions(g):  # the same norm and the same bound
         return nu_B, weighted_sum(rows_BK, nu_B)
     return nu_B, weighted_rows(rows_BK, mass_BK, c.grad_norm, c.mode, clips)
 
