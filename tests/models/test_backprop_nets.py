@@ -18,6 +18,7 @@ def parameters(model):
         ({"bias": True}, 18_752 + 16 + 32 + 32 + 10),
         ({"padding": True, "bias": True}, 26_010),
         ({"padding": True, "bias": True, "activation": "tanh"}, 26_010),
+        ({"norm": "group"}, 18_752 + 2 * (16 + 32)),
     ],
 )
 def test_mnist(options, count):
@@ -38,6 +39,11 @@ def test_cifar10_with_pools_of_stride_two():
     model = models.build("backprop_cifar10", pool_stride=2, padding=True, bias=True, classes=7)
     assert model(torch.rand(2, 3, 32, 32)).shape == (2, 7)
     assert parameters(model) < 2_000_000
+    normalized = models.build(
+        "backprop_cifar10", pool_stride=2, padding=True, bias=True, classes=7, norm="group"
+    )
+    assert normalized(torch.rand(2, 3, 32, 32)).shape == (2, 7)
+    assert parameters(normalized) - parameters(model) == 2 * 2 * (32 + 64 + 128 + 256)
 
 
 def test_what_cannot_be_built_is_refused():

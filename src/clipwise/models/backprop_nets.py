@@ -9,12 +9,18 @@ from torch import nn
 
 from clipwise.errors import ConfigurationError
 from clipwise.known import require_known
+from clipwise.models.norms import norm_of
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
 def backprop_mnist(
-    classes: int = 10, *, padding: bool = False, bias: bool = False, activation: str = "relu"
+    classes: int = 10,
+    *,
+    padding: bool = False,
+    bias: bool = False,
+    activation: str = "relu",
+    norm: str = "none",
 ) -> nn.Sequential:
     """For grey images of 28 x 28: 18,752 weights as printed; 26,010 parameters with padding and bias.
 
@@ -23,14 +29,17 @@ def backprop_mnist(
         padding: two zeros around the image, as in the network that the paper started from.
         bias: in every layer.
         activation: "relu", or "tanh", which suits clipping of single examples.
+        norm: behind each convolution: "none" as printed, "group", "layer" or "batch".
     """
     act = _activation(activation)
     side = 4 if padding else 3
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=2 if padding else 0, bias=bias),
+        *_norm(norm, 16),
         act(),
         nn.MaxPool2d(2, stride=1),
         nn.Conv2d(16, 32, 4, stride=2, bias=bias),
+        *_norm(norm, 32),
         act(),
         nn.MaxPool2d(2, stride=1),
         nn.Flatten(),
@@ -47,6 +56,7 @@ def backprop_cifar10(
     padding: bool = False,
     bias: bool = False,
     activation: str = "relu",
+    norm: str = "none",
 ) -> nn.Sequential:
     """For colour images of 32 x 32. As printed its pools have stride 1, and its first linear layer 28.9 M weights.
 
@@ -57,6 +67,7 @@ def backprop_cifar10(
         padding: convolutions keep the size of an image.
         bias: in every layer.
         activation: "relu" or "tanh".
+        norm: as in `backprop_mnist`.
     """
     if pool_stride not in (1, 2):
         raise ConfigurationError(f"pool_stride={pool_stride!r} is not possible: use 1 or 2.")
@@ -74,6 +85,7 @@ def backprop_cifar10(
         for _ in range(2):
             layers += [
                 nn.Conv2d(channels, width, 2, padding="same" if padding else "valid", bias=bias),
+                *_norm(norm, width),
                 act(),
             ]
             channels, side = width, side if padding else side - 1
@@ -84,6 +96,12 @@ def backprop_cifar10(
         act(),
         nn.Linear(256, classes, bias=bias),
     )
+
+
+def _norm(name: str, channels: int) -> list[nn.Module]:
+    """None is no module: layers keep their places."""
+    made = norm_of(name)(channels)
+    return [] if name == "none" else [made]
 
 
 def _activation(name: str) -> type[nn.Module]:

@@ -22,7 +22,14 @@ EPSILONS: dict[str, tuple[float, ...]] = {
     DIGITS: (8.0,),
 }
 # On colour images a run is long: the paper's form and the two that are best on grey images, beside flat clipping.
-_OF_COLOUR = ("dp-sgd-tanh", "dp-sgd-relu", "upstream-clip", "gradient-clip", "gradient-normalize")
+_OF_COLOUR = (
+    "dp-sgd-tanh",
+    "dp-sgd-relu",
+    "dp-sgd-norm",
+    "upstream-clip",
+    "gradient-clip",
+    "gradient-normalize",
+)
 SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0
 SIGNALS = (
     "upstream-clip",

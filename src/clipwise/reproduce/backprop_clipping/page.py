@@ -133,7 +133,7 @@ def _curves(results: Results) -> list[str]:
 def _best(results: Results) -> list[str]:
     lines = [
         "The best of backpropagation clipping beside the best of DP-SGD, on the same network (but for its "
-        "activation). Which is best was decided on the validation part.",
+        "activation and norm). Which is best was decided on the validation part.",
         "",
         "| data set | epsilon | backpropagation clipping | accuracy | DP-SGD | accuracy | difference |",
         "|---|---|---|---|---|---|---|",

@@ -17,6 +17,7 @@ _LINES: dict[str, tuple[str, str]] = {
     "dp-sgd-tanh": ("tab:blue", "-"),
     "dp-sgd-relu": ("tab:blue", "--"),
     "dp-sgd-layer": ("tab:blue", ":"),
+    "dp-sgd-norm": ("tab:blue", "-."),
     "upstream-clip": ("tab:orange", "--"),
     "upstream-normalize": ("tab:orange", "-"),
     "gradient-clip": ("tab:red", "--"),

@@ -131,7 +131,7 @@ def spent(private: clipwise.Private) -> Cell:
 
 def network(trial: Trial, images: Images, seed: int) -> nn.Module:
     """The paper's network with first weights from the seed, clipped where the method clips layers."""
-    model = plain_network(images, seed, trial.way.activation)
+    model = plain_network(images, seed, trial.way.activation, trial.way.norm)
     if trial.way.clips != "layers":
         return model
     return layers.clip_inputs(
@@ -143,15 +143,15 @@ def network(trial: Trial, images: Images, seed: int) -> nn.Module:
     )
 
 
-def plain_network(images: Images, seed: int, activation: str) -> nn.Module:
+def plain_network(images: Images, seed: int, activation: str, norm: str = "none") -> nn.Module:
     """As printed, without bias. That for CIFAR-10 has padding and pools of stride 2: as printed it has 29 M weights."""
     device = images.train.tensors[0].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         if images.name == "cifar10":
-            model = models.backprop_cifar10(pool_stride=2, padding=True, activation=activation)
+            model = models.backprop_cifar10(pool_stride=2, padding=True, activation=activation, norm=norm)
         else:
-            model = models.backprop_mnist(activation=activation)
+            model = models.backprop_mnist(activation=activation, norm=norm)
     return model.to(device)
 
 

@@ -14,7 +14,7 @@ class Method:
     Attributes:
         title: how a page calls it.
         clips: "nothing"; "examples", each example's gradient; or "layers", backpropagation clipping.
-        activation: of the network.
+        activation, norm: of the network.
         mode, bound: of clipped layers, see `clipwise.layers.clip_inputs`.
         parts: of the gradients of examples.
         is_private: whether there is noise.
@@ -23,6 +23,7 @@ class Method:
     title: str
     clips: str
     activation: str = "relu"
+    norm: str = "none"
     mode: str = "clip"
     bound: str = "gradient"
     parts: str = "all"
@@ -45,9 +46,10 @@ METHODS: dict[str, Method] = {
     "gradient-clip-tanh": Method("backprop, smaller bound, clip, tanh", "layers", activation="tanh"),
     "gradient-normalize": Method("backprop, smaller bound, normalize", "layers", mode="normalize"),
     "dp-sgd-layer": Method("DP-SGD by layer, ReLU", "examples", parts="layer"),
+    "dp-sgd-norm": Method("DP-SGD, ReLU, group norm", "examples", norm="group"),
 }
 OPEN = ("plain", "clipped", "clipped-upstream")
-DP_SGD = ("dp-sgd-tanh", "dp-sgd-relu", "dp-sgd-layer")
+DP_SGD = ("dp-sgd-tanh", "dp-sgd-relu", "dp-sgd-layer", "dp-sgd-norm")
 BACKPROP = (
     "upstream-clip",
     "upstream-normalize",
