@@ -16,6 +16,7 @@ batch is not in the times.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import sys
 import time
@@ -218,6 +219,7 @@ def memory(name: str, way: str, device: torch.device) -> float:
         step()
         peak = torch.cuda.max_memory_allocated()
         del step
+        gc.collect()  # models are in cycles, and would count as the next one's memory
         torch.cuda.empty_cache()
         return peak / 2**20
     context = multiprocessing.get_context("fork")
