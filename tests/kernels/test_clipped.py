@@ -140,6 +140,23 @@ def test_scaled(way, shape, layout, biased, in_place):
 
 
 @pytest.mark.parametrize("way", both(scaled.scaled_in_torch, scaled.scaled))
+@pytest.mark.parametrize("biased", [False, True])
+def test_scaled_of_one_row_many_times(way, biased):
+    """The gradient of a mean over positions."""
+    t = made((3, 5, 1)).expand(3, 5, 7)
+    t[1, 2, 0] = math.nan
+    factor = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
+    bias = made((1, 5, 1), seed=1)[0, :, 0] if biased else None
+    expected = torch.where(factor[:, None, None] > 0, t.double() * factor[:, None, None], 0)
+    expected = expected + (0 if bias is None else bias.double()[:, None])
+    before = t.clone()
+    for layout in ("rows", "channels last"):
+        found = way(t, factor, bias, LAYOUTS[layout](torch.full((3, 5, 7), math.nan)))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(t, before, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", both(scaled.scaled_in_torch, scaled.scaled))
 def test_scaled_of_other_types_and_of_nothing(way):
     t = made((2, 3, 4)).bfloat16()
     found = way(t, torch.tensor([0.5, 1.0], dtype=torch.float64), torch.ones(3).bfloat16())
