@@ -24,7 +24,9 @@ def test_other_devices_take_the_twins():
     assert not usable(torch.zeros(1, device="meta"))
 
 
-@pytest.mark.parametrize("path", sorted(Path(kernels.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(Path(kernels.__file__).parent.glob("*.py")), ids=lambda path: path.stem
+)
 def test_kernels_are_launched_where_their_operands_are(path):
     """Elsewhere nothing waits for them: what is read of their result may be what was there before."""
     tree = ast.parse(path.read_text())
