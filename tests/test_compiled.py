@@ -19,7 +19,13 @@ from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, Private, Quantile, compiled
 from clipwise.compiled import CaptureWarning, CompiledStep
-from clipwise.errors import BudgetExhausted, ConfigurationError, StepError, UnsupportedModelError
+from clipwise.errors import (
+    BudgetExhausted,
+    ConfigurationError,
+    PrivacyWarning,
+    StepError,
+    UnsupportedModelError,
+)
 from clipwise.kernels.noise import normals
 from clipwise.ledger import MemoryLedger
 from clipwise.noise import key_words
@@ -466,6 +472,45 @@ def test_a_number_beside_the_rows_is_no_row(recorded: list[Recorded]) -> None:
     assert replays(recorded) > 0
 
 
+def in_other_order(x: Tensor, z: Tensor) -> dict[str, Tensor | None]:
+    return {"z": z, "x": x, "w": None}
+
+
+def in_another_place(x: Tensor, z: Tensor) -> dict[str, Tensor | None]:
+    return {"x": x, "z": None, "w": z}
+
+
+@pytest.mark.parametrize("later", [in_other_order, in_another_place])
+def test_tensors_at_other_places_of_the_batch_are_gathered_by_ordinary_steps(
+    later: Callable[[Tensor, Tensor], dict[str, Tensor | None]], recorded: list[Recorded]
+) -> None:
+    """Rows of the same shape and type, which a graph would take one for another."""
+    torch.manual_seed(1)
+    rows = TensorDataset(*torch.randn(2, 12, 3, dtype=torch.float64))
+    runs = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        model, turns = nn.Linear(3, 3).double(), iter(range(99))
+
+        def collate(rows: list[tuple[Tensor, Tensor]], turns: Any = turns) -> tuple[Any]:
+            x, z = (torch.stack(side) for side in zip(*rows, strict=True))
+            return (({"x": x, "z": z, "w": None}) if next(turns) % 10 < 9 else later(x, z),)
+
+        def loss(batch: dict[str, Tensor | None], m: nn.Module = model) -> Tensor:
+            z, w = batch["z"], batch["w"]
+            found: Tensor = m(batch["x"]).sin().sum(1) if z is None else (m(batch["x"]) * z).sum(1)
+            return found if w is None else found + w.sum(1) * m(w).sum(1)
+
+        _, private = private_run(
+            model, sgd(model), rows, sampling="full", noise_multiplier=0, collate_fn=collate, epochs=30
+        )
+        ordinarily: Callable[..., bool] = lambda batch, p=private, f=loss: p.step(f(batch))  # noqa: E731
+        go(private, private.compiled(loss) if is_compiled else ordinarily, 24)
+        runs.append(model)
+    require_close(*runs)
+    assert replays(recorded) > 0
+
+
 # Where it cannot be captured
 
 
@@ -736,6 +781,20 @@ def test_optimizers_and_schedules(name: str, scheduled: bool, recorded: list[Rec
     captured_updates = len(recorded) - 2
     # Those that keep numbers on the host are never captured. A rate that stays for a while is captured anew.
     assert captured_updates == (0 if "Adam" in name or "RMS" in name else 1 + scheduled)
+
+
+def test_a_rate_that_follows_a_metric_is_named_by_the_statement(recorded: list[Recorded]) -> None:
+    model, private = exact_run()
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(private.optimizer, patience=0)
+    go(private, step, 1)
+    for _ in range(2):
+        plateau.step(1.0)
+    assert not private._about().followed_metric and replays(recorded) > 0
+    with pytest.warns(PrivacyWarning, match=r"ReduceLROnPlateau.*public data"):
+        go(private, step, 1)
+    assert private._about().followed_metric
 
 
 def updates_of(optimizer: torch.optim.Optimizer, times: int, update: Any = None) -> Any:

@@ -226,6 +226,8 @@ class _Captured:
                 "or a buffer in another place): call private.compiled again."
             )
         private._require_budget()
+        if private._hands.before_step():
+            private._described = False  # the next release says so in the ledger
         if piece.last:
             self._prepare()
         if bool(self._rare):
@@ -470,9 +472,13 @@ def _rows(t: Tensor, rows: Tensor) -> Tensor:
     return t.detach()[rows] if t.dim() else t.detach().clone()
 
 
-def _kinds(batch: Sequence[Any]) -> list[tuple[torch.Size, torch.dtype]]:
-    """The shape of a row, and its type, of each tensor."""
-    return [(t.shape[1:], t.dtype) for t in tensors_in(batch)]
+def _kinds(value: Any) -> object:
+    """The shape of a row, and its type, of each tensor, and where in the batch it is."""
+    if isinstance(value, Tensor):
+        return value.dim(), value.shape[1:], value.dtype
+    if isinstance(value, Mapping):
+        return [(key, _kinds(member)) for key, member in value.items()]
+    return [_kinds(member) for member in value] if isinstance(value, (list, tuple)) else type(value)
 
 
 def _is_all_tensors(value: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Backprop, Private, compiled, layers
+from clipwise import Backprop, Private, compiled, kernels, layers
 from clipwise.clipping import backprop
 from clipwise.errors import StepError
 from clipwise.layers.clipped import switch
@@ -90,6 +90,26 @@ def test_images_too(mode: str, bound: str, recorded: list[Recorded]) -> None:
     go(private, private.compiled(loss_with(model), 9), 8)
     go(plain, ordinary(expected, plain), 8)
     require_close(model, expected)
+    assert replays(recorded) > 0
+
+
+@every_way
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+def test_by_passes_too(
+    mode: str, bound: str, value: float, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU (layers/clipped/passes.py), in float32, with rows that fill up and one that is not finite."""
+    x, y = images().tensors
+    x[3, 0, 2, 2] = value
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        monkeypatch.setattr(kernels, "usable", lambda t, dtype=dtype: dtype == torch.float32)
+        dataset = TensorDataset(x.to(dtype), y)
+        model, private = exact_run(mode, bound, dataset, convolutional().to(dtype), sampling="full")
+        is_captured = dtype == torch.float32
+        go(private, private.compiled(loss_with(model), 10) if is_captured else ordinary(model, private), 7)
+        runs.append([p.double() for p in model.parameters()])
+    torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-4)
     assert replays(recorded) > 0
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, jit, power_of_two, tl
+from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _LARGEST = 2**31 - 1  # an offset within an example is 32 bits wide
 
@@ -54,19 +54,20 @@ def weight_gradients(
     gradient = torch.empty(B, P, C, *kernel, dtype=torch.float32, device=g_BrPhw.device)
     tile_P, tile_J, tile_K = _tiles(P, columns, rows * h * w)
     tiles_P, tiles_J = blocks(P, tile_P), blocks(columns, tile_J)
-    _write_tile[(B * tiles_P * tiles_J,)](
-        image_BrCHW, g_BrPhw, gradient,
-        *image_BrCHW.stride(), *g_BrPhw.stride(),
-        rows * h * w, C, H, W, P, h, w,
-        *stride, *padding, *dilation,
-        tiles_P, tiles_J,
-        HEIGHT=kernel[0], WIDTH=kernel[1],
-        CHANNELS_LAST=image_BrCHW.stride(2) == 1 and C > 1,
-        TILE_P=tile_P, TILE_J=tile_J, TILE_K=tile_K,
-        PRECISION="tf32" if tf32 else "ieee",
-        num_warps=8 if tile_P * tile_J > 64 * 128 else 4,
-        num_stages=3,
-    )  # fmt: skip
+    with device_of(image_BrCHW):
+        _write_tile[(B * tiles_P * tiles_J,)](
+            image_BrCHW, g_BrPhw, gradient,
+            *image_BrCHW.stride(), *g_BrPhw.stride(),
+            rows * h * w, C, H, W, P, h, w,
+            *stride, *padding, *dilation,
+            tiles_P, tiles_J,
+            HEIGHT=kernel[0], WIDTH=kernel[1],
+            CHANNELS_LAST=image_BrCHW.stride(2) == 1 and C > 1,
+            TILE_P=tile_P, TILE_J=tile_J, TILE_K=tile_K,
+            PRECISION="tf32" if tf32 else "ieee",
+            num_warps=8 if tile_P * tile_J > 64 * 128 else 4,
+            num_stages=3,
+        )  # fmt: skip
     return gradient
 
 

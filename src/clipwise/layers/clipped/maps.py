@@ -30,6 +30,7 @@ from clipwise.layers.clipped.layer import Role
 from clipwise.layers.clipped.scales import (
     Constants,
     along,
+    at_least_shortest,
     cleaned,
     fits,
     input_scales,
@@ -121,6 +122,8 @@ class ClippedMap(torch.autograd.Function):
         squares = role.map.squares(x) if by_gradient else None
         norm_B, scale_B = _input_scales(x, squares, role.constants.input_norm)
         lengths_BGP = None if squares is None else role.map.window_lengths(squares)
+        if lengths_BGP is not None:
+            at_least_shortest(lengths_BGP, role.constants.input_norm * role.constants.grad_norm)
         seen = role.map.seen(x)
         z = role.map.forward(seen, w)
         if fits(z):

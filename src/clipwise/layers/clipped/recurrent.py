@@ -28,6 +28,7 @@ from clipwise.layers.clipped.maps import along_the_sphere, passed_on
 from clipwise.layers.clipped.scales import (
     Constants,
     along,
+    at_least_shortest,
     cleaned,
     clipped_input,
     input_scales,
@@ -102,8 +103,9 @@ class ClippedRecurrence(torch.autograd.Function):
                 return torch.isfinite(lengths(g)).double()
             if over is None:
                 return upstream_scales(matrix.upstream_norm(g, None, x_BTd.shape), c.grad_norm, c.mode)
-            norm_B = matrix.gradient_norm(g, matrix.position_lengths(over))
-            return upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
+            bound = c.input_norm * c.grad_norm
+            lengths_BGP = at_least_shortest(matrix.position_lengths(over), bound)
+            return upstream_scales(matrix.gradient_norm(g, lengths_BGP), bound, c.mode)
 
         def weighted(g: Tensor, nu_B: Tensor) -> Tensor:
             return cleaned(g, nu_B) * along(nu_B, g)

@@ -32,6 +32,7 @@ _SMALLEST_INPUT, _SMALLEST = 2.0**-50, 2.0**-76
 _LARGEST = 2.0**100
 LEFT_OF_MASS = 2.0**-6
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
+_LONGEST = 2.0**120  # of a gradient that is scaled up: float32 ends at 2^128
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
 LIMITS = Limits(AIM, _LARGEST, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the same formulas
 
@@ -134,6 +135,14 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: s
             norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
         nu_B = upstream_scales(norm_B, bound, mode, VECTORS)
     return (cleaned(rows_Bn, nu_B) * along(nu_B, rows_Bn)).sum(0)
+
+
+def at_least_shortest(lengths_BGP: Tensor, bound: float) -> Tensor:
+    """Lengths of what positions look at, in place, none below C / 2^120: then n is at least that times |g|.
+
+    So C / n times g is a number of float32, also where a long gradient meets next to no input.
+    """
+    return lengths_BGP.clamp_(min=max(bound / _LONGEST, torch.finfo(torch.float32).tiny))
 
 
 def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
