@@ -1,8 +1,8 @@
 """Clipped layers on a GPU, against float64 on a CPU: `python -m tests.gpu.backprop [--device cuda]`.
 
 The kernels beside their twins; sums of a batch; what one example adds at most (in IEEE arithmetic and in TF32);
-layouts, examples that are not finite, empty batches; and that a step of a small network does not make the host wait.
-Exit code 1 if a check fails. `--device cpu` is a rehearsal.
+layouts, examples that are not finite, empty batches; long gradients where images are blank; and that a step of a small
+network does not make the host wait. Exit code 1 if a check fails. `--device cpu` is a rehearsal.
 """
 
 from __future__ import annotations
@@ -205,6 +205,34 @@ def _with_input(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
     return [*found, dx[[0, 2, 3]]]
 
 
+def blank_places(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
+    """A long gradient where an image is blank adds nothing, also beside places that are not.
+
+    The bound by input and gradient together says 0 and does not clip: a product that is no sum of products, such as
+    Winograd's, would leave the rounding of all of the image, times a gradient of any length.
+    """
+    random = torch.Generator().manual_seed(3)
+    for kernel, channels, examples in itertools.product((3, 5), (16, 64), (1, 256)):
+        layer = nn.Conv2d(channels, channels, kernel, padding=kernel // 2, bias=False)
+        model = clip_inputs(layer, input_norm=1.0, grad_norm=0.1, bound="gradient").to(device)
+        x = torch.randn(examples, channels, 32, 32, generator=random)
+        x[..., 16:] = 0
+        g = 1e6 * torch.randn(examples, channels, 32, 32, generator=random)
+        g[..., : 16 + kernel // 2] = 0
+        for searches, layout in itertools.product(
+            (False, True), (torch.contiguous_format, torch.channels_last)
+        ):
+            moved = [t.to(device, memory_format=layout) for t in (x, g)]
+            with torch.backends.cudnn.flags(benchmark=searches), arithmetic.products():
+                (found,) = sums(model.to(memory_format=layout), *moved)
+            share = float(found.double().norm()) / (examples * 0.1)
+            yield (
+                f"blank places, {kernel} x {kernel}, {channels} channels, {examples} examples, "
+                f"{arithmetic.name}, {'search' if searches else 'no search'}: {share:.1e} of the bound",
+                share <= 1e-3,
+            )
+
+
 def without_waiting(device: torch.device) -> Verdicts:
     """Forward and backward of a clipped network ask the device nothing."""
     if device.type != "cuda":
@@ -234,6 +262,10 @@ def main() -> int:
     def tf32() -> Verdicts:
         return at_the_device(device, TF32)
 
+    def blank() -> Verdicts:
+        yield from blank_places(device, IEEE)
+        yield from blank_places(device, TF32)
+
     def waiting() -> Verdicts:
         return without_waiting(device)
 
@@ -244,7 +276,7 @@ def main() -> int:
         with IEEE.products():
             yield from layouts_and_what_is_not_finite(device)
 
-    return int(failures_of([kernels, layouts, ieee, tf32, waiting]) > 0)
+    return int(failures_of([kernels, layouts, ieee, tf32, blank, waiting]) > 0)
 
 
 if __name__ == "__main__":

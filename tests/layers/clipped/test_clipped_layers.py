@@ -417,3 +417,18 @@ def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(
         found = gradients(model, y, torch.full_like(y, 1e37) / y.numel())
         for (parameter, most), g in zip(bounds(model).items(), found, strict=True):
             assert float(g.double().norm()) <= most, (parameter, power)
+
+
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_a_long_gradient_where_an_image_is_blank_adds_nothing(kernel: int) -> None:
+    """The bound says 0 and does not clip: weights' gradients must be sums of products (on a GPU: tests/gpu/backprop)."""
+    layer = nn.Conv2d(16, 16, kernel, padding=kernel // 2, bias=False)
+    model = clip_inputs(layer, input_norm=1.0, grad_norm=0.1, bound="gradient")
+    random = torch.Generator().manual_seed(3)
+    x, g = (torch.randn(2, 16, 32, 32, generator=random) for _ in range(2))
+    x[..., 16:] = 0
+    g[..., : 16 + kernel // 2] = 0
+    for form in (torch.contiguous_format, torch.channels_last):
+        laid = [t.contiguous(memory_format=form) for t in (x, 1e6 * g)]
+        (found,) = gradients(model.to(memory_format=form), model(laid[0]), laid[1])  # type: ignore[call-overload]
+        assert float(found.norm()) <= 1e-3 * 0.1
