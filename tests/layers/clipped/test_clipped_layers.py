@@ -421,7 +421,7 @@ def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(
 
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_a_long_gradient_where_an_image_is_blank_adds_nothing(kernel: int) -> None:
-    """The bound says 0 and does not clip: weights' gradients must be sums of products (on a GPU: tests/gpu/backprop)."""
+    """The bound says 0 and does not clip: gradients must be sums of products. (On a GPU: tests/gpu/backprop.py.)"""
     layer = nn.Conv2d(16, 16, kernel, padding=kernel // 2, bias=False)
     model = clip_inputs(layer, input_norm=1.0, grad_norm=0.1, bound="gradient")
     random = torch.Generator().manual_seed(3)

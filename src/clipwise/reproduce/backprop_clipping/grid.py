@@ -28,6 +28,7 @@ _OF_COLOUR = (
     "dp-sgd-norm",
     "upstream-clip",
     "gradient-clip",
+    "gradient-clip-norm",
     "gradient-normalize",
 )
 SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0

@@ -22,6 +22,7 @@ _LINES: dict[str, tuple[str, str]] = {
     "upstream-normalize": ("tab:orange", "-"),
     "gradient-clip": ("tab:red", "--"),
     "gradient-clip-tanh": ("tab:red", ":"),
+    "gradient-clip-norm": ("tab:red", "-."),
     "gradient-normalize": ("tab:red", "-"),
     "plain": ("0.4", ":"),
     "clipped": ("0.4", "-."),

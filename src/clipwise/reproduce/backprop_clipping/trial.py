@@ -44,6 +44,7 @@ METHODS: dict[str, Method] = {
     ),
     "gradient-clip": Method("backprop, smaller bound, clip", "layers"),
     "gradient-clip-tanh": Method("backprop, smaller bound, clip, tanh", "layers", activation="tanh"),
+    "gradient-clip-norm": Method("backprop, smaller bound, clip, group norm", "layers", norm="group"),
     "gradient-normalize": Method("backprop, smaller bound, normalize", "layers", mode="normalize"),
     "dp-sgd-layer": Method("DP-SGD by layer, ReLU", "examples", parts="layer"),
     "dp-sgd-norm": Method("DP-SGD, ReLU, group norm", "examples", norm="group"),
@@ -55,6 +56,7 @@ BACKPROP = (
     "upstream-normalize",
     "gradient-clip",
     "gradient-clip-tanh",
+    "gradient-clip-norm",
     "gradient-normalize",
 )
 
