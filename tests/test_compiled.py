@@ -504,7 +504,10 @@ def test_tensors_at_other_places_of_the_batch_are_gathered_by_ordinary_steps(
         _, private = private_run(
             model, sgd(model), rows, sampling="full", noise_multiplier=0, collate_fn=collate, epochs=30
         )
-        ordinarily: Callable[..., bool] = lambda batch, p=private, f=loss: p.step(f(batch))  # noqa: E731
+
+        def ordinarily(batch: Any, private: Private = private, loss: Any = loss) -> bool:
+            return private.step(loss(batch))
+
         go(private, private.compiled(loss) if is_compiled else ordinarily, 24)
         runs.append(model)
     require_close(*runs)

@@ -106,3 +106,9 @@ def test_a_missing_data_set_ends_the_command_and_is_no_result(tmp_path, monkeypa
     with pytest.raises(ConfigurationError, match="--data DIR"):
         reproduce(Options("batch-clipping", tmp_path, figures=("B",)), said()[1])
     assert not (tmp_path / "results.json").exists()
+
+
+def test_a_text_that_is_in_no_row_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"only='BC enhanced' is in no row's name.*such as 'BC, "):
+        reproduce(Options("batch-clipping", tmp_path, figures=("4",), quick=True, only="BC enhanced"), print)
+    assert not list(tmp_path.iterdir())

@@ -60,7 +60,7 @@ class Backprop(Strategy):
         relative to the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is
         larger by 2^-6. This takes convolutions for sums of products, as implicit GEMM forms them: by Winograd's or
         Fourier's way the rounding of blank places is that of all of the input. Adding up B examples in float32 moves
-        the sum by a further B 2^-24 of the sensitivity (twice that is the most that was seen), and by B 2^-18 for
+        the sum by a few times B 2^-24 of the sensitivity, for which there is no noise, and by as much of B 2^-18 for
         biases, scales and shifts, whose terms may cancel to 2^-6 of their size before they are scaled up.
         An upstream gradient that is nothing but rounding, where the true one is 0, is taken for a gradient; mode
         "normalize" scales it up. Freeze what has no gradient, or use mode "clip".

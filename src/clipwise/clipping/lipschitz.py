@@ -88,8 +88,8 @@ class Lipschitz(Strategy):
         Each loss depends on its own outputs only (compared in every step, as far as a gradient shows it), and on its
         own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
         Norms are certified upper bounds in float64, with room for the rounding of the network's own arithmetic; the sum
-        over B examples is formed in that arithmetic, which moves it by about B u Delta_k, u = 2^-24 in float32. An
-        example that is not finite counts as 0.
+        over B examples is formed in that arithmetic, which moves it by a few times B u Delta_k, u = 2^-24 in
+        float32, for which there is no noise. An example that is not finite counts as 0.
     """
 
     max_weight_norm: MaxWeightNorm

@@ -70,8 +70,8 @@ class PerExample(Strategy):
         Assumptions: each loss depends on its own example only (checked by a probe, which is a lint and no
         proof); norms are upper bounds in the arithmetic used; an example whose gradient is not finite
         counts as 0, and so does one that is 1e38 times longer than C; sums run in IEEE float32 or better,
-        whose rounding moves the sum of B examples by about (1e-5 + B u) C, u = 2^-24 in float32 (2 B u C is the most
-        that was seen); convolutions are taken to be sums of products, as implicit GEMM forms them.
+        whose rounding moves the sum of B examples by 1e-5 C and a few times B u C, u = 2^-24 in float32, for which
+        there is no noise; convolutions are taken to be sums of products, as implicit GEMM forms them.
         "vmap" and "loop" take each gradient as torch's kernels sum it, whose rounding may depend on the other examples;
         where terms cancel to nothing but rounding, prefer the other methods.
         With TF32 an example's part of the sum is moved by e = 2^-9 M at most, M the mass of its terms

@@ -30,6 +30,7 @@ def reproduce(options: Options, say: Say) -> Store:
         store.begin(options.command, environment(device))
     for folder in options.take:
         store.take(Store(folder))
+    _require_rows(paper, options, store)
     try:
         _run(paper, options, store, say)
     finally:
@@ -54,6 +55,15 @@ def _require_known(paper: Paper, options: Options) -> None:
         raise ConfigurationError(
             f"--epochs is not possible with {paper.name}, where the number of epochs is part of what is compared: "
             "leave it out. --budget-seconds ends the command in time, and --quick is short."
+        )
+
+
+def _require_rows(paper: Paper, options: Options, store: Store) -> None:
+    """A text that is in no row's name would run nothing, and say nothing."""
+    rows = [task.place.row for task in paper.tasks(options, store.cells)]
+    if not any(options.only in row for row in rows):
+        raise ConfigurationError(
+            f"only={options.only!r} is in no row's name: give a part of one, such as {rows[0]!r}."
         )
 
 

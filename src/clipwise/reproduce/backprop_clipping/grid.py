@@ -21,7 +21,7 @@ EPSILONS: dict[str, tuple[float, ...]] = {
     "cifar10": (1.0, 3.64, 7.53),
     DIGITS: (8.0,),
 }
-# On colour images a run is long: the paper's form and the two that are best on grey images, beside flat clipping.
+# On colour images a run is long: the paper's form and those that are best on grey images, beside flat clipping.
 _OF_COLOUR = (
     "dp-sgd-tanh",
     "dp-sgd-relu",
