@@ -228,7 +228,10 @@ def test_entries_that_lie_side_by_side_are_rows():
     assert tiles.rows_of(LAYOUTS["every second"](t)) is None
     assert tiles.rows_of(torch.zeros(4, 7)[:, :5].unsqueeze(1)) == (5, 5)
     assert tiles.rows_of(torch.zeros(4, 7)[:, ::2].unsqueeze(1)) is None
-    assert tiles.rows_of(torch.zeros(1).expand(2, 2**16, 2**15)) is None
+    assert tiles.rows_of(torch.zeros(2, 0, 5)) is None
+    # Entries are counted in 32 bits.
+    assert tiles.rows_of(torch.empty(2, 2**16, 2**15, device="meta")) is None
+    assert tiles.rows_of(torch.empty(2, 2**15, 2**15, device="meta")) == (2**30, 2**15)
 
 
 @pytest.mark.parametrize("entries", [16, 256, 4096])
