@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import PerExample, Private, Quantile, compiled
+from clipwise import Batch, PerExample, Private, Quantile, compiled, layers
+from clipwise.clipping.adaptive import Adaptive
+from clipwise.clipping.decay import Decay
+from clipwise.clipping.multipliers import Multipliers
+from clipwise.clipping.public import Public
 from clipwise.compiled import CaptureWarning, CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -106,8 +110,12 @@ def exact_run(dataset: Any = None, **options: Any) -> tuple[nn.Module, Private]:
 
 
 def require_close(model: nn.Module, other: nn.Module) -> None:
+    require_close_to(model, other, 1e-9)
+
+
+def require_close_to(model: nn.Module, other: nn.Module, share: float) -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(p, q, rtol=share, atol=share / 100)
 
 
 def replays(graphs: list[Recorded]) -> int:
@@ -311,6 +319,128 @@ def test_every_method_and_part(method: str, parts: str, recorded: list[Recorded]
     go(plain, ordinary(expected, plain), 8)
     require_close(model, expected)
     assert replays(recorded) > 0
+
+
+# Mini-sets, which are neither cut nor filled up
+
+
+def coupled_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    layers.without_running_statistics(model)  # those of a batch see every row
+    return model
+
+
+def coupled_run(dataset: TensorDataset | None = None, **options: Any) -> tuple[nn.Module, Private]:
+    model = coupled_network()
+    defaults = {"noise_multiplier": 0, "seed": 3, "epochs": 20, "sampling": "fixed-size"}
+    return private_run(
+        model, sgd(model), dataset or data(dtype=torch.float64), **(defaults | {"batch_size": 8} | options)
+    )
+
+
+def of_public(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return losses_of(model, (x, y))
+
+
+PUBLIC = Public(data(12, torch.float64, seed=5), of_public, name="others")
+BATCHES: dict[str, Batch] = {
+    "whole": Batch(0.7),
+    "mini-sets": Batch(0.7, mini_sets=4),
+    "tensors": Batch(0.7, mini_sets=2, parts="tensor"),
+    "scaled": Batch(0.1, 2, Multipliers(PUBLIC, of="mini-set", mini_set_size=4, groups="tensor", every=None)),
+}
+
+
+@pytest.mark.parametrize("is_one_number", [False, True])
+@pytest.mark.parametrize("clipping", BATCHES)
+def test_mini_sets_of_one_size_are_captured(
+    clipping: str, is_one_number: bool, recorded: list[Recorded]
+) -> None:
+    options = {"clipping": BATCHES[clipping]}
+    (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
+    loss = loss_with(model)
+    step = private.compiled(lambda *batch: loss(*batch).mean() if is_one_number else loss(*batch))
+    go(private, step, 12)
+    go(plain, ordinary(expected, plain), 12)
+    require_close(model, expected)
+    gather, release, *_ = recorded
+    assert release.replays > 1 and gather.replays == BATCHES[clipping].mini_sets * release.replays
+
+
+def test_a_mini_set_of_another_size_goes_by_itself(recorded: list[Recorded]) -> None:
+    """40 records in blocks of 7: one has 5. Rows that fill it up would move the statistics of its batch norm."""
+    options = {"clipping": Batch(0.7), "sampling": "partition", "batch_size": 7}
+    (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
+    go(private, private.compiled(loss_with(model)), 30)
+    go(plain, ordinary(expected, plain), 30)
+    require_close(model, expected)
+    gather, release, *_ = recorded
+    assert 0 < gather.replays < release.replays
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "truncated-poisson"])
+def test_mini_sets_of_random_sizes_are_never_captured(sampling: str, recorded: list[Recorded]) -> None:
+    model, private = coupled_run(clipping=Batch(0.7, mini_sets=2), sampling=sampling)
+    go(private, private.compiled(loss_with(model)), 12)
+    assert recorded == []
+
+
+def test_sums_of_mini_sets_are_formed_in_float64(recorded: list[Recorded]) -> None:
+    model, private = private_run(clipping=Batch(0.7, mini_sets=4), sampling="fixed-size")
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    assert recorded and {t.dtype for t in step._captured._sums} == {torch.float64}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_mini_set_that_is_not_finite_counts_nothing(value: float, recorded: list[Recorded]) -> None:
+    options = {"clipping": Batch(0.7, mini_sets=4)}
+    (model, private), (expected, plain) = (coupled_run(with_record(17, value), **options) for _ in range(2))
+    go(private, private.compiled(loss_with(model)), 25)
+    go(plain, ordinary(expected, plain), 25)
+    require_close(model, expected)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert replays(recorded) > 0
+
+
+# Bounds that stay for a while
+
+LASTING: dict[str, Any] = {
+    "examples, measured": PerExample(0.7, parts=Adaptive(PUBLIC, every=9)),
+    "examples, decaying": PerExample(Decay(0.7, 0.5, every=9)),
+    "batch, measured": Batch(0.7, parts=Adaptive(PUBLIC, of="mini-set", mini_set_size=4, every=9)),
+    "batch, decaying": Batch(Decay(0.7, 0.5, every=9), mini_sets=2),
+}
+
+
+@pytest.mark.parametrize("clipping", LASTING)
+def test_steps_are_captured_anew_when_bounds_have_changed(
+    clipping: str, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_LASTING", 9)
+    options = {"clipping": LASTING[clipping], "sampling": "fixed-size", "noise_multiplier": 1e-9}
+    (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
+    seen = []
+    for run, step in ((private, private.compiled(loss_with(model))), (plain, ordinary(expected, plain))):
+        go(run, step, 30)
+        seen.append(run.parts())
+    require_close_to(model, expected, 1e-6)
+    # After 9, 18 and 27 releases; the noise follows the bounds, and is that of ordinary steps.
+    assert sum(graph.replays > 0 for graph in recorded) >= 6  # two graphs each time
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours.noise_std == pytest.approx(theirs.noise_std, rel=1e-6)
+        assert ours.sensitivity == pytest.approx(theirs.sensitivity, rel=1e-6)
+    first = private_run(network(torch.float64), None, data(dtype=torch.float64), **options)[1].parts()
+    assert seen[0] != first
+
+
+def test_bounds_that_do_not_last_are_never_captured(recorded: list[Recorded]) -> None:
+    for clipping in (PerExample(Decay(0.7, 0.9, every=9)), PerExample(0.7, parts=Adaptive(PUBLIC, every=1))):
+        model, private = exact_run(clipping=clipping)
+        go(private, private.compiled(loss_with(model)), 12)
+    assert recorded == []
 
 
 # What hardly ever happens

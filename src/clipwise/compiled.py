@@ -46,6 +46,7 @@ _SMALLEST = 2  # fewer examples tell nothing about each other
 _LOOK_AGAIN_AFTER = 256  # then one ordinary step, with all of its checks
 _ATTEMPTS = 3
 _UPDATES_BEFORE = 3  # updates with the same settings, of which this one is captured
+_LASTING = 32  # releases that bounds must last, or it does not pay to capture steps for them
 _SPREADS = 3.0  # a Poisson draw is larger than its mean and so many standard deviations once in 700 times
 
 
@@ -82,9 +83,9 @@ class CompiledStep:
         self._attempts = 0
         self._is_replaying = False
         self._captured: _Captured | None = None
-        # Bounds that are learned would stay what they were, and so would random numbers.
+        # Bounds would stay what they were, until steps are captured anew; and so would random numbers.
         clipper = private._clipper
-        is_constant = clipper.is_capturable and not (clipper.adapts or clipper.draws)
+        is_constant = clipper.is_capturable and clipper.lasts >= _LASTING and not clipper.draws
         # Secure noise is drawn by the host.
         is_constant = is_constant and not any(part.grid for part in private._parts)
         # Statistics follow the weights, and examples of several rows are not filled up.
@@ -173,6 +174,9 @@ class _Captured:
     def __init__(self, private: Private, loss: Loss, size: int, batch: Sequence[Any]) -> None:
         self._private, self._loss, self._size = private, loss, size
         self.bounds = _bounds_of(private)
+        self._is_coupled = private._strategy.is_coupled
+        if self._is_coupled:
+            self._size = _count(batch)  # mini-sets are neither cut nor filled up
         self._names = list(private._parameters)
         parameters = list(private._parameters.values())
         self._device = parameters[0].device
@@ -181,9 +185,9 @@ class _Captured:
         if not _is_all_tensors(batch):
             raise RuntimeError("the batch holds more than tensors")
         self._state = _state_of(private._model)
-        first = torch.arange(size, device=self._device) % _count(batch)
+        first = torch.arange(self._size, device=self._device) % _count(batch)
         self._inputs = map_tensors(lambda t: _rows(t, first), tuple(batch))
-        self._real_B = torch.ones(size, dtype=torch.bool, device=self._device)
+        self._real_B = torch.ones(self._size, dtype=torch.bool, device=self._device)
         # Of the piece gathered last and of those before it, in the first graph's memory.
         self._sums: list[Tensor] = []
         self._holds_any = False
@@ -211,7 +215,7 @@ class _Captured:
         """Gather a piece that the loader handed out; after the last one of a batch, release and update."""
         private = self._private
         before = self._begin(piece)
-        for rows, count in _pieces(batch, piece.size, self._size):
+        for rows, count in self._cut(batch, piece.size):
             self._add(rows, count)
         # The device is at work. What the host has to do for the release it does meanwhile.
         if _bounds_of(private) != self.bounds:
@@ -267,8 +271,9 @@ class _Captured:
     def _gather_piece(self) -> None:
         """Forward, backward, clip: what the first graph holds."""
         with self._private._clipper.putting_aside() as aside:
-            losses = checks.require_losses(self._loss(*self._inputs), self._size)
-            clipped = self._private._clipper.clipped_sum(losses, self._real_B)
+            losses = checks.require_losses(self._loss(*self._inputs), self._size, self._is_coupled)
+            real_B = None if self._is_coupled else self._real_B
+            clipped = self._private._clipper.clipped_sum(losses, real_B)
         self._sums = self._in_order(clipped)
         happened = aside.happened()
         if happened is not None:
@@ -287,7 +292,7 @@ class _Captured:
     def _add(self, rows: Sequence[Any], count: int) -> None:
         """Gather some rows of a batch, by the graph if they are as the captured ones."""
         earlier = [t.clone() for t in self._sums] if self._holds_any else None
-        if self._fits(rows):
+        if self._fits(rows, count):
             self._fill(rows, count)
             self._gather.replay()
         else:
@@ -301,21 +306,29 @@ class _Captured:
         self._clear()
         if before is not None:
             torch._foreach_add_(self._sums, before)
-        for rows, _ in _pieces(batch, count, self._size):
+        for rows, _ in self._cut(batch, count):
             torch._foreach_add_(self._sums, self._by_itself(rows))
         self._holds_any = True
 
     def _by_itself(self, rows: Sequence[Any]) -> list[Tensor]:
         """The bounded sum of these rows, as an ordinary step forms it."""
-        losses = checks.require_losses(self._loss(*rows), _count(rows))
+        losses = checks.require_losses(self._loss(*rows), _count(rows), self._is_coupled)
         return self._in_order(self._private._clipper.clipped_sum(losses))
 
-    def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
-        return [clipped[name].to(_sum_type(p)) for name, p in self._private._parameters.items()]
+    def _cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
+        """A piece of a batch, in pieces that the graph takes; a mini-set as it is."""
+        return _pieces(batch, count, max(count, self._size) if self._is_coupled else self._size)
 
-    def _fits(self, rows: Sequence[Any]) -> bool:
-        """Whether these rows are as the captured ones."""
-        return _kinds(rows) == _kinds(self._inputs)
+    def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
+        # (Sums of several mini-sets are formed in float64 whatever the parameters are.)
+        return [
+            clipped[name] if self._is_coupled else clipped[name].to(_sum_type(p))
+            for name, p in self._private._parameters.items()
+        ]
+
+    def _fits(self, rows: Sequence[Any], count: int) -> bool:
+        """Whether these rows are as the captured ones, and a mini-set as large."""
+        return _kinds(rows) == _kinds(self._inputs) and (not self._is_coupled or count == self._size)
 
     def _prepare(self) -> None:
         """The keys of this step, in the one of two places that the last copy to the device did not read."""
@@ -339,6 +352,7 @@ class _Captured:
         for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
             if p.grad is not grad:
                 p.grad = grad
+        private._learn(self._means)
         faults.reached("step.before-update")
         self._update.run()
         private._remember_written()
@@ -355,6 +369,7 @@ class _Captured:
             found.update(zip(part.parameters, noised(sums, draw, L, scales), strict=True))
             first += len(labels)
         self._keys.zero_()  # they have served
+        self._means = found
         parameters = self._private._parameters
         self._gradients = [laid_as(p, found[name]) for name, p in parameters.items()]
         for p, grad in zip(parameters.values(), self._gradients, strict=True):
@@ -494,7 +509,7 @@ def _sum_type(p: Tensor) -> torch.dtype:
 
 def _bounds_of(private: Private) -> tuple[object, ...]:
     """The noise, and what the strategy clips to: two sets of constants may have the same noise."""
-    return private._parts, private._clipper.state_dict()
+    return private._parts, private._clipper.clips()
 
 
 def _state_of(model: nn.Module) -> list[object]:

@@ -307,8 +307,12 @@ class Private:
             add_penalty(self._penalty, self._model, self._parameters)
         self._remember_written()
         self._hands.released()
+        self._learn(noised_sums)
+
+    def _learn(self, means: Mapping[str, Tensor]) -> None:
+        """Let the strategy adapt to what was released, and the noise to the strategy."""
         self._clipper.parts = self._parts
-        if self._clipper.learn(noised_sums):
+        if self._clipper.learn(means):
             self._parts = self._next_parts()
 
     def _charge(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, requ
 from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
 from clipwise.given import require_takes
-from clipwise.gradients.rare import PutAside
+from clipwise.gradients.rare import PutAside, Rare
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling import Partition, Scheme
@@ -140,10 +139,9 @@ class Batch(Strategy):
 class BatchClipper(ClipperByConstants):
     """`Batch` for one model."""
 
-    is_capturable = False
-
     def __init__(self, strategy: Batch, site: Site, constants: Constants) -> None:
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
+        self._rare = Rare()
         self._reached: set[str] = set()  # parameters that some mini-set of the run has reached
         self._most_added = site.scheme.dataset_size if site.unit is not Unit.RECORD else strategy.mini_sets
         # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
@@ -152,10 +150,13 @@ class BatchClipper(ClipperByConstants):
         factor = 1.0 if halves else 2.0
         statistics = LayerStatistics(strategy.running_statistics, site, factor)
         super().__init__(constants, factor, _expected_mini_sets(strategy.mini_sets, site), statistics)
+        # Mini-sets cannot be filled up: batch norm would see the rows. So they must be of one size.
+        has_one_size = site.unit is Unit.RECORD and not site.scheme.has_random_size
+        self.is_capturable = has_one_size and strategy.local_update is None and not statistics.bounds
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
-        assert real_B is None  # batches are not filled up: is_capturable is False
+        assert real_B is None  # mini-sets are not filled up
         if losses.dim() and len(losses) == 0:
             return self.nothing()
         found = torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
@@ -181,33 +182,36 @@ class BatchClipper(ClipperByConstants):
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
-        """Nothing is put aside: a step of this strategy is never captured."""
-        yield PutAside()
+        """In this block it is not asked whether a gradient is finite."""
+        aside = self._rare = PutAside()
+        try:
+            yield aside
+        finally:
+            self._rare = Rare()
 
     def _clipped(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
         vectors = without(vectors, self._constants.frozen)
-        norms = {
-            name: torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for name, g in vectors.items()
-        }
-        device = next(iter(norms.values())).device
-        lengths = dict(zip(norms, torch.stack([n.to(device) for n in norms.values()]).tolist(), strict=True))
         groups, scales = self._constants.groups, self._constants.scales
-        part_norms = {
-            part: math.hypot(*(scales.get(n, 1.0) * lengths[n] for n in names))
-            for part, names in groups.items()
-        }
-        if not all(map(math.isfinite, part_norms.values())):
+        device = next(iter(vectors.values())).device
+        norms = [
+            _norm([_length(vectors[name], scales.get(name, 1.0), device) for name in names])
+            for names in groups.values()
+        ]
+        aims = [self._constants.norms[part] * (1 - self._room(names)) for part, names in groups.items()]
+        over_P = torch.stack(torch._foreach_div(norms, aims))
+        if self._rare.any(~over_P.isfinite()):
             return self._zeros()
+        nus = over_P.clamp(min=1.0).reciprocal().unbind()
         chosen = self._constants.chosen(self.secret, 1)
         result = {}
-        for part, names in groups.items():
+        for (part, names), nu in zip(groups.items(), nus, strict=True):
             is_there = not chosen or bool(chosen[part])
-            aim = self._constants.norms[part] * (1 - self._room(names))
-            nu = (1.0 if part_norms[part] <= aim else aim / part_norms[part]) if is_there else 0.0
             for name in names:
+                g = vectors[name].detach()
                 # In float64: a tiny weight would be rounded by more than the room that is left.
-                result[name] = (vectors[name].detach().double() * nu).to(self._dtype(self._parameters[name]))
+                clipped = g.double() * nu.to(g.device) if is_there else torch.zeros_like(g)
+                result[name] = clipped.to(self._dtype(self._parameters[name]))
         return result
 
     def _missing(self, name: str) -> Tensor:
@@ -272,6 +276,18 @@ class BatchClipper(ClipperByConstants):
             name: deltas[name].detach().to(p.device) if name in deltas else torch.zeros_like(p)
             for name, p in self._parameters.items()
         }
+
+
+def _length(g: Tensor, scale: float, device: torch.device) -> Tensor:
+    """|m g| of a tensor, in float64."""
+    norm: Tensor = torch.linalg.vector_norm(g.detach(), dtype=torch.float64).to(device)
+    return norm if scale == 1 else norm * scale
+
+
+def _norm(lengths: list[Tensor]) -> Tensor:
+    """Of a vector, from those of its pieces."""
+    found: Tensor = lengths[0] if len(lengths) == 1 else torch.linalg.vector_norm(torch.stack(lengths))
+    return found
 
 
 def _expected_mini_sets(mini_sets: int, site: Site) -> float:

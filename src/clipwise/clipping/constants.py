@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +20,13 @@ class Constants:
         norms: C_k, the most that a clipped vector may be in each part, after scaling.
         scales: m of each parameter by which its gradient is multiplied before the clip; 1 where none is given.
         bounds: what is released beside the gradient.
-        adapts: whether `learn` may change groups, norms or scales.
+        lasts: for how many releases at least `learn` changes neither groups, norms nor scales.
         alone: whether a vector takes part in one part only, drawn at random; see privacy.Part.
         share: of all vectors, how many each part is expected to hold; what the divisor is multiplied by.
         frozen: entries that count 0 before the clip, by parameter: bool of its shape. None where none is given.
     """
 
-    adapts: bool = False
+    lasts: float = math.inf
     alone: bool = False
     share: float = 1.0
 
@@ -102,7 +103,7 @@ class ClipperByConstants(Clipper):
         self._constants, self._factor = constants, factor
         self._statistics = LayerStatistics() if statistics is None else statistics
         self.divisor = vectors * constants.share
-        self.adapts, self.draws = constants.adapts, constants.alone
+        self.lasts, self.draws = constants.lasts, constants.alone
         self._restate()
 
     @property
@@ -121,6 +122,11 @@ class ClipperByConstants(Clipper):
         if changed:
             self._restate()
         return changed
+
+    def clips(self) -> object:
+        constants = self._constants
+        groups = {part: tuple(names) for part, names in constants.groups.items()}
+        return groups, dict(constants.norms), dict(constants.scales)
 
     def state_dict(self) -> dict[str, Any]:
         return self._constants.state_dict()

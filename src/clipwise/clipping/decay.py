@@ -54,12 +54,11 @@ class Decay:
 class Decaying(Constants):
     """Other constants, whose norms shrink."""
 
-    adapts = True
-
     def __init__(self, decay: Decay, inner: Constants, site: Site) -> None:
         self._inner, self._factor = inner, float(decay.factor)
         self._period = period_of(decay.every, site) or 1
         self._releases = 0
+        self.lasts = min(self._period, inner.lasts)
         self.alone, self.share = inner.alone, inner.share
         super().__init__(inner.groups, inner.norms, inner.scales)
         self.bounds = inner.bounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Following(Constants):
         self._releases = 0
         choice = choose(typical.norms)
         super().__init__(choice.groups, choice.norms, choice.scales)
-        self.adapts = period is not None
+        self.lasts = math.inf if period is None else period
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
         """At the end of a period, choose again: at weights that have not yet taken in this release."""

@@ -93,7 +93,7 @@ class Quantile:
 class QuantileNorms(Constants):
     """`Quantile` for the parts of one model: C_k of the moment."""
 
-    adapts = True
+    lasts = 1
 
     def __init__(
         self, quantile: Quantile, groups: dict[str, list[str]], taken: Container[str], adjacency: Adjacency

@@ -124,7 +124,7 @@ def active_only(
 class Thinned(Constants):
     """Other constants, whose norms shrink as entries are frozen."""
 
-    adapts = True
+    lasts = 1  # which entries are frozen is not among what a captured step compares
 
     def __init__(self, sparse: Sparse, inner: Constants, site: Site) -> None:
         if inner.bounds:

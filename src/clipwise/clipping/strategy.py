@@ -67,8 +67,9 @@ class Clipper(ABC):
         bounds: what one unit can move, part by part.
         divisor: the public constant that the noised sum is divided by: how many clipped vectors it is expected to have.
         arithmetic: in which norms and sums are formed.
-        adapts: whether `learn` may change the bounds.
-        is_capturable: whether a batch may be filled up with other rows and gathered by a CUDA graph.
+        lasts: for how many releases at least `learn` leaves the bounds as they are.
+        is_capturable: whether a piece of a batch may be gathered by a CUDA graph: filled up with other rows to a
+            constant size or, if the strategy is coupled, where its size is that of the captured one.
         needs_outputs: whether it takes the model's outputs too, by `sum_at_outputs`.
         draws: whether it draws random numbers, from `secret`. The engine sets that for each piece of a batch.
         parts: of the last release, with their noise. The engine sets them before `learn`.
@@ -78,7 +79,7 @@ class Clipper(ABC):
     bounds: tuple[Bound, ...]
     divisor: float
     arithmetic: Arithmetic = IEEE
-    adapts: bool = False
+    lasts: float = math.inf
     is_capturable: bool = True
     needs_outputs: bool = False
     draws: bool = False
@@ -139,6 +140,10 @@ class Clipper(ABC):
         Returns whether `bounds` changed. Between two releases they stay.
         """
         return False
+
+    def clips(self) -> object:
+        """All that `clipped_sum` goes by and `learn` may change, to compare with what it was."""
+        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned so far, in plain types. It follows from releases, and may be published."""

@@ -88,11 +88,6 @@ class Setting:
         """How many clipped vectors a sum is expected to have."""
         return self.batch_size if self.clip == "example" else self.mini_sets
 
-    @property
-    def has_one_shape(self) -> bool:
-        """Whether all batches, or mini-sets, are of one size."""
-        return self.sampling == "fixed-size" and self.batch_size % self.mini_sets == 0
-
     def but(self, **changes: Any) -> Setting:
         """The same with some things changed."""
         return replace(self, **changes)

@@ -22,7 +22,6 @@ from clipwise.bench.limits import Deadline
 from clipwise.errors import CheckpointError, ClipwiseError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Part
 from clipwise.reproduce import strategies
-from clipwise.reproduce.graphed import Forward, graphed
 from clipwise.reproduce.outcome import MissingDataError, OutOfTimeError
 from clipwise.reproduce.paper import Options, Task
 from clipwise.reproduce.pictures import Pictures, pictures
@@ -183,17 +182,13 @@ class _Openly:
     def _losses(self, x_BKCHW: Tensor, y_B: Tensor) -> Tensor:
         """One loss an example, the mean over its views. It draws nothing and waits for nothing: it can be captured."""
         views = self._views
-        return views.mean(strategies.losses(self._forward, x_BKCHW.flatten(0, 1), views.labels(y_B)))
-
-    def _forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self._model(x)
-        return found
+        return views.mean(strategies.losses(self._model, x_BKCHW.flatten(0, 1), views.labels(y_B)))
 
 
 class _Privately(_Openly):
     """The same by the engine, in the fastest way that the strategy allows on the device.
 
-    Per-example clipping: a captured step. Batch clipping in batches of one size: captured passes of the model.
+    That is a captured step, but for batch clipping in batches of random size.
     """
 
     def __init__(self, setting: Setting, model: nn.Module, pictures: Pictures) -> None:
@@ -217,7 +212,6 @@ class _Privately(_Openly):
             rate = setting.noise_rate / _noise(self._private.parts(), setting.divisor, model)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-        self._graphed: Forward | None = None
         if setting.local_rate is None:
             self._step = self._private.compiled(self._losses)
 
@@ -229,8 +223,6 @@ class _Privately(_Openly):
             if self._setting.local_rate is not None:
                 self._private.step_sets((ready.flatten(0, 1), self._views.labels(labels)))
                 continue
-            if self._graphed is None and self._setting.clip == "batch" and self._setting.has_one_shape:
-                self._graphed = graphed(self._model, ready.flatten(0, 1))
             self._step(ready, labels)
 
     def settle(self) -> None:
@@ -264,9 +256,6 @@ class _Privately(_Openly):
                 "adjacency": str(spent.adjacency),
                 "in_words": str(spent),
             }
-
-    def _forward(self, x: Tensor) -> Tensor:
-        return super()._forward(x) if self._graphed is None else self._graphed(x)
 
     def _rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])

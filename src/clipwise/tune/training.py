@@ -25,6 +25,7 @@ from clipwise.tune.trial import Trial
 
 _ROWS = 2048  # that go through a model at a time, where nothing is trained
 _ROWS_TRAINED = 4096  # at a time: larger batches come in pieces, for the sake of memory
+_ROWS_CAPTURED = 1024  # at a time, where a step is captured in a CUDA graph
 Result = dict[str, Any]
 
 
@@ -105,6 +106,8 @@ class Training:
             max_physical_batch_size=_ROWS_TRAINED,
         )
         self._batches = self._drawn(self.private)
+        if not trial.is_lipschitz:
+            self._compiled = self.private.compiled(self._losses, _ROWS_CAPTURED)
 
     def step(self) -> None:
         """One update."""
@@ -124,11 +127,13 @@ class Training:
                 parameter.grad = gradient
             self._optimizer.step()
             return True
+        if not self._trial.is_lipschitz:
+            return self._compiled(x, y)
         outputs = self.model(x)
-        losses = self._loss(outputs, y)
-        if self._trial.is_lipschitz:
-            return self.private.step(losses, outputs=outputs)
-        return self.private.step(losses)
+        return self.private.step(self._loss(outputs, y), outputs=outputs)
+
+    def _losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._loss(self.model(x), y)
 
     def cost(self) -> Result:
         """What was spent, by PLD."""

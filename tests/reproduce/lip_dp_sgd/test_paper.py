@@ -1,9 +1,12 @@
 """The whole command on small digits, and its page."""
 
 import pytest
+import torch
 
 pytest.importorskip("clipwise.reproduce.paper")
 
+from clipwise.bench.limits import Deadline
+from clipwise.reproduce.lip_dp_sgd import paper
 from clipwise.reproduce.lip_dp_sgd.claims import METHODS
 from clipwise.reproduce.runner import Options, reproduce
 
@@ -45,3 +48,18 @@ def test_a_second_command_runs_nothing_again(quick):
     told = []
     reproduce(Options("lip-dp-sgd", out, figures, quick=True), told.append)
     assert not any("seed" in line for line in told)
+
+
+def test_convolutions_are_not_searched_for_batches_of_every_size(tmp_path, monkeypatch):
+    """Each Poisson batch has another size: a search at every step cost more than the step, in time and memory."""
+    seen = []
+
+    def work(*_given):
+        seen.append(torch.backends.cudnn.benchmark)
+        return {}
+
+    monkeypatch.setattr(paper, "work", work)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    options = Options("lip-dp-sgd", tmp_path, ("table-1",), quick=True)
+    paper.train(next(paper.tasks(options, {})), options, Deadline(None), tmp_path)
+    assert seen == [False]

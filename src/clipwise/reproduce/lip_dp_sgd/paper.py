@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from clipwise.bench.environment import device_of
 from clipwise.bench.limits import Deadline
 from clipwise.errors import ConfigurationError
@@ -33,6 +35,8 @@ def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) ->
         records(job.trial.data if hasattr(job, "trial") else job.data, options.data, device)
     except ConfigurationError as error:
         raise MissingDataError(error) from error
+    # The search for the fastest convolution pays where shapes repeat: those of Poisson batches do not.
+    torch.backends.cudnn.benchmark = False
     try:
         return work(job, task.seed, task.judged_by, options.data, device, deadline, unfinished)
     except LateError:
