@@ -282,7 +282,7 @@ class Private:
                 do the same at every step: a captured step does not run its Python code again.
             size: how many examples the captured step takes; a larger batch comes in pieces, a smaller one is
                 filled up with rows that weigh nothing. By default all of a batch of constant size, and 3
-                standard deviations more than the mean of a random one.
+                standard deviations more than the mean of a random one. Mini-sets of `Batch` are taken whole.
         """
         self._require_no_local_update("private.compiled")
         return CompiledStep(self, loss, size)
