@@ -48,23 +48,20 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 def noised_together(
     parts: Sequence[Part],
     sums: Mapping[str, Tensor],
-    draw: Callable[[int, int, float], Tensor],
+    draw: Callable[[Sequence[int], Sequence[float]], Tensor],
     divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in fewer operations.
+    """(sum + noise) / divisor of all parts, in one draw and two operations.
 
-    `draw` gives the noise of a part from its number, its size and its standard deviation.
+    `draw` gives the noise of all, flat, from the size of each sum and the standard deviation there.
     """
-    found: dict[str, Tensor] = {}
-    for number, part in enumerate(parts):
-        names = part.parameters or (part.name,)
-        sizes = [sums[name].numel() for name in names]
-        pieces = torch.split(draw(number, sum(sizes), part.noise_std), sizes)
-        found.update((name, piece.view_as(sums[name])) for name, piece in zip(names, pieces, strict=True))
-    views = list(found.values())
-    torch._foreach_add_(views, [sums[name] for name in found])
-    torch._foreach_div_(views, divisor)
-    return found
+    stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
+    sizes = [sums[name].numel() for name in stds]
+    noise = draw(sizes, list(stds.values()))
+    views = [v.view_as(sums[name]) for name, v in zip(stds, torch.split(noise, sizes), strict=True)]
+    torch._foreach_add_(views, [sums[name] for name in stds])
+    noise.div_(divisor)
+    return dict(zip(stds, views, strict=True))
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:

@@ -1,6 +1,11 @@
 """Runs in several processes."""
 
 import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +49,40 @@ def test_a_process_that_is_lost_ends_the_command_and_keeps_the_rest(tmp_path, fa
     store = reproduce(options(tmp_path), lines.append)
     assert len(store.cells) == 1 and any("fewer --workers" in line for line in lines)
     assert isinstance(workers._lost(MemoryError()), WorkersLostError)
+
+
+def waiting():
+    """A worker that has long to go."""
+    workers._prepare()
+    print(multiprocessing.current_process().pid, flush=True)
+    time.sleep(100)
+
+
+COMMAND = """
+import multiprocessing
+from tests.reproduce.test_workers import waiting
+worker = multiprocessing.get_context("spawn").Process(target=waiting)
+worker.start()
+worker.join()
+"""
+
+
+def is_alive(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+def test_workers_end_with_a_command_that_is_killed():
+    """Else they would go on for minutes, and take the time of whatever runs next."""
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True) as command:
+        pid = int(command.stdout.readline())
+        assert is_alive(pid)
+        command.kill()
+    end = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_alive(pid)
 
 
 @pytest.mark.parametrize("count", [0, -1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -94,6 +96,15 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", CaptureWarning)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Where the command is ended from outside, nobody is left to take what this process would find."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _pass_on(done: Future[Cell], given: Future[Cell]) -> None:
