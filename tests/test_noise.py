@@ -27,7 +27,7 @@ from scipy import stats
 
 from clipwise import noise
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.noise import NoiseKey, gaussian, gaussians, key_words
+from clipwise.noise import NoiseKey, gaussian, key_words
 
 SECRET = bytes(range(1, 33))
 TOP = 2**64 - 1
@@ -226,24 +226,6 @@ def test_a_fork_draws_with_threads_of_its_own() -> None:
 def test_a_short_draw_is_the_beginning_of_a_long_one(size: int) -> None:
     short, long = gaussian(derived(), size, 1.0, dtype=torch.float64), several_chunks()
     assert torch.equal(short, long[:size])
-
-
-@settings(deadline=None)
-@given(
-    pieces=st.lists(
-        st.tuples(st.integers(0, 40) | st.integers(0, SEVERAL_CHUNKS // 3), st.sampled_from([0.0, 0.5, 3.0])),
-        max_size=6,
-    )
-)
-def test_several_deviations_share_one_draw(pieces: list[tuple[int, float]]) -> None:
-    """Also where a piece ends in the middle of a chunk, holds several, or nothing."""
-    sizes, stds = [size for size, _ in pieces], [std for _, std in pieces]
-    found = torch.split(gaussians(derived(), sizes, stds), sizes) if pieces else ()
-    first = 0
-    for one, (size, std) in zip(found, pieces, strict=True):
-        assert torch.equal(one, gaussian(derived(), sum(sizes), std)[first : first + size])
-        first += size
-    assert len(gaussians(derived(), [], [])) == 0
 
 
 def test_chunks_are_independent() -> None:

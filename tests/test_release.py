@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, make_private, release
-from clipwise.noise import NoiseKey, gaussian, gaussians
+from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
 from clipwise.release import buckets, fit_together, noised, noised_together
 
@@ -165,15 +164,14 @@ def test_parts_noised_together_have_the_noise_of_each(shapes: list[list[tuple[in
         parts.append(Part(f"part {k}", names, 1.0, 0.5 + k))
     assert fit_together(parts, sums)
     key = NoiseKey.fresh().derive("noise")
-    found = noised_together(parts, sums, partial(gaussians, key), 3.0)
+    found = noised_together(parts, sums, lambda size: gaussian(key, size, 1.0), 3.0)
     assert found.keys() == sums.keys()
-    size, first = sum(t.numel() for t in sums.values()), 0
+    normals, first = gaussian(key, sum(t.numel() for t in sums.values()), 1.0), 0
     for part in parts:
-        noise = gaussian(key, size, part.noise_std)
         for name in part.parameters:
-            own = noise[first : first + sums[name].numel()].view_as(sums[name])
-            assert torch.equal(found[name], (sums[name] + own) / 3.0)
-            first += own.numel()
+            z = normals[first : first + sums[name].numel()].view_as(sums[name])
+            assert torch.equal(found[name], (sums[name] + part.noise_std * z) / 3.0)
+            first += z.numel()
 
 
 def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() -> None:

@@ -30,13 +30,11 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate
 from typing import NoReturn
 
 import numpy as np
@@ -196,23 +194,14 @@ def gaussian(
         # 128 bits of the key count there: words from a counter, made into normals by Box-Muller.
         words_4 = key_words(key).to(target, non_blocking=True)
         return normals(words_4, size, std, dtype, target, onto, divisor)
-    noise = _on_cpu(key, (size,), (std,), dtype).to(target)
+    noise = _on_cpu(key, size, std, dtype).to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
-def gaussians(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
-    """sizes[k] values of N(0, stds[k]^2) for each k, one after another, in float32 on the CPU: one draw from one key.
-
-    Values with deviation s are those that `gaussian(key, sum(sizes), s)` has in their place.
-    """
-    return _on_cpu(key, sizes, stds, torch.float32)
-
-
-def _on_cpu(key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
     """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
-    noise = torch.empty(sum(sizes), dtype=dtype)
-    starts = deque(range(0, len(noise), _CPU_CHUNK))
-    by_all_threads(starts, partial(_draw_chunks, key, noise, list(accumulate(sizes)), stds))
+    noise = torch.empty(size, dtype=dtype)
+    by_all_threads(deque(range(0, size, _CPU_CHUNK)), partial(_draw_chunks, key, noise, std))
     return noise
 
 
@@ -234,10 +223,8 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
-def _draw_chunks(
-    key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], starts: deque[int]
-) -> None:
-    """Draw chunks until no start is left, by way of one buffer in float64. Up to ends[k] the deviation is stds[k].
+def _draw_chunks(key: bytes, noise: Tensor, std: float, starts: deque[int]) -> None:
+    """Draw chunks until no start is left, by way of one buffer in float64.
 
     Numpy lets go of the interpreter lock while it draws and while it scales, so threads do this side by side.
     """
@@ -248,22 +235,10 @@ def _draw_chunks(
             start = starts.popleft()
         except IndexError:  # another thread was quicker
             return
-        end = min(start + _CPU_CHUNK, len(out))
-        drawn = buffer[: end - start]
+        chunk = out[start : start + _CPU_CHUNK]
+        drawn = buffer[: len(chunk)]
         _stream(key, start // _CPU_CHUNK).standard_normal(out=drawn)
-        for first, last, std in _within(start, end, ends, stds):
-            np.multiply(drawn[first - start : last - start], std, out=out[first:last], casting="same_kind")
-
-
-def _within(
-    start: int, end: int, ends: Sequence[int], stds: Sequence[float]
-) -> Iterator[tuple[int, int, float]]:
-    """The places from start to end, cut where the deviation changes."""
-    k = bisect_right(ends, start)
-    while start < end:
-        last = min(ends[k], end)
-        yield start, last, stds[k]
-        start, k = last, bisect_right(ends, last)
+        np.multiply(drawn, std, out=chunk, casting="same_kind")
 
 
 def _stream(key: bytes, chunk: int) -> np.random.Generator:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.noise import NoiseKey, gaussian, gaussians
+from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
 from clipwise.release import fit_together, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
@@ -25,7 +25,7 @@ def noised_sums(
     Secure noise lies on a grid, and so does the sum that it is put onto.
     """
     if fit_together(parts, total):
-        total.update(noised_together(parts, total, partial(gaussians, key.derive("noise/together")), divisor))
+        total.update(noised_together(parts, total, partial(_draw_normals, key), divisor))
         return total
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
@@ -61,6 +61,11 @@ def _draw(
 ) -> Tensor:
     secret = key.derive(f"{label}/{bucket}")
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
+
+
+def _draw_normals(key: NoiseKey, size: int) -> Tensor:
+    """Of deviation 1, for all parts that fit together."""
+    return gaussian(key.derive("noise/together"), size, 1.0)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -48,17 +48,15 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 def noised_together(
     parts: Sequence[Part],
     sums: Mapping[str, Tensor],
-    draw: Callable[[Sequence[int], Sequence[float]], Tensor],
+    draw: Callable[[int], Tensor],
     divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of all parts, in one draw and two operations.
-
-    `draw` gives the noise of all, flat, from the size of each sum and the standard deviation there.
-    """
+    """(sum + std z) / divisor of all parts, with normals z from one draw: `draw` gives so many of them."""
     stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
     sizes = [sums[name].numel() for name in stds]
-    noise = draw(sizes, list(stds.values()))
-    views = [v.view_as(sums[name]) for name, v in zip(stds, torch.split(noise, sizes), strict=True)]
+    noise = draw(sum(sizes))
+    views = [z.view_as(sums[name]) for name, z in zip(stds, torch.split(noise, sizes), strict=True)]
+    torch._foreach_mul_(views, list(stds.values()))
     torch._foreach_add_(views, [sums[name] for name in stds])
     noise.div_(divisor)
     return dict(zip(stds, views, strict=True))
