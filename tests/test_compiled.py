@@ -12,16 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Batch, PerExample, Private, Quantile, compiled, layers
+from clipwise import Batch, PerExample, Private, Quantile, compiled, layers, make_private
+from clipwise.averaged import AveragedParameters
 from clipwise.clipping.adaptive import Adaptive
 from clipwise.clipping.decay import Decay
 from clipwise.clipping.multipliers import Multipliers
 from clipwise.clipping.public import Public
+from clipwise.clipping.sparse import Sparse
+from clipwise.clipping.statistics import NoisedStatistics
 from clipwise.compiled import CaptureWarning, CompiledStep
 from clipwise.errors import (
     BudgetExhausted,
@@ -368,15 +372,93 @@ def test_mini_sets_of_one_size_are_captured(
     assert release.replays > 1 and gather.replays == BATCHES[clipping].mini_sets * release.replays
 
 
-def test_a_mini_set_of_another_size_goes_by_itself(recorded: list[Recorded]) -> None:
+@pytest.mark.parametrize("is_one_number", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mini_set_of_another_size_goes_by_itself(
+    seed: int, is_one_number: bool, recorded: list[Recorded]
+) -> None:
     """40 records in blocks of 7: one has 5. Rows that fill it up would move the statistics of its batch norm."""
-    options = {"clipping": Batch(0.7), "sampling": "partition", "batch_size": 7}
+    options = {"clipping": Batch(0.7), "sampling": "partition", "batch_size": 7, "seed": seed}
     (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
-    go(private, private.compiled(loss_with(model)), 30)
+    loss = loss_with(model)
+    step = private.compiled(lambda *batch: loss(*batch).mean() if is_one_number else loss(*batch))
+    go(private, step, 30)
     go(plain, ordinary(expected, plain), 30)
     require_close(model, expected)
     gather, release, *_ = recorded
     assert 0 < gather.replays < release.replays
+    assert step._captured._size == 7  # and not 5, whatever came when it was captured
+
+
+def test_a_mini_set_that_goes_by_itself_may_not_change_buffers(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Keeps(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 5:
+                self.seen.copy_(x.detach().mean(0))
+            return super().forward(x)
+
+    model = Keeps(*coupled_network())
+    model.register_buffer("seen", torch.zeros(FEATURES, dtype=torch.float64))
+    options: dict[str, Any] = {"sampling": "partition", "batch_size": 7, "seed": 0, "epochs": 20}
+    private = private_run(model, sgd(model), data(dtype=torch.float64), clipping=Batch(0.7), **options)[1]
+    blocks = iter([7, 7, 7, 7, 7, 7, 5, 7])
+    draw = type(private._scheme).draw
+    by_size = {
+        len(rows): rows for rows in (draw(private._scheme, bytes([i]) * 32, b"", 0) for i in range(99))
+    }
+    monkeypatch.setattr(type(private._scheme), "draw", lambda *_: by_size[next(blocks)])
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    assert recorded
+    with pytest.raises(UnsupportedModelError, match="'seen'"):
+        go(private, step, 2)
+
+
+def test_mini_sets_that_a_shuffle_makes_are_never_captured(recorded: list[Recorded]) -> None:
+    """Record i is in mini-set i mod k: of 8 records in random order it may get none or many."""
+    model, private = coupled_run(clipping=Batch(0.7, mini_sets=4), sampling="shuffled")
+    go(private, private.compiled(loss_with(model)), 80)
+    assert recorded == []
+
+
+def test_what_was_gathered_of_an_earlier_batch_is_no_part_of_the_next(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first mini-set is empty and the second not finite, so that it is gathered again: onto nothing."""
+    odd = np.array([1, 2, 3, 6, 7, 10, 11, 17])  # none is a multiple of 4; 1 and 17 are one mini-set
+    models = []
+    for is_compiled in (True, False):
+        model, private = coupled_run(with_record(17, torch.nan), clipping=Batch(0.7, mini_sets=4))
+        step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
+        go(private, step, 6)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(private._scheme), "draw", lambda *_: odd)
+            go(private, step, 1)
+        models.append(model)
+    require_close(*models)
+    assert replays(recorded) > 0
+
+
+NOT_CAPTURED: dict[str, Any] = {
+    "frozen entries": {"clipping": PerExample(0.7, sparse=Sparse(every=40))},
+    "frozen entries of means": {"clipping": Batch(0.7, sparse=Sparse(every=40))},
+    "released statistics": {"clipping": Batch(0.7, running_statistics=NoisedStatistics())},
+    "users": {"clipping": Batch(0.7), "group": [i // 2 for i in range(SIZE)], "batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("what", NOT_CAPTURED)
+def test_what_a_graph_cannot_hold_is_never_captured(what: str, recorded: list[Recorded]) -> None:
+    options = {"noise_multiplier": 1.0} | NOT_CAPTURED[what]
+    model, private = (
+        coupled_run(**options)
+        if what == "released statistics"
+        else exact_run(**({"sampling": "fixed-size"} | options))
+    )
+    go(private, private.compiled(loss_with(model)), 12)
+    assert recorded == []
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "truncated-poisson"])
@@ -402,6 +484,31 @@ def test_a_mini_set_that_is_not_finite_counts_nothing(value: float, recorded: li
     go(plain, ordinary(expected, plain), 25)
     require_close(model, expected)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert replays(recorded) > 0
+
+
+def test_averaged_parameters_follow_a_captured_update(recorded: list[Recorded]) -> None:
+    found = []
+    for is_compiled in (True, False):
+        model = network(torch.float64)
+        averages = AveragedParameters(model, 0.5)
+        private = make_private(
+            model,
+            sgd(model),
+            data(dtype=torch.float64),
+            clipping=PerExample(0.7),
+            batch_size=8,
+            sampling="fixed-size",
+            noise_multiplier=0,
+            seed=3,
+            averaged=averages,
+        )
+        step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
+        go(private, step, 9)
+        with averages.applied():
+            found.append(parameters(model))
+    for name, p in found[0].items():
+        torch.testing.assert_close(p, found[1][name], rtol=1e-9, atol=1e-11)
     assert replays(recorded) > 0
 
 

@@ -81,6 +81,7 @@ class CompiledStep:
         self._ordinary = 0
         self._replayed = 0
         self._attempts = 0
+        self._largest = 0  # piece so far
         self._is_replaying = False
         self._captured: _Captured | None = None
         # Bounds would stay what they were, until steps are captured anew; and so would random numbers.
@@ -103,6 +104,7 @@ class CompiledStep:
             self._is_replaying = self._may_replay(batch)
         if self._captured is None or not self._is_replaying:
             self._ordinary += piece.size >= _SMALLEST
+            self._largest = max(self._largest, piece.size)
             return self._ordinary_step(batch, piece)
         self._replayed += 1
         return self._captured.step(batch, piece)
@@ -151,8 +153,9 @@ class CompiledStep:
 
     def _capture(self, batch: Sequence[Any]) -> None:
         """Capture from now on, or say why not."""
-        if _count(batch) == 0:
-            return  # an empty draw: the next one will do
+        least = self._largest if self._private._strategy.is_coupled else 1
+        if _count(batch) < least:
+            return  # an empty draw, or a mini-set smaller than most: the next one will do
         self._attempts += 1
         try:
             self._captured = _Captured(self._private, self._loss, self._size, batch)
@@ -248,7 +251,7 @@ class _Captured:
         return True
 
     def _begin(self, piece: Piece) -> list[Tensor] | None:
-        """What was gathered of the piece's batch before it; None if it is the first.
+        """What was gathered of the piece's batch before it; None if nothing was.
 
         A piece that something else than this step came before, or that failed in the middle, cannot go on:
         who was in what was gathered could be counted twice.
@@ -266,7 +269,8 @@ class _Captured:
                 "The pieces of a batch must all go through one step, each of them once. Begin the batch anew, "
                 "with a new iterator of private.loader."
             )
-        return [t.clone() for t in self._sums]
+        # (If all before it were empty, the sums are still those of another batch.)
+        return [t.clone() for t in self._sums] if self._holds_any else None
 
     def _gather_piece(self) -> None:
         """Forward, backward, clip: what the first graph holds."""
@@ -313,7 +317,9 @@ class _Captured:
     def _by_itself(self, rows: Sequence[Any]) -> list[Tensor]:
         """The bounded sum of these rows, as an ordinary step forms it."""
         losses = checks.require_losses(self._loss(*rows), _count(rows), self._is_coupled)
-        return self._in_order(self._private._clipper.clipped_sum(losses))
+        found = self._in_order(self._private._clipper.clipped_sum(losses))
+        self._private._require_untouched()  # by the pass that was just made
+        return found
 
     def _cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
         """A piece of a batch, in pieces that the graph takes; a mini-set as it is."""
@@ -356,6 +362,7 @@ class _Captured:
         faults.reached("step.before-update")
         self._update.run()
         private._remember_written()
+        private._follow_update()
 
     def _write_gradients(self) -> None:
         """Noise, and the division: what the second graph holds."""

@@ -64,8 +64,8 @@ def _draw(
 
 
 def _draw_normals(key: NoiseKey, size: int) -> Tensor:
-    """Of deviation 1, for all parts that fit together."""
-    return gaussian(key.derive("noise/together"), size, 1.0)
+    """Of deviation 1, in float64: for all parts that fit together."""
+    return gaussian(key.derive("noise/together"), size, 1.0, dtype=torch.float64)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from clipwise.privacy import Part
 
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
+_TOGETHER = 2**21  # numbers of several parts: beyond that a draw for each costs next to nothing
 
 
 class Draw(Protocol):
@@ -35,12 +36,12 @@ def buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
-    """Whether the noise of several parts can be put onto all sums at once: plain noise on the CPU, for one bucket."""
+    """Whether the noise of several parts can be put onto all sums at once: plain noise on the CPU, and not too much."""
     return (
         len(parts) > 1
         and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in sums.values())
-        and sum(t.numel() for t in sums.values()) <= _BUCKET
+        and sum(t.numel() for t in sums.values()) <= _TOGETHER
     )
 
 
@@ -51,12 +52,16 @@ def noised_together(
     draw: Callable[[int], Tensor],
     divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + std z) / divisor of all parts, with normals z from one draw: `draw` gives so many of them."""
+    """(sum + std z) / divisor of all parts, with normals z from one draw: `draw` gives so many of them, in float64.
+
+    std z is formed there, and rounded once.
+    """
     stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
     sizes = [sums[name].numel() for name in stds]
-    noise = draw(sum(sizes))
-    views = [z.view_as(sums[name]) for name, z in zip(stds, torch.split(noise, sizes), strict=True)]
-    torch._foreach_mul_(views, list(stds.values()))
+    normals = draw(sum(sizes))
+    torch._foreach_mul_(torch.split(normals, sizes), list(stds.values()))
+    noise = normals.float()
+    views = [some.view_as(sums[name]) for name, some in zip(stds, torch.split(noise, sizes), strict=True)]
     torch._foreach_add_(views, [sums[name] for name in stds])
     noise.div_(divisor)
     return dict(zip(stds, views, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from clipwise.clipping import BatchClipper, PerExample, Quantile
 from clipwise.clipping.decay import Decay
 from clipwise.clipping.random_layer import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency, Sampling, Unit
+from clipwise.sampling import make_scheme
 from tests.sites import site
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
@@ -281,3 +283,12 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 def test_other_strategies_stay_uncoupled() -> None:
     assert Batch().is_coupled and not PerExample().is_coupled
+
+
+def test_sums_that_could_be_rounded_by_half_of_the_bound_are_refused() -> None:
+    """k vectors that are no longer than C are off by k^2 / 2 u C, in float64: at 10^8 users that is all of C."""
+    model = nn.Linear(2, 1).double()
+    of_many = replace(site(model), unit=Unit.USER, scheme=make_scheme(Sampling.POISSON, 10**8, batch_size=10))
+    with pytest.raises(ConfigurationError, match="float32"):
+        Batch(1.0).attach(of_many)
+    assert Batch(1.0).attach(replace(of_many, parameters=dict(nn.Linear(2, 1).named_parameters())))

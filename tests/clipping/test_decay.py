@@ -72,6 +72,13 @@ def test_an_epoch_is_that_of_the_scheme() -> None:
     assert [t for t in range(1, 301) if clipper.learn({})] == [100, 200, 300]
 
 
+@pytest.mark.parametrize(("every", "inner", "lasts"), [(5, 3, 3), (2, 3, 2), (4, None, 4)])
+def test_bounds_last_until_the_first_of_both_changes(every: int, inner: int | None, lasts: int) -> None:
+    on = small_model()
+    parts = Adaptive(public(), every=inner)
+    assert PerExample(Decay(1.0, 0.5, every=every), parts).attach(site(on)).lasts == lasts
+
+
 def test_a_long_run_ends_at_a_millionth() -> None:
     clipper = PerExample(Decay(2.0, 0.01, every=1)).attach(site(small_model()))
     for _ in range(2000):

@@ -28,7 +28,7 @@ from clipwise.errors import ConfigurationError, StepError, UnreachedParametersEr
 from clipwise.given import require_takes
 from clipwise.gradients.rare import PutAside, Rare
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling import Partition, Scheme
 from clipwise.sampling.schemes import whole
 
@@ -37,6 +37,11 @@ LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 _ROOM = 2.0**-20  # of C is left: norms in float64 and one rounding to float32 stay well within it
 _ROOM_64 = 2.0**-40  # where nothing is rounded to float32
 _UNIT = 2.0**-53  # of rounding to float64
+_OF_ONE_SIZE = (
+    Sampling.FIXED_SIZE,
+    Sampling.PARTITION,
+    Sampling.FULL,
+)  # are the mini-sets of a batch, or nearly
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,17 @@ class BatchClipper(ClipperByConstants):
         factor = 1.0 if halves else 2.0
         statistics = LayerStatistics(strategy.running_statistics, site, factor)
         super().__init__(constants, factor, _expected_mini_sets(strategy.mini_sets, site), statistics)
+        if self._room(list(site.parameters)) >= 0.5:
+            raise ConfigurationError(
+                "Batch: sums of so many users, or of so many parameters in float64, may be rounded by half of "
+                "max_norm: keep parameters in float32."
+            )
         # Mini-sets cannot be filled up: batch norm would see the rows. So they must be of one size.
-        has_one_size = site.unit is Unit.RECORD and not site.scheme.has_random_size
-        self.is_capturable = has_one_size and strategy.local_update is None and not statistics.bounds
+        has_one_size = strategy.mini_sets == 1 or site.scheme.sampling in _OF_ONE_SIZE
+        is_random = site.unit is not Unit.RECORD or site.scheme.has_random_size
+        self.is_capturable = (
+            has_one_size and not is_random and strategy.local_update is None and not statistics.bounds
+        )
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
@@ -281,7 +294,7 @@ class BatchClipper(ClipperByConstants):
 def _length(g: Tensor, scale: float, device: torch.device) -> Tensor:
     """|m g| of a tensor, in float64."""
     norm: Tensor = torch.linalg.vector_norm(g.detach(), dtype=torch.float64).to(device)
-    return norm if scale == 1 else norm * scale
+    return norm if scale == 1 else norm * abs(scale)
 
 
 def _norm(lengths: list[Tensor]) -> Tensor:

@@ -107,7 +107,8 @@ class Training:
         )
         self._batches = self._drawn(self.private)
         if not trial.is_lipschitz:
-            self._compiled = self.private.compiled(self._losses, _ROWS_CAPTURED)
+            is_large = self._rate * count > _ROWS_CAPTURED
+            self._compiled = self.private.compiled(self._losses, _ROWS_CAPTURED if is_large else None)
 
     def step(self) -> None:
         """One update."""
