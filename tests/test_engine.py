@@ -533,6 +533,7 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
     assert order == [
         "charge hidden",
         "noise hidden 1",
+        "noise hidden 1",
         "step.before-grad hidden",
         "step.before-update shown",
     ]

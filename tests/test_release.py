@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, make_private, release
 from clipwise.noise import NoiseKey, gaussian
-from clipwise.noising import noised_sums
 from clipwise.privacy import Part
 from clipwise.release import buckets, fit_together, noised, noised_together
 
@@ -25,7 +24,6 @@ ROOM = 100
 def small_buckets() -> object:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(release, "_BUCKET", ROOM)
-        patched.setattr(release, "_TOGETHER", ROOM)
         yield
 
 
@@ -158,31 +156,24 @@ def test_only_a_sum_that_is_alone_and_plain_is_given_to_the_draw() -> None:
         max_size=4,
     )
 )
-def test_parts_noised_together_have_the_noise_of_each(shapes: list[list[tuple[int, ...]]]) -> None:
+def test_parts_noised_together_are_those_noised_one_by_one(shapes: list[list[tuple[int, ...]]]) -> None:
     parts, sums = [], {}
     for k, some in enumerate(shapes):
         names = tuple(f"{k}/{i}" for i in range(len(some)))
         sums |= {name: torch.randn(shape) for name, shape in zip(names, some, strict=True)}
-        parts.append(Part(f"part {k}", names, 1.0, 0.7 + k))  # no number of float32
+        parts.append(Part(f"part {k}", names, 1.0, 0.5 + k))
     assert fit_together(parts, sums)
-    key = NoiseKey.fresh().derive("noise")
-    found = noised_together(parts, sums, lambda size: gaussian(key, size, 1.0, dtype=torch.float64), 3.0)
+    key = NoiseKey.fresh()
+    keys = [key.derive(part.name) for part in parts]
+    found = noised_together(parts, sums, lambda k, size, std: gaussian(keys[k], size, std), 3.0)
     assert found.keys() == sums.keys()
-    size, first = sum(t.numel() for t in sums.values()), 0
-    for part in parts:
-        noise = gaussian(key, size, part.noise_std)  # whose values are rounded once, from float64
-        for name in part.parameters:
-            own = noise[first : first + sums[name].numel()].view_as(sums[name])
-            assert torch.equal(found[name], (sums[name] + own) / 3.0)
-            first += own.numel()
+    for part, secret in zip(parts, keys, strict=True):
 
+        def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
+            return gaussian(secret, size, part.noise_std, dtype=dtype, onto=onto, divisor=divisor)
 
-def test_the_noise_of_parts_that_fit_together_is_rounded_once() -> None:
-    """0.7 is no number of float32: times float32 normals it would be a smaller one."""
-    key, size = NoiseKey.fresh(), ROOM // 2
-    parts = [Part("a", ("a",), 1.0, 0.7), Part("b", ("b",), 1.0, 2.0)]
-    found = noised_sums({"a": torch.zeros(size), "b": torch.zeros(3)}, parts, 1.0, key)
-    assert torch.equal(found["a"], gaussian(key.derive("noise/together"), size, 0.7))
+        alone = noised([sums[name].clone() for name in part.parameters], draw, 3.0)
+        assert all(torch.equal(found[n], one) for n, one in zip(part.parameters, alone, strict=True))
 
 
 def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() -> None:

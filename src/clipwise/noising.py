@@ -20,12 +20,11 @@ def noised_sums(
     """(sum + noise) / L, with L the expected size: for what is drawn is secret. Sums are written over.
 
     A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part without any is a
-    number. Every draw has a label of its own, so no two share a stream. Parts that fit together are one draw. A scaled
-    parameter is (m sum + noise) / (m L).
+    number. Every draw has a label of its own, so no two share a stream. A scaled parameter is (m sum + noise) / (m L).
     Secure noise lies on a grid, and so does the sum that it is put onto.
     """
     if fit_together(parts, total):
-        total.update(noised_together(parts, total, partial(_draw_normals, key), divisor))
+        total.update(noised_together(parts, total, partial(_draw_part, key), divisor))
         return total
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
@@ -63,9 +62,9 @@ def _draw(
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
 
 
-def _draw_normals(key: NoiseKey, size: int) -> Tensor:
-    """Of deviation 1, in float64: for all parts that fit together."""
-    return gaussian(key.derive("noise/together"), size, 1.0, dtype=torch.float64)
+def _draw_part(key: NoiseKey, number: int, size: int, std: float) -> Tensor:
+    """Plain noise of a part that is one bucket, on the CPU."""
+    return gaussian(key.derive(f"noise/{number}/0/0"), size, std)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from clipwise.privacy import Part
 
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
-_TOGETHER = 2**21  # numbers of several parts: beyond that a draw for each costs next to nothing
 
 
 class Draw(Protocol):
@@ -36,12 +35,12 @@ def buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
-    """Whether the noise of several parts can be put onto all sums at once: plain noise on the CPU, and not too much."""
+    """Whether the noise of several parts can be put onto all sums at once: plain noise on the CPU, for one bucket."""
     return (
         len(parts) > 1
         and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in sums.values())
-        and sum(t.numel() for t in sums.values()) <= _TOGETHER
+        and sum(t.numel() for t in sums.values()) <= _BUCKET
     )
 
 
@@ -49,22 +48,23 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 def noised_together(
     parts: Sequence[Part],
     sums: Mapping[str, Tensor],
-    draw: Callable[[int], Tensor],
+    draw: Callable[[int, int, float], Tensor],
     divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + std z) / divisor of all parts, with normals z from one draw: `draw` gives so many of them, in float64.
+    """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in fewer operations.
 
-    std z is formed there, and rounded once.
+    `draw` gives the noise of a part from its number, its size and its standard deviation.
     """
-    stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
-    sizes = [sums[name].numel() for name in stds]
-    normals = draw(sum(sizes))
-    torch._foreach_mul_(torch.split(normals, sizes), list(stds.values()))
-    noise = normals.float()
-    views = [some.view_as(sums[name]) for name, some in zip(stds, torch.split(noise, sizes), strict=True)]
-    torch._foreach_add_(views, [sums[name] for name in stds])
-    noise.div_(divisor)
-    return dict(zip(stds, views, strict=True))
+    found: dict[str, Tensor] = {}
+    for number, part in enumerate(parts):
+        names = part.parameters or (part.name,)
+        sizes = [sums[name].numel() for name in names]
+        pieces = torch.split(draw(number, sum(sizes), part.noise_std), sizes)
+        found.update((name, piece.view_as(sums[name])) for name, piece in zip(names, pieces, strict=True))
+    views = list(found.values())
+    torch._foreach_add_(views, [sums[name] for name in found])
+    torch._foreach_div_(views, divisor)
+    return found
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
