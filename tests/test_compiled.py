@@ -356,18 +356,23 @@ BATCHES: dict[str, Batch] = {
 }
 
 
+def trained_both_ways(updates: int, is_one_number: bool, **options: Any) -> CompiledStep:
+    """The step that ended where ordinary ones end, with one loss an example or with their mean."""
+    (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
+    loss = loss_with(model)
+    step = private.compiled(lambda *batch: loss(*batch).mean() if is_one_number else loss(*batch))
+    go(private, step, updates)
+    go(plain, ordinary(expected, plain), updates)
+    require_close(model, expected)
+    return step
+
+
 @pytest.mark.parametrize("is_one_number", [False, True])
 @pytest.mark.parametrize("clipping", BATCHES)
 def test_mini_sets_of_one_size_are_captured(
     clipping: str, is_one_number: bool, recorded: list[Recorded]
 ) -> None:
-    options = {"clipping": BATCHES[clipping]}
-    (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
-    loss = loss_with(model)
-    step = private.compiled(lambda *batch: loss(*batch).mean() if is_one_number else loss(*batch))
-    go(private, step, 12)
-    go(plain, ordinary(expected, plain), 12)
-    require_close(model, expected)
+    trained_both_ways(12, is_one_number, clipping=BATCHES[clipping])
     gather, release, *_ = recorded
     assert release.replays > 1 and gather.replays == BATCHES[clipping].mini_sets * release.replays
 
@@ -379,12 +384,7 @@ def test_a_mini_set_of_another_size_goes_by_itself(
 ) -> None:
     """40 records in blocks of 7: one has 5. Rows that fill it up would move the statistics of its batch norm."""
     options = {"clipping": Batch(0.7), "sampling": "partition", "batch_size": 7, "seed": seed}
-    (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
-    loss = loss_with(model)
-    step = private.compiled(lambda *batch: loss(*batch).mean() if is_one_number else loss(*batch))
-    go(private, step, 30)
-    go(plain, ordinary(expected, plain), 30)
-    require_close(model, expected)
+    step = trained_both_ways(30, is_one_number, **options)
     gather, release, *_ = recorded
     assert 0 < gather.replays < release.replays
     assert step._captured._size == 7  # and not 5, whatever came when it was captured

@@ -37,11 +37,8 @@ LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 _ROOM = 2.0**-20  # of C is left: norms in float64 and one rounding to float32 stay well within it
 _ROOM_64 = 2.0**-40  # where nothing is rounded to float32
 _UNIT = 2.0**-53  # of rounding to float64
-_OF_ONE_SIZE = (
-    Sampling.FIXED_SIZE,
-    Sampling.PARTITION,
-    Sampling.FULL,
-)  # are the mini-sets of a batch, or nearly
+# All mini-sets of a batch that is drawn in such a way are of one size, or nearly.
+_OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,8 @@ def scaled(
     out = torch.empty_like(t_BKR) if out is None else out
     rows = rows_of(t_BKR, out)
     if rows is None and out.data_ptr() != t_BKR.data_ptr() and rows_of(out) is not None:
-        t_BKR, rows = (
-            out.copy_(t_BKR),
-            rows_of(out),
-        )  # such as the gradient of a mean, which is one row many times
+        # Such as the gradient of a mean, which is one row many times.
+        t_BKR, rows = out.copy_(t_BKR), rows_of(out)
     if rows is None:
         return scaled_in_torch(t_BKR, factor_B, bias_K, out)
     tile = min(_TILE, power_of_two(rows.length))
