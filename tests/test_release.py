@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_what_is_released_has_no_history() -> None:
     assert not found.requires_grad and found.grad_fn is None
 
 
-def test_only_a_sum_that_is_alone_and_plain_is_given_to_the_draw() -> None:
+def test_only_a_sum_that_is_alone_and_dense_is_given_to_the_draw() -> None:
     given: list[bool] = []
 
     def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
@@ -141,8 +142,8 @@ def test_only_a_sum_that_is_alone_and_plain_is_given_to_the_draw() -> None:
         return put(torch.zeros(size, dtype=dtype), onto, divisor)
 
     wide, turned = torch.ones(ROOM, dtype=torch.float64), torch.ones(10, ROOM // 10).t()
-    noised([torch.ones(ROOM), torch.ones(2), torch.ones(3), turned], draw, 2.0)
-    assert given == [True, False, False]
+    noised([torch.ones(ROOM), torch.ones(2), torch.ones(3), turned, torch.ones(ROOM, 2)[:, 0]], draw, 2.0)
+    assert given == [True, False, True, False]
     given.clear()
     halves = noised([torch.ones(ROOM), wide], draw, 2.0)
     assert given == [False, True]  # the first is not in the type of the noise
@@ -185,6 +186,69 @@ def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() ->
     assert not fit_together([one, Part("b", ("b",), 1.0, 1.0, (2.0,))], sums)
     assert not fit_together([one, two], sums | {"b": torch.zeros(2).double()})
     assert not fit_together([one, two], sums | {"b": torch.zeros(ROOM)})
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_noise_falls_in_the_order_of_memory(alone: bool) -> None:
+    """So a model in channels last is noised without a copy, and every number still gets noise of its own."""
+    total = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    sums = [total] if alone else [torch.randn(1, 5).t(), total, torch.randn(6, 2)[:, 0], torch.randn(3, 1, 1)]
+    sizes = [t.numel() for t in sums]
+    found = noised(list(sums), drawn_numbers([]), 1.0)
+    pieces = (1000 + torch.arange(sum(sizes))).split(sizes)
+    for t, noised_sum, numbers in zip(sums, found, pieces, strict=True):
+        noise = (noised_sum - t).round()
+        assert torch.equal(noise.flatten().sort().values, numbers.float())
+        assert noised_sum.stride() == t.stride() or t.numel() == 6  # what has gaps in memory is put together
+    mine = found[sums.index(total)] - total if alone else found[1] - total
+    assert torch.equal(mine.round().permute(0, 2, 3, 1).flatten(), pieces[-1 if alone else 1].float())
+    parts = [Part("a", ("a",), 1.0, 1.0), Part("b", ("b",), 1.0, 1.0)]
+    draws = [torch.arange(48.0), torch.arange(3.0)]
+    together = noised_together(
+        parts, {"a": total, "b": torch.zeros(3)}, lambda n, size, std: draws[n].clone(), 2.0
+    )
+    assert torch.equal((together["a"] * 2 - total).round().permute(0, 2, 3, 1).flatten(), draws[0])
+    assert together["a"].stride() == total.stride()
+
+
+def test_a_sum_is_brought_into_the_order_of_its_parameter() -> None:
+    parameter = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    total = torch.randn(4, 3, 2, 2, dtype=torch.float64)
+    found = release.in_order_of(parameter, total)
+    assert found.stride() == parameter.stride() and found.dtype == torch.float64 and torch.equal(found, total)
+    assert release.in_order_of(total, total) is total
+    spread = torch.zeros(1, 1).expand(5, 2)
+    assert release.in_order_of(torch.randn(5, 2), spread).is_contiguous()
+
+
+def test_how_sums_lie_in_memory_does_not_change_where_noise_falls() -> None:
+    """It hangs on the parameter alone: ways to compute a sum may leave it turned round."""
+    found = []
+    for turns in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
+        private = make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            data,
+            clipping=PerExample(1.0),
+            sampling="full",
+            noise_multiplier=1.0,
+            seed=3,
+        )
+        clipped_sum = private._clipper.clipped_sum
+
+        def turned(losses: Tensor, clipped_sum: Any = clipped_sum, turns: bool = turns) -> dict[str, Tensor]:
+            sums = clipped_sum(losses)
+            sums["weight"] = sums["weight"].t().contiguous().t() if turns else sums["weight"].contiguous()
+            return sums
+
+        private._clipper.clipped_sum = turned  # type: ignore[method-assign]
+        for x, y in private.loader:
+            private.step(F.cross_entropy(model(x), y, reduction="none"))
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

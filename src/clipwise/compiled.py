@@ -30,7 +30,7 @@ from clipwise import checks, faults
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
-from clipwise.release import buckets, laid_as, noised, scales_of
+from clipwise.release import buckets, in_order_of, laid_as, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import map_tensors, tensors_in
@@ -47,6 +47,7 @@ _LOOK_AGAIN_AFTER = 256  # then one ordinary step, with all of its checks
 _ATTEMPTS = 3
 _UPDATES_BEFORE = 3  # updates with the same settings, of which this one is captured
 _LASTING = 32  # releases that bounds must last, or it does not pay to capture steps for them
+_SUM_TYPES = (torch.float32, torch.float64)
 _SPREADS = 3.0  # a Poisson draw is larger than its mean and so many standard deviations once in 700 times
 
 
@@ -207,6 +208,11 @@ class _Captured:
         pinned = self._device.type == "cuda"
         self._host_keys = [torch.zeros(count, 4, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
+        # Numbers that the noise needs in memory, written once: the graph does not write them anew at every step.
+        stds = [part.noise_std for part in private._parts]
+        self._stds = torch.tensor(stds, dtype=torch.float64, device=self._device)
+        L = private._clipper.divisor
+        self._divisors = {t: torch.full((1,), L, dtype=t, device=self._device) for t in _SUM_TYPES}
         # The step and the piece of it that the sums as they are go on with; of piece 0 they are zeros.
         self._awaited: tuple[int, int] | None = None
         self._gather = _captured(self._gather_piece, self._device)
@@ -328,7 +334,7 @@ class _Captured:
     def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
         # (Sums of several mini-sets are formed in float64 whatever the parameters are.)
         return [
-            clipped[name] if self._is_coupled else clipped[name].to(_sum_type(p))
+            in_order_of(p, clipped[name] if self._is_coupled else clipped[name].to(_sum_type(p)))
             for name, p in self._private._parameters.items()
         ]
 
@@ -369,8 +375,10 @@ class _Captured:
         L, by_name = self._private._clipper.divisor, dict(zip(self._names, self._sums, strict=True))
         found: dict[str, Tensor] = {}
         first = 0
-        for part, labels in zip(self._private._parts, self._labels, strict=True):
-            draw = partial(self._draw, part.noise_std, first)
+        for number, (part, labels) in enumerate(zip(self._private._parts, self._labels, strict=True)):
+            draw = partial(
+                self._draw, None if part.noise_std == 0 else self._stds[number : number + 1], first
+            )
             sums = [by_name[name] for name in part.parameters]
             scales = scales_of(part, part.parameters)
             found.update(zip(part.parameters, noised(sums, draw, L, scales), strict=True))
@@ -385,7 +393,7 @@ class _Captured:
 
     def _draw(
         self,
-        std: float,
+        std_1: Tensor | None,
         first: int,
         bucket: int,
         size: int,
@@ -393,10 +401,10 @@ class _Captured:
         onto: Tensor | None,
         divisor: float,
     ) -> Tensor:
-        if std == 0:
+        if std_1 is None:
             nothing = torch.zeros(size, dtype=dtype, device=self._device)
             return nothing if onto is None else torch.div(onto, divisor, out=nothing.view_as(onto)).view(-1)
-        return normals(self._keys[first + bucket], size, std, dtype, None, onto, divisor)
+        return normals(self._keys[first + bucket], size, std_1, dtype, None, onto, self._divisors[dtype])
 
     def _clear(self) -> None:
         torch._foreach_zero_(self._sums)

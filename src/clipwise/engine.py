@@ -49,7 +49,7 @@ from clipwise.privacy import (
     Sampling,
     Spent,
 )
-from clipwise.release import laid_as
+from clipwise.release import in_order_of, laid_as
 from clipwise.sampling import (
     ByUser,
     Cut,
@@ -338,6 +338,8 @@ class Private:
         )
 
     def _noised(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, p in self._parameters.items():
+            total[name] = in_order_of(p, total[name])
         return noised_sums(total, self._parts, self._clipper.divisor, self._key)
 
     # ------------------------------------------------------------- what it cost

@@ -60,7 +60,7 @@ def noised_together(
         names = part.parameters or (part.name,)
         sizes = [sums[name].numel() for name in names]
         pieces = torch.split(draw(number, sum(sizes), part.noise_std), sizes)
-        found.update((name, piece.view_as(sums[name])) for name, piece in zip(names, pieces, strict=True))
+        found.update((name, _shaped(piece, sums[name])) for name, piece in zip(names, pieces, strict=True))
     views = list(found.values())
     torch._foreach_add_(views, [sums[name] for name in found])
     torch._foreach_div_(views, divisor)
@@ -77,8 +77,8 @@ def scales_of(part: Part, names: Sequence[str]) -> list[float]:
 def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[float] = ()) -> list[Tensor]:
     """(sum + noise) / divisor of each. Takes the sums out of the list, so that memory is given back on the way.
 
-    The results of a bucket lie side by side in one piece of memory, that of their noise. With scales m each is
-    (m sum + noise) / (m divisor).
+    The results of a bucket lie side by side in one piece of memory, that of their noise, each in the order of its sum.
+    With scales m each is (m sum + noise) / (m divisor).
     """
     if scales:
         torch._foreach_mul_(sums, list(scales))
@@ -87,10 +87,11 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
     for number, count in enumerate(buckets([t.numel() for t in sums])):
         bucket = [sums.pop(0) for _ in range(count)]
         # A large sum alone is noised in one pass over memory, not three.
-        alone = bucket[0] if count == 1 and bucket[0].dtype == dtype and bucket[0].is_contiguous() else None
+        is_alone = count == 1 and bucket[0].dtype == dtype and _is_dense(bucket[0])
+        alone = bucket[0].as_strided((bucket[0].numel(),), (1,)) if is_alone else None
         noise = draw(number, sum(t.numel() for t in bucket), dtype, alone, divisor)
         pieces = torch.split(noise, [t.numel() for t in bucket])
-        views = [piece.view_as(t) for piece, t in zip(pieces, bucket, strict=True)]
+        views = [_shaped(piece, t) for piece, t in zip(pieces, bucket, strict=True)]
         if alone is None:
             torch._foreach_add_(views, bucket)
             noise.div_(divisor)
@@ -101,12 +102,27 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
 
 
 @torch.no_grad()
+def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
+    """A sum in the memory order of its parameter, so that noise falls on the same entries however it was formed."""
+    if total.stride() == parameter.stride():
+        return total
+    return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+
+
+@torch.no_grad()
 def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in the type and the memory order of its parameter.
 
     Fused optimizers walk through the memory of both side by side: on a CPU they do not look at the order.
     """
-    gradient = gradient.to(parameter.dtype)
-    if gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
+    return in_order_of(parameter, gradient.to(parameter.dtype))
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Flat numbers in the shape and the memory order of a tensor."""
+    return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view_as(like)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether its entries fill a piece of memory, in whatever order of dimensions: channels last, transposed."""
+    return t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).is_contiguous()

@@ -175,6 +175,18 @@ def test_rounding_never_passes_the_bound(
     assert float(found["w"].double().norm()) <= C
 
 
+@pytest.mark.parametrize("value", [1e-200, 1.0, 1e20, 1e45, 1e150])
+def test_changes_in_float64_of_parameters_in_float32(value: float) -> None:
+    """What float32 cannot hold is clipped before it is rounded."""
+    on = {"w": nn.Parameter(torch.zeros(300))}
+    change = torch.full((300,), value, dtype=torch.float64)
+    found = Batch(2.0, local_update=lambda m, s: {"w": change}).attach(site(on)).clipped_update(None)
+    assert found["w"].dtype == torch.float32
+    assert norm(found) <= 2
+    if value <= 1e20:
+        assert norm(found) == pytest.approx(min(2.0, value * 300**0.5), rel=2e-6, abs=1e-40)
+
+
 def test_a_part_of_two_types_has_room_for_the_coarser_one() -> None:
     for seed in range(10):
         random = torch.Generator().manual_seed(seed)

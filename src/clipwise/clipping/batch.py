@@ -34,9 +34,11 @@ from clipwise.sampling.schemes import whole
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
-_ROOM = 2.0**-20  # of C is left: norms in float64 and one rounding to float32 stay well within it
+# Of C is left: norms in float64, and a weight and a product that are rounded to float32 (2^-23), stay well within it.
+_ROOM = 2.0**-20
 _ROOM_64 = 2.0**-40  # where nothing is rounded to float32
 _UNIT = 2.0**-53  # of rounding to float64
+_LEAST_WEIGHT = 2.0**-100  # that a vector is multiplied with; it counts 0 instead
 # All mini-sets of a batch that is drawn in such a way are of one size, or nearly.
 _OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
 
@@ -203,26 +205,39 @@ class BatchClipper(ClipperByConstants):
         """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
         vectors = without(vectors, self._constants.frozen)
         groups, scales = self._constants.groups, self._constants.scales
-        device = next(iter(vectors.values())).device
-        norms = [
-            _norm([_length(vectors[name], scales.get(name, 1.0), device) for name in names])
-            for names in groups.values()
-        ]
+        lengths = _lengths(vectors, scales)
+        norms = [_norm([lengths[name] for name in names]) for names in groups.values()]
         aims = [self._constants.norms[part] * (1 - self._room(names)) for part, names in groups.items()]
         over_P = torch.stack(torch._foreach_div(norms, aims))
         if self._rare.any(~over_P.isfinite()):
             return self._zeros()
-        nus = over_P.clamp(min=1.0).reciprocal().unbind()
+        nus_P = over_P.clamp(min=1.0).reciprocal()
+        # A weight that float32 holds in part only would be rounded by more than the room that is left.
+        nus_P = torch.where(nus_P < _LEAST_WEIGHT, 0.0, nus_P)
         chosen = self._constants.chosen(self.secret, 1)
-        result = {}
-        for (part, names), nu in zip(groups.items(), nus, strict=True):
-            is_there = not chosen or bool(chosen[part])
-            for name in names:
-                g = vectors[name].detach()
-                # In float64: a tiny weight would be rounded by more than the room that is left.
-                clipped = g.double() * nu.to(g.device) if is_there else torch.zeros_like(g)
-                result[name] = clipped.to(self._dtype(self._parameters[name]))
+        result: dict[str, Tensor] = {}
+        for (part, names), nu, narrow_nu in zip(
+            groups.items(), nus_P.unbind(), nus_P.float().unbind(), strict=True
+        ):
+            if chosen and not chosen[part]:
+                result.update(self._zeros(names))
+            else:
+                vectors_here = {name: vectors[name].detach() for name in names}
+                result.update(self._times(nu, narrow_nu, vectors_here))
         return result
+
+    def _times(self, nu: Tensor, narrow_nu: Tensor, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """nu g of each, in the type of its sum. The weight comes in float64, and in float32 for what is float32."""
+        types = {name: self._dtype(self._parameters[name]) for name in vectors}
+        held = {g.dtype for g in vectors.values()}
+        is_here = all(g.device == nu.device for g in vectors.values())
+        if is_here and torch.float64 not in {*held, *types.values()}:
+            given = [g.float() for g in vectors.values()]
+            # (The call for many is slow for one.)
+            found = [given[0] * narrow_nu] if len(given) == 1 else torch._foreach_mul(given, narrow_nu)
+        else:
+            found = [g.double() * nu.to(g.device) for g in vectors.values()]
+        return {name: t.to(types[name]) for name, t in zip(vectors, found, strict=True)}
 
     def _missing(self, name: str) -> Tensor:
         """The gradient of a parameter that a mini-set does not reach: 0, if others do, as in a mixture of experts.
@@ -238,8 +253,9 @@ class BatchClipper(ClipperByConstants):
             )
         return torch.zeros_like(self._parameters[name])
 
-    def _zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in self._parameters.items()}
+    def _zeros(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        parameters = self._parameters if names is None else {name: self._parameters[name] for name in names}
+        return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in parameters.items()}
 
     def _room(self, names: Sequence[str]) -> float:
         """How much of C is left for rounding: of the norm, of what is clipped, and of its sum.
@@ -288,10 +304,14 @@ class BatchClipper(ClipperByConstants):
         }
 
 
-def _length(g: Tensor, scale: float, device: torch.device) -> Tensor:
-    """|m g| of a tensor, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(g.detach(), dtype=torch.float64).to(device)
-    return norm if scale == 1 else norm * abs(scale)
+def _lengths(vectors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
+    """|m g| of each tensor, in float64, all on one device."""
+    tensors = [g.detach() for g in vectors.values()]
+    found = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return {
+        name: (length * abs(scales[name]) if scales.get(name, 1.0) != 1 else length).to(tensors[0].device)
+        for name, length in zip(vectors, found, strict=True)
+    }
 
 
 def _norm(lengths: list[Tensor]) -> Tensor:

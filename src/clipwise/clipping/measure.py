@@ -38,7 +38,9 @@ def mean_norms(
     """
     size = (mini_set_size or public.batch_size) if of == "mini-set" else None
     device = next(iter(parameters.values())).device
-    totals, count = dict.fromkeys(groups, 0.0), 0
+    # On the device: a measurement waits for it once, and not for every batch.
+    totals_H = torch.zeros(len(groups), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     # Public statistics stay those of the weights: copies of buffers are as good as the buffers.
     with AllPublicStatistics(model).held(), undisturbed(model, parameters):
         memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
@@ -51,21 +53,24 @@ def mean_norms(
             else:
                 squares = _of_each(losses, parameters, model, memory)
             norms_HB = torch.stack([_norms(squares, names, device) for names in groups.values()])
-            told_B = torch.isfinite(losses.detach())
+            told_B = torch.isfinite(losses.detach()).to(device)
             told_B = told_B.all().reshape(1) if of == "mini-set" else told_B
-            norms_HB = norms_HB[:, torch.isfinite(norms_HB).all(0) & told_B]
-            count += norms_HB.shape[1]
-            for h, total in zip(groups, norms_HB.sum(1).tolist(), strict=True):
-                totals[h] += total
-    return {h: total / count if count else math.nan for h, total in totals.items()}
+            counts_B = torch.isfinite(norms_HB).all(0) & told_B
+            totals_H += torch.where(counts_B, norms_HB, 0.0).sum(1)
+            count += counts_B.sum()
+    if not count:
+        return dict.fromkeys(groups, math.nan)
+    return dict(zip(groups, (totals_H / count).tolist(), strict=True))
 
 
 def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
     """|mean_i g_i|^2 by parameter, by plain autograd: examples may depend on one another."""
     found = torch.autograd.grad(losses.mean(), list(parameters.values()), allow_unused=True)
+    reached = [g.to_dense() if g.is_sparse else g for g in found if g is not None]
+    norms = iter(torch._foreach_norm(reached, 2, dtype=torch.float64))
     nothing = torch.zeros(1, dtype=torch.float64, device=losses.device)
     return {
-        name: nothing if g is None else g.double().square().sum().reshape(1)
+        name: nothing if g is None else next(norms).square().reshape(1)
         for name, g in zip(parameters, found, strict=True)
     }
 

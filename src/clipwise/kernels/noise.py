@@ -45,11 +45,11 @@ _TWIN_PAIRS = 1 << 21  # pairs that the twin makes at a time: bounds its workspa
 def normals(
     key_4: Tensor,
     size: int,
-    std: float,
+    std: float | Tensor,
     dtype: torch.dtype,
     device: torch.device | None = None,
     onto: Tensor | None = None,
-    divisor: float = 1.0,
+    divisor: float | Tensor = 1.0,
 ) -> Tensor:
     """`size` independent values of N(0, std^2), flat; with a tensor to put them onto, (onto + noise) / divisor.
 
@@ -59,11 +59,11 @@ def normals(
     Args:
         key_4: the step's key, int64[4], on the device. Two draws from one key are the same noise.
         size: how many values.
-        std: the standard deviation. It is a number, so a captured graph keeps it.
+        std: the standard deviation: a number, which a captured graph keeps, or float64[1] on the device.
         dtype: torch.float32 or torch.float64.
         device: where to draw: the key's device, and no other.
         onto: `size` values of that type on that device, contiguous; not written to.
-        divisor: a number, which a captured graph keeps as well.
+        divisor: likewise; on the device it is of the type `dtype`.
     """
     assert key_4.dtype == torch.int64 and key_4.shape == (4,) and key_4.is_contiguous()
     assert dtype in (torch.float32, torch.float64)
@@ -77,8 +77,7 @@ def normals(
     out = torch.empty(2 * pairs, dtype=dtype, device=key_4.device)
     if pairs:
         # In memory, because Triton would pass a float as float32.
-        std_1 = torch.full((1,), std, dtype=torch.float64, device=key_4.device)
-        divisor_1 = torch.full((1,), divisor, dtype=dtype, device=key_4.device)
+        std_1, divisor_1 = _in_memory(std, torch.float64, key_4), _in_memory(divisor, dtype, key_4)
         with device_of(key_4):
             _write_normals[(blocks(pairs, _BLOCK),)](
                 *(key_4, std_1, out, out if onto is None else onto, divisor_1, pairs, size),
@@ -87,7 +86,13 @@ def normals(
     return out[:size]
 
 
-def normals_in_torch(key_4: Tensor, size: int, std: float, dtype: torch.dtype) -> Tensor:
+def _in_memory(number: float | Tensor, dtype: torch.dtype, beside: Tensor) -> Tensor:
+    return (
+        number if isinstance(number, Tensor) else torch.full((1,), number, dtype=dtype, device=beside.device)
+    )
+
+
+def normals_in_torch(key_4: Tensor, size: int, std: float | Tensor, dtype: torch.dtype) -> Tensor:
     """The twin of `normals`: the same words, so the same values up to the last bits of log, cos and sin."""
     pairs = blocks(size, 2)
     out_P2 = torch.empty(pairs, 2, dtype=dtype, device=key_4.device)
@@ -100,7 +105,7 @@ def normals_in_torch(key_4: Tensor, size: int, std: float, dtype: torch.dtype) -
     return out_P2.view(-1)[:size]
 
 
-def pairs_from_words(k_P: Tensor, a_P: Tensor, std: float) -> Tensor:
+def pairs_from_words(k_P: Tensor, a_P: Tensor, std: float | Tensor) -> Tensor:
     """Box-Muller as above, from words as int64, whose bits count for k and whose value for a: [P, 2] in float64."""
     u_P = (k_P.view(torch.uint64).double() + 0.5) * 2.0**-64
     r_P, t_P = torch.sqrt(-2 * torch.log(u_P)) * std, a_P.double() * _ANGLE
