@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise import Batch, Lipschitz, layers, lipschitz
+from clipwise import Batch, Lipschitz, PerExample, checkpoint, layers, lipschitz
+from clipwise.clipping import Quantile
+from clipwise.clipping.adaptive import Adaptive
+from clipwise.clipping.by_norm import ByNorm
+from clipwise.clipping.decay import Decay
+from clipwise.clipping.multipliers import Multipliers
+from clipwise.clipping.random_layer import RandomLayer
+from clipwise.clipping.released import Released
+from clipwise.clipping.sparse import Sparse
+from clipwise.clipping.strategy import Strategy
 from clipwise.errors import ConfigurationError
-from clipwise.given import require_takes
-from tests.runs import private_run
+from clipwise.given import plain, require_takes
+from tests.runs import private_run, train
 
 ROWS = torch.randn(6, 4)
 
@@ -24,6 +36,79 @@ def normed() -> nn.Sequential:
 
 def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    given = {"a": np.float32(0.5), "b": [np.int64(3), (np.bool_(True), "c")], "d": None}
+    found = plain(given)
+    assert found == {"a": 0.5, "b": [3, (True, "c")], "d": None}
+    assert [type(v) for v in (found["a"], found["b"][0], found["b"][1][0])] == [float, int, bool]
+    untouched = {"a": 1.0, "b": [2, (3,)], "t": ROWS}
+    assert plain(untouched) is untouched  # such as a state_dict, which has more to it than its entries
+
+
+NUMPY = [
+    lambda: PerExample(max_norm=np.float32(0.5)),
+    lambda: PerExample(max_norm={"0": np.float64(1.0), "2": np.float32(2.0)}, parts="layer"),
+    lambda: PerExample(max_norm=1.0, parts="layer", split={"0": np.float64(1.0), "2": np.int64(2)}),
+    lambda: PerExample(max_norm=Quantile(initial=np.float32(0.5), count_noise=1.0, target=np.float64(0.5))),
+    lambda: PerExample(max_norm=Decay(np.float64(1.0), np.float32(0.5), every=np.int64(2))),
+    lambda: PerExample(max_norm=1.0, parts=Adaptive(Released(memory=np.float32(0.5)), every=np.int64(2))),
+    lambda: PerExample(max_norm=1.0, parts=ByNorm(Released(), groups=np.int64(2), every=2)),
+    lambda: PerExample(max_norm=1.0, parts=Multipliers(Released(), keep_length=np.bool_(True), every=2)),
+    lambda: Batch(max_norm=np.float32(1.0), mini_sets=np.int64(2)),
+    lambda: PerExample(
+        max_norm=1.0, sparse=Sparse(every=np.int64(20), within=np.float64(2.0), after=np.int64(1))
+    ),
+]
+
+
+@pytest.mark.parametrize("clipping", NUMPY)
+def test_settings_may_be_numbers_of_numpy_and_go_into_checkpoints(
+    clipping: Callable[[], Strategy], tmp_path: Path
+) -> None:
+    model, private = private_run(clipping=clipping(), steps=np.int64(3), averaged=np.float32(0.5))
+    for group in private.optimizer.param_groups:
+        group["lr"] = np.float64(0.1)
+    train(model, private, 1)
+    checkpoint.save(tmp_path / "c.pt", {"private": private.state_dict(), "best": np.float64(0.5)})
+    loaded = checkpoint.load(tmp_path / "c.pt")
+    assert loaded["private"]["configuration"] == private._configuration() and loaded["best"] == 0.5
+    torch.save(private.state_dict(), tmp_path / "own.pt")
+    assert torch.load(tmp_path / "own.pt", weights_only=True)["position"] == 1
+
+
+@pytest.mark.parametrize("name", ["relative", "keep_length"])
+def test_a_word_is_no_switch(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Multipliers: {name} must be True or False, not 'no'"):
+        Multipliers(Released(), every=2, **{name: "no"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ledger": 5}, "ledger must be the path of a file, not int"),
+        ({"resume_file": 5}, "resume_file must be the path of a file, not int"),
+        ({"collate_fn": 3}, "collate_fn must be a function from a list of records to a batch, not int"),
+        ({"clipping": PerExample(parts=["0", "2"])}, r"parts=\['0', '2'\] is not known: .* a list of lists"),  # type: ignore[list-item]
+        (
+            {"clipping": PerExample(parts=RandomLayer(groups="layers"))},
+            "RandomLayer: groups='layers' is not known",
+        ),
+        (
+            {"clipping": PerExample(parts=Adaptive(Released(), groups="layers", every=2))},
+            "Adaptive: groups='layers' is not known",
+        ),
+        (
+            {"clipping": PerExample(parts=ByNorm(Released(), among="layers", every=2))},
+            "ByNorm: among='layers' is not known",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_name_the_argument_that_was_given(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        private_run(**options)
 
 
 def test_functions_that_take_what_they_are_called_with() -> None:

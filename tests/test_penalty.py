@@ -35,7 +35,18 @@ def test_a_run_goes_on_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [lambda m: 1.0, lambda m: torch.ones(()), lambda m: m[0].bias, lambda m: m.no_such_layer, len, 0.1]
+    "bad",
+    [
+        lambda m: 1.0,
+        lambda m: torch.ones(()),
+        lambda m: torch.ones((), requires_grad=True),
+        lambda m: m[0].bias,
+        lambda m: m.no_such_layer,
+        lambda m: m[0].weight.sum() * torch.nan,
+        lambda m: (m[0].weight * 0).sum().sqrt(),
+        len,
+        0.1,
+    ],
 )
 def test_what_is_no_penalty_is_refused_before_anything_is_released(bad: Any) -> None:
     with pytest.raises(ConfigurationError, match="penalty"):
@@ -48,6 +59,16 @@ def test_one_that_goes_wrong_later_is_refused_then() -> None:
     with pytest.raises(StepError, match="penalty must return a single number"):
         private.step(losses_of(model, next(iter(private.loader))))
     assert private.steps == 1  # charged all the same
+
+
+@pytest.mark.parametrize("late", [lambda m: ridge(m) * torch.inf, lambda m: (m[0].weight * 0).sum().sqrt()])
+def test_one_that_is_not_finite_later_leaves_the_weights_alone(late: Any) -> None:
+    values = iter([ridge, late])
+    model, private = private_run(penalty=lambda model: next(values)(model))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(StepError, match="penalty is not finite"):
+        private.step(losses_of(model, next(iter(private.loader))))
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
 def test_the_statement_assumes_that_it_looks_at_no_record() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import plain
 from clipwise.structure import map_tensors
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
@@ -83,6 +84,7 @@ class Views:
     """
 
     def __init__(self, count: int, *draws: Draw, seed: int | None = None) -> None:
+        count = plain(count)
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_VIEWS:
             raise ConfigurationError(
                 f"averaged_views, Views: the number of views must be a whole number from 1 to {_MOST_VIEWS}."

@@ -19,6 +19,7 @@ import torch
 
 from clipwise.errors import CheckpointError
 from clipwise.files import replace_file, sync_folder
+from clipwise.given import plain
 from clipwise.privacy import Entry, Event
 
 FORMAT = 1
@@ -36,7 +37,7 @@ _FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write a checkpoint so that a crash leaves the old file or the new one, never half of one."""
-    replace_file(Path(path), lambda file: torch.save(dict(state), file), mode=0o644)
+    replace_file(Path(path), lambda file: torch.save(dict(plain(state)), file), mode=0o644)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

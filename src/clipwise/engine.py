@@ -36,6 +36,7 @@ from clipwise.errors import (
     PrivacyWarning,
     StepError,
 )
+from clipwise.given import plain
 from clipwise.gradients import opaque
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger
@@ -430,7 +431,7 @@ class Private:
 
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
-        return {
+        state = {
             "format": checkpoint.FORMAT,
             "run": self._ledger.run,
             "position": self._ledger.position,
@@ -442,6 +443,8 @@ class Private:
             "optimizer": self.optimizer.state_dict(),
             **({} if self._averages is None else {"averaged": self.averaged.state_dict()}),
         }
+        found: dict[str, Any] = plain(state)  # a learning rate may be numpy's
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint.
@@ -762,6 +765,7 @@ def _told_of_steps(optimizer: torch.optim.Optimizer, private: Private) -> Remova
 
 def _plain(value: Any) -> Any:
     """A setting of an optimizer in types that JSON and `weights_only=True` know."""
+    value = plain(value)
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):

@@ -5,13 +5,50 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from clipwise.errors import ConfigurationError
+
+
+def plain(value: Any) -> Any:
+    """Numbers of numpy as Python's own, in mappings, lists and tuples too; all else as it is.
+
+    They would be in checkpoints otherwise, and those are loaded with `weights_only=True`, which does not know them.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        found = {key: plain(member) for key, member in value.items()}
+        return value if all(found[key] is member for key, member in value.items()) else found
+    if type(value) in (list, tuple):
+        members = [plain(member) for member in value]
+        same = all(new is old for new, old in zip(members, value, strict=True))
+        return value if same else type(value)(members)
+    return value
+
+
+def with_plain_numbers(settings: Any) -> None:
+    """For the beginning of a dataclass's `__post_init__`: its numbers are checked, used and told as Python's own."""
+    for each in fields(settings):
+        object.__setattr__(settings, each.name, plain(getattr(settings, each.name)))
+
+
+def require_path(argument: str, given: object) -> None:
+    """Refuse what names no file."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigurationError(f"{argument} must be the path of a file, not {type(given).__name__}.")
+
+
+def require_bool(argument: str, given: object) -> None:
+    """Refuse what is neither True nor False: a word such as "no" would count as True."""
+    if not isinstance(given, bool):
+        raise ConfigurationError(f"{argument} must be True or False, not {given!r}.")
 
 
 def require_module(given: object) -> None:

@@ -27,6 +27,7 @@ from clipwise.budget import Budget
 from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
 from clipwise.engine import Private
 from clipwise.errors import ConfigurationError
+from clipwise.given import plain, require_path
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger, MemoryLedger
 from clipwise.parts import parts_of
@@ -173,6 +174,8 @@ def make_private(
     header = {"dataset_size": size, "parameters": fingerprint.of_parameters(parameters)}
     if watch.current() is not None:  # nothing of a watched run stays
         ledger = resume_file = None
+    if resume_file is not None:
+        require_path("resume_file", resume_file)
     book = _ledger(ledger, header)
     if resume_file is None and isinstance(book, FileLedger):
         resume_file = book.path.with_name(book.path.name + ".resume")
@@ -226,6 +229,7 @@ def _views(averaged_views: object, strategy: Strategy) -> Views | None:
         )
     if isinstance(averaged_views, Views):
         return averaged_views
+    averaged_views = plain(averaged_views)
     if isinstance(averaged_views, bool) or not isinstance(averaged_views, int) or averaged_views < 1:
         raise ConfigurationError(
             f"averaged_views={averaged_views!r} is not possible: give a whole number of at least 1, or "
@@ -237,13 +241,14 @@ def _views(averaged_views: object, strategy: Strategy) -> Views | None:
 def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
     if averaged is None or isinstance(averaged, AveragedParameters):
         return averaged
-    number = isinstance(averaged, (int, float)) and not isinstance(averaged, bool)
+    decay: object = plain(averaged)
+    number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
     if not (number and 0 <= averaged < 1):
         raise ConfigurationError(
             f"averaged must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not "
             f"{averaged!r}."
         )
-    return AveragedParameters(model, averaged)
+    return AveragedParameters(model, float(averaged))
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
@@ -285,5 +290,6 @@ def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str,
         return MemoryLedger()
     if isinstance(ledger, Ledger):
         return ledger
+    require_path("ledger", ledger)
     Path(ledger).parent.mkdir(parents=True, exist_ok=True)
     return FileLedger(ledger, header=header)

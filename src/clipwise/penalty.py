@@ -21,7 +21,7 @@ def require_penalty(given: object, model: nn.Module) -> None:
             f"penalty must be a function from the model to a number, not {type(given).__name__}."
         )
     try:
-        _value(given, model)
+        _gradients(given, model, [p for p in model.parameters() if p.requires_grad])
     except StepError as error:
         raise ConfigurationError(str(error)) from error
     except Exception as error:
@@ -32,16 +32,28 @@ def require_penalty(given: object, model: nn.Module) -> None:
 
 def add_penalty(penalty: Penalty, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Add its gradient to every `.grad`. The weights are released, so this is post-processing."""
-    found = torch.autograd.grad(_value(penalty, model), list(parameters.values()), allow_unused=True)
+    found = _gradients(penalty, model, list(parameters.values()))
     for p, gradient in zip(parameters.values(), found, strict=True):
         if gradient is not None:
             assert p.grad is not None
             p.grad.add_(gradient)
 
 
-def _value(penalty: Penalty, model: nn.Module) -> Tensor:
+def _gradients(
+    penalty: Penalty, model: nn.Module, parameters: list[nn.Parameter]
+) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():
         value = penalty(model)
-    if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
+    is_number = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+    found: tuple[Tensor | None, ...] = ()
+    if is_number:
+        found = torch.autograd.grad(value, parameters, allow_unused=True)
+    if all(g is None for g in found):
         raise StepError("penalty must return a single number that depends on the model's trainable weights.")
-    return value
+    finite = [torch.isfinite(t.detach()).all().cpu() for t in (value, *found) if t is not None]
+    if not bool(torch.stack(finite).all()):
+        raise StepError(
+            "penalty is not finite at these weights, or its gradient is not, and they would be lost: look at how it "
+            "is computed."
+        )
+    return found

@@ -286,6 +286,15 @@ def test_an_answer_that_makes_no_sense_is_refused(answer: Any, words: str) -> No
         attached(Batch(local_update=lambda m, s: answer), model()).clipped_update(None)
 
 
+@pytest.mark.parametrize(
+    "change", [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "meta"]
+)
+def test_changes_that_hold_no_plain_numbers_are_refused(change: Tensor) -> None:
+    clipper = attached(Batch(1.0, local_update=lambda m, s: {"0.bias": change}), model())
+    with pytest.raises(StepError, match=r"'0.bias'.*dense tensor"):
+        clipper.clipped_update(None)
+
+
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     on = model()
     on.kept = (i for i in range(3))  # type: ignore[assignment]

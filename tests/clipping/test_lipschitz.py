@@ -371,6 +371,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": 0.0}, "temperature"),
     "weights": ({"max_weight_norm": -1.0}, "max_weight_norm"),
     "unknown layer": ({"max_weight_norm": {"1": 1.0, "3": 1.0, "5": 1.0}}, "'5'"),
+    "a place, and no name": ({"max_weight_norm": {1: 1.0, 3: 1.0}}, "max_weight_norm: 1 is no parameter"),
     "missing layer": ({"max_weight_norm": {"1": 1.0}}, "'3.weight'"),
     "shape": ({"input_shape": (3,)}, "input_shape"),
 }

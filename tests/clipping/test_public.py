@@ -83,6 +83,15 @@ def test_a_loss_must_be_a_function_with_one_loss_an_example() -> None:
             data.losses(nn.Linear(4, 2).double(), BATCHES[0], torch.device("cpu"))
 
 
+def test_an_empty_batch_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    public = Public([(torch.ones(2, 3),), (torch.ones(0, 3),)], lambda m, x: m(x).sum(1), name="known")
+    full, empty = public.batches()
+    assert len(public.losses(model, full, torch.device("cpu"))) == 2
+    with pytest.raises(ConfigurationError, match=r"Public\(known\): a batch holds no example"):
+        public.losses(model, empty, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_a_batch_size_is_a_whole_number(size: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size"):

@@ -39,9 +39,25 @@ def test_a_folder_may_be_new_and_must_not_be_a_file(tmp_path: Path, file: Path) 
 
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ConfigurationError, match=r"--out .* cannot be written"):
-        require_folder(tmp_path / "new")
+    def forbidden(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.mkdir", forbidden)  # the tests may run as root, to whom nothing is forbidden
+    for out in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ConfigurationError, match=r"--out .* cannot be written: .*Permission denied"):
+            require_folder(out)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_whatever_the_permissions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--out .* cannot be written: .*File name too long"):
+        require_folder(tmp_path / "new" / ("long" * 100))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigurationError, match=r"--out .* cannot be a folder"):
+        require_folder(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]  # it leaves nothing behind
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 
 
 def test_results_to_take_over_must_be_there(tmp_path: Path, file: Path) -> None:
@@ -65,6 +81,12 @@ PLANNED = ("--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3)
         (("tune", "digits", "--out", "FILE"), "a_file is a file"),
         (("bench", "--quick", "--out", "FILE"), "a_file is a file"),
         (("tune", "digits", "--accounted", "--out", "FILE"), "a_file is a file"),
+        pytest.param(("tune", "digits", "--out", "/proc/x"), "--out /proc/x cannot be", marks=on_linux),
+        pytest.param(
+            ("reproduce", "batch-clipping", "--quick", "--out", "/proc/x"),
+            "--out /proc/x cannot be written",
+            marks=on_linux,
+        ),
     ],
 )
 def test_commands_look_first(arguments: tuple[object, ...], message: str, file: Path) -> None:

@@ -49,15 +49,22 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
         (("digits", "--accounted", "--trials", 5), "--trials does not go with --accounted"),
         (("digits", "--seed", -1), "--seed"),
         (("mine.py", "--accounted"), "takes a data set by name"),
-        (("digits", "--accounted", "--mean-runs", 1), "--mean-runs 1 is not possible"),
+        (("digits", "--accounted", "--mean-runs", 1), "mean_runs=1.0 is not possible"),
+        (("digits", "--accounted", "--mean-runs", "nan"), "mean_runs=nan is not possible"),
+        (("digits", "--accounted", "--mean-runs", "inf"), "mean_runs=inf is not possible"),
+        (("digits", "--accounted", "--epsilon", "nan"), "epsilon=nan is not possible: it must be a number"),
+        (("digits", "--accounted", "--epsilon", "inf"), "epsilon=inf is not possible: it must be a number"),
         (("digits", "--accounted", "--method", "sgd"), "method='sgd' is not known"),
         (("digits", "--accounted", "--norm", "batch"), "norm='batch' is not known"),
         (("digits", "--accounted", "--sample-rate", 0), "sample_rate=0.0 is not possible"),
+        (("digits", "--accounted", "--sample-rate", 1.5), "sample_rate=1.5 is not possible"),
+        (("digits", "--accounted", "--sample-rate", "nan"), "sample_rate=nan is not possible"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_in_a_line(arguments, message):
-    found = call(*arguments)
+def test_what_cannot_be_tuned_is_refused_in_a_line(arguments, message, tmp_path):
+    found = call(*arguments, "--out", tmp_path / "out")
     assert found.exit_code == 2 and message in found.output.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
 
 
 SPACE = "from clipwise.tune import Range, Choice\nSPACE = {'x': Choice((1, 2))}\n"
@@ -90,10 +97,35 @@ def test_a_study_that_is_none_or_has_another_space_is_refused(tmp_path):
     assert call(script, "--trials", 1, "--out", out).exit_code == 0
     script.write_text(script.read_text().replace("(1, 2)", "(1, 2, 3)"))
     found = call(script, "--trials", 2, "--out", out)
-    assert found.exit_code == 2 and "SPACE['x'] is not what it was" in found.output.replace("\n", " ")
+    assert found.exit_code == 2 and "'x' was values [1, 2] and is values [1, 2, 3]" in found.output
     (out / "study.db").write_text("junk")
     found = call(script, "--trials", 2, "--out", out)
     assert found.exit_code == 2 and "cannot be opened as a study" in found.output.replace("\n", " ")
+
+
+def test_a_second_study_in_a_folder_leaves_the_results_of_the_first(tmp_path):
+    pytest.importorskip("optuna")
+    out = tmp_path / "out"
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(SCRIPT)
+        found = call(tmp_path / f"{name}.py", "--trials", 1, "--out", out)
+        assert found.exit_code == 0, found.output
+    assert f"wrote {out / 'second' / 'front.md'}" in found.output.replace("\n", "")
+    assert "# first:" in (out / "front.md").read_text()
+    assert "# second:" in (out / "second" / "front.md").read_text()
+
+
+def test_scripts_of_one_name_and_two_spaces_are_not_mixed(tmp_path):
+    pytest.importorskip("optuna")
+    for folder, text in (("a", SCRIPT), ("b", SCRIPT.replace("'x'", "'y'"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "z.py").write_text(text)
+    out = tmp_path / "out"
+    assert call(tmp_path / "a" / "z.py", "--trials", 1, "--out", out).exit_code == 0
+    before = (out / "results.json").read_text()
+    found = call(tmp_path / "b" / "z.py", "--trials", 2, "--out", out)
+    assert found.exit_code == 2 and "'x' is gone; 'y' is new" in found.output
+    assert "--out" in found.output and (out / "results.json").read_text() == before
 
 
 def test_help_teaches_by_example():

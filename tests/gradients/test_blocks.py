@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipwise.gradients.blocks import Blocks
+from clipwise.gradients.blocks import Blocks, Scratch
 
 SHAPE = torch.Size((4, 8))
 BYTES = SHAPE.numel() * 4
@@ -67,3 +67,33 @@ def test_sizes_that_nobody_asks_for_make_room() -> None:
         del kept
     first = take(blocks, half).data_ptr()
     assert take(blocks, half).data_ptr() == first
+
+
+def test_scratch_is_one_piece_of_memory_as_large_as_the_largest() -> None:
+    scratch = Scratch(10 * BYTES)
+    small, large = torch.zeros(2, 3), torch.zeros(5, 7, dtype=torch.float64)
+    place = scratch.like(large).data_ptr()
+    for t in (small, large, small):
+        found = scratch.like(t)
+        assert found.shape == t.shape and found.dtype == t.dtype and found.data_ptr() == place
+        del found
+
+
+def test_scratch_that_is_in_use_is_not_handed_out() -> None:
+    scratch = Scratch(10 * BYTES)
+    held = scratch.like(torch.zeros(SHAPE))
+    part = held[1:2]
+    del held
+    other = scratch.like(torch.zeros(SHAPE))
+    assert other.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+    scratch.clear()
+    assert scratch.like(torch.zeros(SHAPE)).untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+
+
+def test_scratch_for_other_layouts_and_large_ones_is_new_memory() -> None:
+    scratch = Scratch(BYTES)
+    turned = torch.zeros(4, 8).t()
+    assert scratch.like(turned).stride() == turned.stride()
+    assert scratch.like(torch.zeros(5, 8)).shape == (5, 8)
+    kept = scratch.like(torch.zeros(2))
+    assert kept.untyped_storage().nbytes() == 8  # neither of them was kept

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers import ClipInput
-from clipwise.lipschitz import Huber, SoftmaxCrossEntropy, tightness
+from clipwise.lipschitz import Huber, SoftmaxCrossEntropy, tightness, trace
 
 
 def test_a_single_layer_reaches_its_bound() -> None:
@@ -48,3 +51,45 @@ def test_without_any_gradient_the_ratio_is_infinite_and_without_examples_there_i
     assert none.largest == 0 and none.ratio == math.inf
     with pytest.raises(ConfigurationError, match="at least one example"):
         tightness(model, Huber(), torch.zeros(0, 2), torch.zeros(0, 1))
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(ClipInput(1.0), nn.Linear(4, 3))
+
+
+GIVEN: dict[str, Any] = {
+    "model": network(),
+    "loss": SoftmaxCrossEntropy(),
+    "inputs": torch.ones(6, 4),
+    "targets": torch.zeros(6).long(),
+}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, r"model must be a torch\.nn\.Module"),
+    "a frozen model": ({"model": network().requires_grad_(False)}, "model has no trainable parameter"),
+    "a loss without a constant": ({"loss": F.cross_entropy}, "loss must be a .*BoundedLoss.* not function"),
+    "a class": ({"loss": SoftmaxCrossEntropy}, "loss must be a .*BoundedLoss"),
+    "an array": ({"inputs": np.ones((6, 4), np.float32)}, "inputs must be a tensor .* not ndarray"),
+    "an array of targets": ({"targets": np.zeros(6, int)}, "targets must be a tensor .* not ndarray"),
+    "a list": ({"targets": [0] * 6}, "targets must be a tensor .* not list"),
+    "a number": ({"inputs": torch.tensor(1.0)}, "inputs must be a tensor .* not a single number"),
+    "another type": ({"inputs": torch.ones(6, 4).double()}, "inputs: the model does not take them"),
+    "a class that is not there": ({"targets": torch.full((6,), 9)}, "targets: the loss does not take them"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_arguments_that_do_not_fit_are_named(what: str) -> None:
+    changed, message = BAD[what]
+    with pytest.raises(ConfigurationError, match=message):
+        tightness(**{**GIVEN, **changed})
+
+
+def test_a_trace_takes_a_model() -> None:
+    with pytest.raises(ConfigurationError, match=r"model must be a torch\.nn\.Module, not NoneType"):
+        trace(None, (4,))  # type: ignore[arg-type]
+
+
+def test_a_loop_without_gradients_makes_no_difference() -> None:
+    with torch.no_grad():
+        found = tightness(**GIVEN)
+    assert found == tightness(**GIVEN)

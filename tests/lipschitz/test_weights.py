@@ -102,6 +102,9 @@ def test_limits_by_name_and_wrong_ones() -> None:
         limits_of(network, {"1": 2.0})
     with pytest.raises(ConfigurationError, match="'7' is no parameter"):
         limits_of(network, {"1": 2.0, "4": 1.0, "7": 1.0})
+    for key in (1, None, ("1",)):  # no names, though 1 is a layer's place
+        with pytest.raises(ConfigurationError, match=r"max_weight_norm: .* is no parameter.*'1\.weight'"):
+            limits_of(network, {key: 2.0, "4": 1.0})  # type: ignore[dict-item]
     for bad in (0.0, -1.0, math.inf, math.nan, True):
         with pytest.raises(ConfigurationError, match="positive"):
             limits_of(network, bad)

@@ -7,6 +7,7 @@ import pytest
 
 from clipwise.errors import ConfigurationError
 from clipwise.reproduce.batch_clipping import paper, tuned
+from clipwise.reproduce.papers import PAPERS
 from clipwise.reproduce.runner import Options, reproduce
 
 
@@ -101,11 +102,25 @@ def test_files_name_no_folder(tmp_path, fake, everywhere_digits):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["environments"][0]["versions"]["torch"]
 
 
-def test_a_missing_data_set_ends_the_command_and_is_no_result(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("data", [None, "nowhere", "."])
+def test_a_missing_data_set_ends_the_command_and_is_no_result(tmp_path, monkeypatch, name, data):
     monkeypatch.delenv("CLIPWISE_DATA", raising=False)
+    folder = None if data is None else tmp_path / data
+    lines, say = said()
+    with pytest.raises(ConfigurationError, match=r"--data DIR|does not exist|holds no"):
+        reproduce(Options(name, tmp_path / "out", data=folder), say)
+    assert not (tmp_path / "out").exists() and not lines
+
+
+def test_earlier_results_are_shown_where_a_data_set_is_missing(tmp_path, monkeypatch, fake):
+    monkeypatch.delenv("CLIPWISE_DATA", raising=False)
+    reproduce(Options("batch-clipping", tmp_path, figures=("4",), quick=True), said()[1])
+    (tmp_path / "results.md").unlink()
+    lines, say = said()
     with pytest.raises(ConfigurationError, match="--data DIR"):
-        reproduce(Options("batch-clipping", tmp_path, figures=("B",)), said()[1])
-    assert not (tmp_path / "results.json").exists()
+        reproduce(Options("batch-clipping", tmp_path, figures=("4",)), say)
+    assert lines == [f"wrote {tmp_path / 'results.md'}"] and (tmp_path / "results.md").exists()
 
 
 def test_a_text_that_is_in_no_row_is_refused(tmp_path):

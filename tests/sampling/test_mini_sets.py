@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import TensorDataset
 
+from clipwise import Batch, make_private
 from clipwise.errors import ConfigurationError
 from clipwise.sampling import (
     ByBlock,
@@ -67,6 +71,7 @@ IDS: list[Any] = [
     np.array([3, 1, 3, 2, 1, 3]),
     [(3, "x"), (1, "x"), (3, "x"), (2, "x"), (1, "x"), (3, "x")],
 ]
+OWNER = {i: f"user {i % 3}" for i in range(6)}
 
 
 @pytest.mark.parametrize("ids", IDS, ids=lambda ids: type(ids).__name__)
@@ -75,6 +80,11 @@ def test_a_users_records_are_one_mini_set(ids: Any) -> None:
     assert users.users == users.units(6) == 3
     assert [p.tolist() for p in users(np.array([0, 2]))] == [[1, 4], [0, 2, 5]]
     assert [p.tolist() for p in users(np.array([], dtype=np.int64))] == [[]]
+
+
+def test_a_generator_is_read_in_its_order() -> None:
+    users = ByUser(owner for owner in IDS[0])
+    assert [p.tolist() for p in users(np.arange(3))] == [[1, 4], [3], [0, 2, 5]]
 
 
 def test_users_are_numbered_by_id_and_not_by_place() -> None:
@@ -99,12 +109,57 @@ def test_what_a_user_has_is_not_shown() -> None:
         ([1.0, float("nan")], "missing"),
         ([[1], [2]], "plain value"),
         ([torch.tensor(1), torch.tensor(1)], "plain value"),
+        (np.array(OWNER), "0 dimensions"),
     ],
     ids=repr,
 )
 def test_ids_that_say_nothing_are_refused(ids: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match="group.*" + words):
         ByUser(ids)
+
+
+BY_KEY = [OWNER, OrderedDict(OWNER), MappingProxyType(OWNER), OWNER.keys(), OWNER.items(), OWNER.values()]
+
+
+@pytest.mark.parametrize("ids", BY_KEY, ids=lambda ids: type(ids).__name__)
+def test_a_mapping_is_no_column(ids: Any) -> None:
+    """It would be read as its keys: as many users as records, and no protection of a user."""
+    with pytest.raises(ConfigurationError) as refusal:
+        ByUser(ids)
+    said = str(refusal.value)
+    assert said.startswith(f"group is a {type(ids).__name__}:") and "[owner[i] for i in range(n)]" in said
+
+
+@pytest.mark.parametrize("ids", [set(range(6)), frozenset(range(6))], ids=lambda ids: type(ids).__name__)
+def test_a_set_is_no_column(ids: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"group is a (frozen)?set.*no order.*id for each record"):
+        ByUser(ids)
+
+
+def test_a_table_is_no_column() -> None:
+    """It is looped over by the names of its columns, of which there may be as many as records."""
+
+    class Table(list[str]):
+        ndim = 2
+
+    with pytest.raises(ConfigurationError, match="group has 2 dimensions"):
+        ByUser(Table(["age", "height"]))
+
+
+def test_make_private_refuses_owners_by_key() -> None:
+    model = nn.Linear(2, 1)
+
+    def make(group: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(6, 2))
+        make_private(
+            model, optimizer, data, clipping=Batch(), group=group, batch_size=2, noise_multiplier=1.0
+        )
+
+    make([OWNER[i] for i in range(6)])
+    for group in (OWNER, set(OWNER)):
+        with pytest.raises(ConfigurationError, match="group is a"):
+            make(group)
 
 
 def test_ids_must_be_as_many_as_records() -> None:

@@ -34,6 +34,14 @@ def test_an_impossible_budget_is_refused():
         plan(1e-7, 1e-5, mean=1e6, **RUN)
 
 
+@pytest.mark.parametrize("epsilon", [math.nan, math.inf, 0.0, 1e6])
+def test_a_budget_that_promises_nothing_is_refused(epsilon):
+    with pytest.raises(
+        ConfigurationError, match=r"epsilon=.* is not possible: .* greater than 0 and less than"
+    ):
+        plan(epsilon, 1e-5, mean=3.0, **RUN)
+
+
 def quiet(mean: float, score_noise: float = 1e-6) -> SelectionPlan:
     return SelectionPlan(1.0, 1e-5, mean, 1.0, 1.0, score_noise, 0.5)
 

@@ -1,6 +1,10 @@
 """Spaces: every point lies in its range, and table 3 is as the paper prints it."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -8,6 +12,7 @@ from hypothesis import strategies as st
 
 from clipwise.errors import ConfigurationError
 from clipwise.tune import Choice, Range, paper_space, point
+from clipwise.tune.space import described
 
 UNIT = st.floats(0, 1)
 
@@ -56,8 +61,44 @@ def test_table_3():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Range(2, 2), lambda: Range(0, 1, log=True), lambda: Range(0, math.inf), lambda: Choice(())],
+    [
+        lambda: Range(2, 2),
+        lambda: Range(0, 1, log=True),
+        lambda: Range(0, math.inf),
+        lambda: Range(0.2, 0.4, whole=True),
+        lambda: Choice(()),
+    ],
 )
 def test_empty_spaces_are_refused(make):
     with pytest.raises(ConfigurationError):
         make()
+
+
+def test_a_description_is_in_plain_types_and_tells_spaces_apart():
+    space = {"rate": Range(1, 2, log=True), "kind": Choice(("a", 3, None, (1, 2)))}
+    found = described(space)
+    assert json.loads(json.dumps(found)) == found
+    assert found == described({"rate": Range(1.0, 2.0, log=True), "kind": Choice(("a", 3, None, (1, 2)))})
+    for other in (Range(1, 3, log=True), Range(1, 2), Range(1, 2, log=True, whole=True), Choice((1, 2))):
+        assert described(space | {"rate": other}) != found
+    assert described(space | {"kind": Choice(("a", 3, None, (1, 3)))}) != found
+
+
+def test_a_description_is_the_same_in_another_process():
+    """Functions lie elsewhere there, and the words of a set come in another order."""
+    code = (
+        "from clipwise.tune.space import Choice, described\n"
+        "def identity(x): return x\n"
+        "print(described({'x': Choice((identity, {'a', 'b', 'c', 'd', 'e'}))}), id(identity))"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert "identity" in texts[0] and texts[0].rpartition(" ")[0] == texts[1].rpartition(" ")[0]

@@ -9,7 +9,7 @@ from clipwise.tune import Choice, Range, report, study
 from clipwise.tune.front import front
 from clipwise.tune.subject import Score, Subject, of_script
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 
 
 def toy(score=None):
@@ -79,6 +79,97 @@ def test_what_is_written(tmp_path):
     assert page.count("\n| ") == 1 + len(stored["front"])
     assert "no guarantee" in page and "all 6 models would cost" in page
     assert all(file.exists() for file in files)
+
+
+def of_space(**space):
+    return Subject("toy", space, lambda settings: Score(0.5, 1.0))
+
+
+BEGUN = {"lr": Range(0, 1), "kind": Choice(("a", "b"))}
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"rate": Range(0, 1), "kind": Choice(("a", "b"))}, r"'lr' is gone; 'rate' is new\."),
+        (
+            {"lr": Range(0, 2), "kind": Choice(("a", "b"))},
+            r"'lr' was low 0\.0, high 1\.0.* and is .* high 2\.0",
+        ),
+        ({"lr": Range(0, 1), "kind": Choice(("a", "c"))}, r"'kind' was values \['a', 'b'\] and is .*'c'\]"),
+        ({"lr": Choice((1,)), "kind": Choice(("a", "b"))}, r"'lr' was low 0\.0.* and is values \[1\]"),
+        ({"lr": Range(0, 1)}, r"'kind' is gone\."),
+    ],
+)
+def test_another_space_is_refused_and_nothing_is_lost(tmp_path, space, message):
+    before = study.search(of_space(**BEGUN), 2, tmp_path, quiet)
+    with pytest.raises(ConfigurationError, match=message + r".* Give another folder with --out\."):
+        study.search(of_space(**space), 5, tmp_path, quiet)
+    with pytest.raises(
+        ConfigurationError, match="SPACE is not what it was"
+    ):  # also where nothing is to be run
+        study.search(of_space(**space), 1, tmp_path, quiet)
+    assert study.search(of_space(**dict(reversed(BEGUN.items()))), 2, tmp_path, quiet) == before
+
+
+def test_a_space_may_be_mended_as_long_as_no_run_has_finished(tmp_path):
+    def never(settings):
+        raise ConfigurationError("a mistake")
+
+    with pytest.raises(ConfigurationError, match="a mistake"):
+        study.search(Subject("toy", {"kind": Choice((1, 2))}, never), 2, tmp_path, quiet)
+    assert len(study.search(of_space(kind=Choice((1, 2, 3))), 2, tmp_path, quiet)) == 2
+    with pytest.raises(ConfigurationError, match="SPACE is not what it was"):
+        study.search(of_space(kind=Choice((1, 2))), 3, tmp_path, quiet)
+
+
+def of_an_earlier_version(folder):
+    """Two finished trials, and no description of the space."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optuna.Study, "set_user_attr", lambda *_: None)
+        study.search(of_space(**BEGUN), 2, folder, quiet)
+
+
+def test_a_study_of_an_earlier_version_goes_on_under_the_same_names(tmp_path):
+    of_an_earlier_version(tmp_path)
+    assert len(study.search(of_space(**BEGUN), 3, tmp_path, quiet)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": Range(0, 1)}, "'rate' is new"),
+        ({"kind": Choice(("a", "b", "c"))}, "'kind' is another dimension"),
+    ],
+)
+def test_a_study_of_an_earlier_version_is_not_mixed_either(tmp_path, changes, message):
+    of_an_earlier_version(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        study.search(of_space(**BEGUN | changes), 3, tmp_path, quiet)
+
+
+def test_studies_that_share_a_folder_keep_their_results(tmp_path):
+    found = study.search(toy(), 2, tmp_path, quiet)
+
+    def folder_of(name):
+        (folder,) = {file.parent for file in report.write(name, found, tmp_path)}
+        assert json.loads((folder / "results.json").read_text())["study"] == name
+        assert name in (folder / "front.md").read_text()
+        return folder.relative_to(tmp_path).as_posix()
+
+    places = {"digits/none/lip": ".", "digits/none/dp-sgd": "digits-none-dp-sgd", "..": "--"}
+    places |= {"digits-none/dp-sgd": "digits-none-dp-sgd-2"}  # which makes the same name of a folder
+    for _ in range(2):
+        assert {name: folder_of(name) for name in places} == places
+
+
+def test_files_of_others_stay_as_they_are(tmp_path):
+    found = study.search(toy(), 2, tmp_path, quiet)
+    (tmp_path / "results.json").write_text("[]")
+    (tmp_path / "toy").write_text("a file of this name")
+    files = report.write("toy", found, tmp_path)
+    assert {file.parent for file in files} == {tmp_path / "toy-2"}
+    assert (tmp_path / "results.json").read_text() == "[]"
 
 
 SCRIPT = """

@@ -11,6 +11,7 @@ from clipwise.clipping.norm_policy import NormPolicy
 from clipwise.clipping.parts import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
+from clipwise.given import with_plain_numbers
 from clipwise.known import require_known
 
 KINDS = ("enhanced", "zhang")
@@ -49,6 +50,7 @@ class Adaptive(NormPolicy):
     mini_set_size: int | None = None
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         self.require_measurable()
         require_known("Adaptive: kind", self.kind, KINDS)
         if self.kind == "zhang":

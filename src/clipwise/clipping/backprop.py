@@ -14,6 +14,7 @@ from clipwise.clipping.choices import require_split
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.given import with_plain_numbers
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
@@ -75,6 +76,7 @@ class Backprop(Strategy):
     takes_views = False
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         for argument in ("input_norm", "grad_norm"):
             given = getattr(self, argument)
             for value in given.values() if isinstance(given, Mapping) else () if given is None else (given,):

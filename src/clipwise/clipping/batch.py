@@ -25,7 +25,7 @@ from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
-from clipwise.given import require_takes
+from clipwise.given import require_takes, with_plain_numbers
 from clipwise.gradients.rare import PutAside, Rare
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
@@ -95,6 +95,7 @@ class Batch(Strategy):
     is_coupled = True
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         require_max_norm(self.max_norm)
         require_sparse(self.sparse)
         require_statistics(self.running_statistics)
@@ -294,9 +295,11 @@ class BatchClipper(ClipperByConstants):
                     f"local_update returned {name!r}, which is no trainable parameter of the model."
                 )
             shape = self._parameters[name].shape
-            if not isinstance(delta, Tensor) or delta.shape != shape or not delta.is_floating_point():
+            fits = isinstance(delta, Tensor) and delta.layout == torch.strided and not delta.is_meta
+            if not fits or delta.shape != shape or not delta.is_floating_point():
                 raise StepError(
-                    f"local_update: the change of {name!r} must be a real tensor of shape {tuple(shape)}, its own."
+                    f"local_update: the change of {name!r} must be a dense tensor of real numbers, of shape "
+                    f"{tuple(shape)} as the parameter itself."
                 )
         return {
             name: deltas[name].detach().to(p.device) if name in deltas else torch.zeros_like(p)

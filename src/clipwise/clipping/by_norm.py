@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from clipwise.clipping.following import Choice, Source
 from clipwise.clipping.norm_policy import NormPolicy
@@ -14,6 +14,7 @@ from clipwise.clipping.parts import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
 from clipwise.errors import ConfigurationError
+from clipwise.given import with_plain_numbers
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class ByNorm(NormPolicy):
     public: Source
     groups: int = 4
     among: Groups = "layer"
+    grouped_by: ClassVar[str] = "among"
     of: str = "example"
     every: Every = None
     mini_set_size: int | None = None
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         self.require_measurable()
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise ConfigurationError(

@@ -13,6 +13,7 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.schedule import Every, period_of, require_every
 from clipwise.clipping.strategy import Site
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.given import with_plain_numbers
 
 _LEAST = 1e-6
 
@@ -38,6 +39,7 @@ class Decay:
     every: Every = "epoch"
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         if not (number and 0 < self.factor <= 1):
             raise ConfigurationError(

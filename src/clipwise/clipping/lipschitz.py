@@ -25,7 +25,13 @@ from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.as_traced import AsTraced
 from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
-from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients, constant_of
+from clipwise.lipschitz.losses import (
+    BoundedLoss,
+    SoftmaxCrossEntropy,
+    clip_output_gradients,
+    constant_of,
+    require_bounded,
+)
 from clipwise.lipschitz.matching import GraphMatch
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, trace, unit_of
@@ -126,12 +132,9 @@ class Lipschitz(Strategy):
             )
         if self.loss is None:
             SoftmaxCrossEntropy(self.temperature)
-        elif not isinstance(self.loss, BoundedLoss):
-            raise ConfigurationError(
-                f"loss must be a clipwise.lipschitz.BoundedLoss, which knows its constant, not "
-                f"{type(self.loss).__name__}: for instance lipschitz.SoftmaxCrossEntropy(temperature=2.0)."
-            )
-        elif self.temperature != 1:
+            return
+        require_bounded(self.loss)
+        if self.temperature != 1:
             raise ConfigurationError(
                 "temperature belongs to the softmax cross-entropy that is taken without `loss`: give it to the loss."
             )

@@ -13,6 +13,7 @@ from clipwise.clipping.parts import Groups, described_groups
 from clipwise.clipping.released import Released
 from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
+from clipwise.given import require_bool, with_plain_numbers
 from clipwise.known import require_known
 
 KINDS = ("optimal", "paper")
@@ -62,8 +63,11 @@ class Multipliers(NormPolicy):
     keep_length: bool = False
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         self.require_measurable()
         require_known("Multipliers: kind", self.kind, KINDS)
+        for name in ("relative", "keep_length"):
+            require_bool(f"Multipliers: {name}", getattr(self, name))
         if self.relative:
             self.require_lengths("relative=True", "leave it out")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from clipwise.clipping.constants import Constants
 from clipwise.clipping.following import (
@@ -30,12 +30,14 @@ class NormPolicy(Policy):
         public: where e_h comes from.
         of, mini_set_size: whose norms they are.
         every: when they are measured again.
+        grouped_by: the argument that says what has a typical norm of its own.
     """
 
     public: Source
     of: str
     every: Every
     mini_set_size: int | None
+    grouped_by: ClassVar[str] = "groups"
 
     @abstractmethod
     def choice(
@@ -49,7 +51,9 @@ class NormPolicy(Policy):
 
     def constants(self, max_norm: float, site: Site) -> Constants:
         """For one model, with the norms of its weights as they are now."""
-        layers = group_parameters(self.measured(), site.parameters)
+        layers = group_parameters(
+            self.measured(), site.parameters, f"{type(self).__name__}: {self.grouped_by}"
+        )
         typical = typical_of(self.public, Question(site, layers, self.of, self.mini_set_size))
         return Following(
             typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site)

@@ -28,8 +28,10 @@ class Policy(ABC):
         """The rule in plain types, for fingerprints and statements. It names the public data that it uses."""
 
 
-def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, list[str]]:
-    """Part name -> parameter names. Every parameter is in exactly one part.
+def group_parameters(
+    parts: Groups, parameters: Mapping[str, torch.nn.Parameter], argument: str = "parts"
+) -> dict[str, list[str]]:
+    """Part name -> parameter names. Every parameter is in exactly one part. `argument` is where parts were given.
 
     "all" is one part; "layer" is a module (weight and bias together); "tensor" is each parameter; a list
     or a mapping of lists of parameter names (or of module names, for all that is under them) is as given.
@@ -46,19 +48,22 @@ def group_parameters(parts: Groups, parameters: Mapping[str, torch.nn.Parameter]
             own = "model" if "model" not in layers else "(model)"  # of parameters that are in no layer
             return {layer or own: names for layer, names in layers.items()}
         raise ConfigurationError(
-            f"parts={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
+            f"{argument}={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
         )
-    named = _named(parts)
+    named = _named(parts, argument)
     for part, names in named.items():
         if not names:
-            raise ConfigurationError(f"parts: {part!r} holds no parameter; leave it out.")
-    grouped = {part: [n for want in names for n in _under(want, parameters)] for part, names in named.items()}
+            raise ConfigurationError(f"{argument}: {part!r} holds no parameter; leave it out.")
+    grouped = {
+        part: [n for want in names for n in _under(want, parameters, argument)]
+        for part, names in named.items()
+    }
     seen = [name for names in grouped.values() for name in names]
     for name in parameters:
         if seen.count(name) != 1:
             times = "in no part" if name not in seen else "in several parts"
             raise ConfigurationError(
-                f"parts: trainable parameter {name!r} is {times}; it must be in exactly one."
+                f"{argument}: trainable parameter {name!r} is {times}; it must be in exactly one."
             )
     return grouped
 
@@ -69,8 +74,9 @@ def _layer_of(name: str) -> str:
     return ".".join(path[: path.index("parametrizations")] if "parametrizations" in path else path[:-1])
 
 
-def _named(parts: object) -> Mapping[str, Sequence[str]]:
+def _named(given: object, argument: str) -> Mapping[str, Sequence[str]]:
     """Lists of names by the name of their part; refuses what is nothing of the kind."""
+    parts = given
     if isinstance(parts, (list, tuple)):
         parts = {f"group {i}": names for i, names in enumerate(parts)}
     lists = list(parts.values()) if isinstance(parts, Mapping) else [None]
@@ -80,8 +86,8 @@ def _named(parts: object) -> Mapping[str, Sequence[str]]:
         assert isinstance(parts, Mapping)
         return parts
     raise ConfigurationError(
-        f"parts={parts!r} is not known: use 'all', 'layer', 'tensor', or lists of parameter names such as "
-        "[['0.weight'], ['2.weight', '2.bias']]."
+        f"{argument}={given!r} is not known: use 'all', 'layer', 'tensor', or a list of lists of parameter names, "
+        "such as [['0.weight'], ['2.weight', '2.bias']]."
     )
 
 
@@ -94,10 +100,10 @@ def described_groups(groups: Groups) -> Any:
     return [list(names) for names in groups]
 
 
-def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter], argument: str) -> list[str]:
     found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
     if not found:
-        raise ConfigurationError(f"parts: {wanted!r} is no trainable parameter or module of the model.")
+        raise ConfigurationError(f"{argument}: {wanted!r} is no trainable parameter or module of the model.")
     return found
 
 

@@ -26,6 +26,7 @@ from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinne
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
 from clipwise.clipping.strategy import Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
+from clipwise.given import with_plain_numbers
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
@@ -89,6 +90,7 @@ class PerExample(Strategy):
     running_statistics: NoisedStatistics | None = None
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         require_max_norm(self.max_norm)
         require_split(self.split)
         require_sparse(self.sparse)

@@ -103,6 +103,8 @@ class Public:
                 "Public: loss(model, *batch) must return one loss an example, with gradients: use reduction='none'; a "
                 "single number will do for norms of mini-sets, of='mini-set'."
             )
+        if losses.dim() and not len(losses):
+            raise ConfigurationError(f"Public({self.name}): a batch holds no example: leave it out.")
         return losses
 
     def describe(self) -> dict[str, Any]:

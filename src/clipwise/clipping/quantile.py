@@ -18,6 +18,7 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.parts import norms_of_parts
 from clipwise.clipping.strategy import Bound
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.given import with_plain_numbers
 from clipwise.privacy import Adjacency
 
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -64,6 +65,7 @@ class Quantile:
     maximum: float = 1e6
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         for name, value in asdict(self).items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and value > 0):

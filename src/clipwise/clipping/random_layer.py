@@ -39,7 +39,7 @@ class RandomLayer(Policy):
 
     def constants(self, max_norm: float, site: Site) -> Constants:
         """For one model."""
-        groups = group_parameters(self.groups, site.parameters)
+        groups = group_parameters(self.groups, site.parameters, "RandomLayer: groups")
         return Alone(groups, dict.fromkeys(groups, float(max_norm)))
 
     def describe(self) -> dict[str, Any]:

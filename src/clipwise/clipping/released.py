@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clipwise.clipping.typical import Question, Typical
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.given import with_plain_numbers
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Released:
     memory: float = 0.9
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool)
         if not (number and 0 <= self.memory < 1):
             raise ConfigurationError(

@@ -17,6 +17,7 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.schedule import Every, period_of, require_every
 from clipwise.clipping.strategy import Bound, Parameters, Site
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.given import with_plain_numbers
 from clipwise.gradients import PerExampleGradients, Written
 from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import at_least_float32
@@ -71,6 +72,7 @@ class Sparse:
     after: int = 0
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         require_every(self.every, "Sparse", never=False)
         number = isinstance(self.within, (int, float)) and not isinstance(self.within, bool)
         if not (number and math.isfinite(self.within) and self.within > 0):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping.strategy import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.given import with_plain_numbers
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.observed import Observation, observations
 from clipwise.wording import STATISTICS_OF
@@ -75,6 +76,7 @@ class NoisedStatistics:
     share: float = 0.1
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         for name, value in asdict(self).items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and value > 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,15 +27,21 @@ def require_picture(file: Path | None) -> None:
 
 def require_folder(folder: Path) -> None:
     """Refuse a folder for --out that is none, or that cannot be made or written."""
-    place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    if not place.is_dir():
+    whole = Path(os.path.abspath(folder))
+    place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
+    if not os.path.isdir(place):
         raise ConfigurationError(
             f"--out {folder} cannot be a folder: {place.name} is a file. Give another name."
         )
-    if not os.access(place, os.W_OK):
+    try:
+        # To ask for the permission is not enough: a system may grant it and still refuse, as /proc does.
+        with tempfile.TemporaryDirectory(dir=place) as trial:
+            (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise ConfigurationError(
-            f"--out {folder} cannot be written: {place} does not allow it. Give another folder."
-        )
+            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). "
+            "Give another folder."
+        ) from error
 
 
 def require_results(folders: Sequence[Path], name: str) -> None:

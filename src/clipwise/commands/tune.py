@@ -74,7 +74,8 @@ def tune(
 
         clipwise tune digits --accounted --epsilon 3 --mean-runs 10
 
-    The folder gets study.db, results.json, front.md and front.svg; a command that was stopped goes on there. With
+    The folder gets study.db, results.json, front.md and front.svg; a command that was stopped goes on there.
+    Where it has results of another study, the last three go into a folder below, named after the study. With
     --accounted it gets best.safetensors, the weights of the best run, if --out is given.
     """
     place = device_of(device)
@@ -145,8 +146,7 @@ def _accounted(
             "--accounted takes a data set by name: it has to know what every run releases. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
-    if mean_runs <= 1:
-        raise ConfigurationError(f"--mean-runs {mean_runs:g} is not possible: give a number above 1.")
+    accounted.require_possible(method, norm, epsilon, mean_runs, sample_rate)
     if out is not None:
         require_folder(out)
         out.mkdir(parents=True, exist_ok=True)  # before the search: what it found cannot be found again
@@ -157,7 +157,7 @@ def _accounted(
         data,
         device,
         epsilon=epsilon,
-        mean=mean_runs,
+        mean_runs=mean_runs,
         sample_rate=sample_rate,
         epochs=epochs,
         seed=seed,

@@ -1,4 +1,4 @@
-"""Memory for written gradients that is used again from step to step, on a CPU.
+"""Memory for large tensors that is used again from step to step, on a CPU.
 
 The gradients of all examples fill hundreds of megabytes in a step and are let go at its end. The C library gives
 such memory back to the system, and to map it anew, page by page, takes longer than to compute what goes into it.
@@ -59,6 +59,31 @@ class Blocks:
         """Keep nothing. What is in use stays with those who use it."""
         self._by_kind.clear()
         self._bytes = 0
+
+
+class Scratch:
+    """One piece of memory for what is written, read and done with before the next one asks: as large as the largest."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._lock = Lock()
+
+    def like(self, t: Tensor) -> Tensor:
+        """A tensor such as this one, with no particular contents."""
+        size = t.numel() * t.element_size()
+        if t.device.type != "cpu" or not t.is_contiguous() or size > self._most or _use_count is None:
+            return torch.empty_like(t)
+        with self._lock:
+            if not _is_free(self._kept):
+                return torch.empty_like(t)
+            if self._kept.numel() < size:
+                self._kept = torch.empty(size, dtype=torch.uint8, device="cpu")
+            return self._kept[:size].view(t.dtype).view(t.shape)
+
+    def clear(self) -> None:
+        """Keep nothing. What is in use stays with those who use it."""
+        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
+from clipwise.given import plain
 
 
 class TemperedSigmoid(nn.Module):
@@ -24,6 +25,7 @@ class TemperedSigmoid(nn.Module):
 
     def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
         super().__init__()
+        scale, temperature, offset = plain((scale, temperature, offset))
         for name, value in (("scale", scale), ("temperature", temperature), ("offset", offset)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ConfigurationError(f"TemperedSigmoid: {name} must be a finite number, not {value!r}.")

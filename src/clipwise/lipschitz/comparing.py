@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.given import require_module
 from clipwise.lipschitz.bounds import bounds_of
-from clipwise.lipschitz.losses import BoundedLoss, clip_output_gradients, constant_of
+from clipwise.lipschitz.losses import BoundedLoss, clip_output_gradients, constant_of, require_bounded
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import trace
 
@@ -50,6 +53,10 @@ def tightness(
         inputs, targets: the examples, in the first dimension.
         effort: of the bounds, see `bounds_of`.
     """
+    require_module(model)
+    require_bounded(loss)
+    _require_examples("inputs", inputs)
+    _require_examples("targets", targets)
     if len(inputs) == 0 or len(inputs) != len(targets):
         raise ConfigurationError(
             f"tightness: give at least one example, with a target each, not {len(inputs)} inputs and {len(targets)} "
@@ -59,6 +66,10 @@ def tightness(
     constant = constant_of(loss, network.output_shape)
     bounds = bounds_of(network, constant, effort=effort).sensitivities
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name in bounds}
+    if not parameters:
+        raise ConfigurationError(
+            "model has no trainable parameter with a bound: every requires_grad is False."
+        )
     rows = [
         _norms(model, loss, constant, parameters, inputs[i : i + 1], targets[i : i + 1])
         for i in range(len(inputs))
@@ -70,6 +81,30 @@ def tightness(
     }
 
 
+def _require_examples(argument: str, given: object) -> None:
+    if not isinstance(given, Tensor) or given.dim() == 0:
+        what = "a single number" if isinstance(given, Tensor) else type(given).__name__
+        raise ConfigurationError(
+            f"{argument} must be a tensor with the examples in its first dimension, not {what}: for an array "
+            "give torch.from_numpy(array)."
+        )
+
+
+@contextmanager
+def _taken(argument: str, by: str) -> Iterator[None]:
+    """In this block an error is one of an argument, which does not fit."""
+    try:
+        yield
+    except ClipwiseError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{argument}: {by} does not take them ({type(error).__name__}: {error}). Give them in the shape "
+            "and type of training."
+        ) from error
+
+
+@torch.enable_grad()
 def _norms(
     model: nn.Module,
     loss: BoundedLoss,
@@ -79,8 +114,11 @@ def _norms(
     y: Tensor,
 ) -> list[float]:
     """The gradient norm of each parameter, for one example."""
-    outputs = model(x)
-    (at_outputs,) = torch.autograd.grad(loss(outputs, y).sum(), outputs, retain_graph=True)
+    with _taken("inputs", "the model"):
+        outputs = model(x)
+    with _taken("targets", "the loss"):
+        losses = loss(outputs, y)
+    (at_outputs,) = torch.autograd.grad(losses.sum(), outputs, retain_graph=True)
     found = torch.autograd.grad(
         outputs, list(parameters.values()), clip_output_gradients(at_outputs, constant)
     )

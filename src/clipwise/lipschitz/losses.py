@@ -139,6 +139,15 @@ class Logistic(BoundedLoss):
         return math.sqrt(math.prod(shape))
 
 
+def require_bounded(loss: object) -> None:
+    """Refuse a loss that does not know its constant."""
+    if not isinstance(loss, BoundedLoss):
+        raise ConfigurationError(
+            "loss must be a clipwise.lipschitz.BoundedLoss, which knows its constant, not "
+            f"{type(loss).__name__}: for instance lipschitz.SoftmaxCrossEntropy(temperature=2.0)."
+        )
+
+
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
     """The loss's constant for outputs of this shape, or an error if that is none."""
     found: object = loss.constant(shape)

@@ -13,6 +13,7 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
 from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.clipped.layer import HOOKS, has_code_of_its_own
 from clipwise.layers.l2_attention import L2Mixture
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.lipschitz import activations, pooling
@@ -29,7 +30,6 @@ Shape = tuple[int, ...]
 Build = Callable[[str, Any, Sequence[Shape], Shape, Rounding], Rule]
 
 _OURS = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, L2Mixture)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What people will try, and what they can do instead.
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: DOT_PRODUCTS,
@@ -61,7 +61,7 @@ def require_no_hooks(name: str, module: nn.Module) -> None:
         )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise refusal(name, module, "its shapes are not known yet: run the model once before make_private")
-    if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
+    if has_code_of_its_own(module):
         raise refusal(
             name, module, "it has hooks, or a forward of its own, which no bound knows: take them off"
         )
@@ -69,7 +69,7 @@ def require_no_hooks(name: str, module: nn.Module) -> None:
 
 def require_no_global_hooks() -> None:
     """The same of hooks that torch calls for every module."""
-    if any(getattr(torch_modules, f"_global{hooks}") for hooks in _HOOKS):
+    if any(getattr(torch_modules, f"_global{hooks}") for hooks in HOOKS):
         raise UnsupportedModelError(
             "Lipschitz bounds: torch has hooks on all modules (torch.nn.modules.module.register_module_...), which no "
             "bound knows: take them off."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from clipwise.errors import UnsupportedModelError
+from clipwise.given import require_module
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.functions import Call, function_rule, instead_of
@@ -97,6 +98,7 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         input_shape: of one example, without the batch. It is public and the same for all.
         arithmetic: in which the products of training run.
     """
+    require_module(model)
     module = fx.GraphModule(model, graph_of(model))
     rounding = Rounding(unit_of(model), arithmetic)
     return _Walk(model, module, tuple(input_shape), rounding).network()

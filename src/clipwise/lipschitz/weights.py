@@ -27,6 +27,7 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
     if not isinstance(max_weight_norm, Mapping):
         _require_positive(max_weight_norm)
         return dict.fromkeys(names, float(max_weight_norm))
+    _require_names(max_weight_norm, names)
     found: dict[str, float] = {}
     for name in dict.fromkeys(names):
         given = [key for key in max_weight_norm if name == key or name.startswith(key + ".")]
@@ -37,9 +38,6 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
         closest = max(given, key=len)
         _require_positive(max_weight_norm[closest])
         found[name] = float(max_weight_norm[closest])
-    unknown = [key for key in max_weight_norm if not any(n == key or n.startswith(key + ".") for n in names)]
-    if unknown:
-        raise ConfigurationError(f"max_weight_norm: {unknown[0]!r} is no parameter or module with a bound.")
     return found
 
 
@@ -168,6 +166,17 @@ def on_limit(ratios: Mapping[str, Tensor]) -> dict[str, bool]:
 def is_on_limit(ratio: float) -> bool:
     """The same of a single norm over its limit."""
     return ratio >= _ON
+
+
+def _require_names(given: Iterable[object], names: Iterable[str]) -> None:
+    """Of parameters, or of modules that hold some. The place of a layer in a Sequential is no name."""
+    for key in given:
+        if not (isinstance(key, str) and any(n == key or n.startswith(key + ".") for n in names)):
+            known = ", ".join(map(repr, dict.fromkeys(names)))
+            raise ConfigurationError(
+                f"max_weight_norm: {key!r} is no parameter or module with a bound. Give names of {known}, or "
+                "of modules that hold them."
+            )
 
 
 def _require_positive(value: object) -> None:

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from clipwise.commands.places import require_folder
 from clipwise.errors import ClipwiseError
 from clipwise.reproduce.paper import asked_for
 from clipwise.reproduce.papers import PAPERS
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     given["figures"] = asked_for(given["figures"], given.pop("tables"))
     given["take"] = tuple(given["take"])
     try:
+        require_folder(given["out"])
         reproduce(Options(**given), partial(print, flush=True))
     except ClipwiseError as error:
         print(f"error: {error}", file=sys.stderr)

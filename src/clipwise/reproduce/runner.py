@@ -33,13 +33,20 @@ def reproduce(options: Options, say: Say) -> Store:
     _require_rows(paper, options, store)
     try:
         _run(paper, options, store, say)
-    finally:
-        text = paper.page(store, options.quick)
-        replace_file(options.out / "results.md", lambda file: file.write(text.encode()), mode=0o644)
-        say(f"wrote {options.out / 'results.md'}")
+    except BaseException:
+        if store.cells:  # a page without a single run, as where data is missing, would only look like results
+            _write_page(paper, options, store, say)
+        raise
+    _write_page(paper, options, store, say)
     for file in paper.plots(store, options.quick, options.out):
         say(f"wrote {file}")
     return store
+
+
+def _write_page(paper: Paper, options: Options, store: Store, say: Say) -> None:
+    text = paper.page(store, options.quick)
+    replace_file(options.out / "results.md", lambda file: file.write(text.encode()), mode=0o644)
+    say(f"wrote {options.out / 'results.md'}")
 
 
 def _require_known(paper: Paper, options: Options) -> None:

@@ -28,6 +28,10 @@ class Fetcher(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
+        if collate_fn is not None and not callable(collate_fn):
+            raise ConfigurationError(
+                f"collate_fn must be a function from a list of records to a batch, not {type(collate_fn).__name__}."
+            )
         self.dataset_size = _length(dataset)
         self._dataset = dataset
         self._collate_fn = collate_fn

@@ -9,7 +9,7 @@ mean.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, MappingView, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,9 +131,8 @@ def mini_sets_of(scheme: Scheme, count: int) -> Cut:
 
 
 def _listed(ids: Any) -> list[Hashable]:
+    _require_column(ids)
     if isinstance(ids, (torch.Tensor, np.ndarray)):
-        if ids.ndim != 1:
-            raise ConfigurationError(f"group has {ids.ndim} dimensions: give one user id for each record.")
         ids = ids.tolist()
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise ConfigurationError(
@@ -151,6 +150,25 @@ def _listed(ids: Any) -> list[Hashable]:
                 "ids of their own if each is somebody else's, or leave them out."
             )
     return found
+
+
+def _require_column(ids: Any) -> None:
+    """Refuse what gives something else than whose the records are, in their order, when it is looped over."""
+    dimensions = getattr(ids, "ndim", 1)  # a table is looped over by the names of its columns
+    if dimensions != 1:
+        raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")
+    if isinstance(ids, (Mapping, MappingView)):
+        raise ConfigurationError(
+            f"group is a {type(ids).__name__}: a mapping goes by its keys and not by the data set's order, and "
+            "its keys are all different, so each record would pass for a user of its own. Give a list with one "
+            "user id for each record, in the data set's order: [owner[i] for i in range(n)] for n records."
+        )
+    if isinstance(ids, Set):
+        raise ConfigurationError(
+            f"group is a {type(ids).__name__}, which has no order and holds each id once, so each record "
+            "would pass for a user of its own. Give a list with one user id for each record, in the data set's "
+            "order."
+        )
 
 
 def _is_hashable(value: object) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from clipwise.accounting.arguments import number
+from clipwise.accounting import arguments
+from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.errors import ConfigurationError
 from clipwise.known import require_known
 from clipwise.models.lipschitz_blocks import KINDS
-from clipwise.privacy import rounded_up
+from clipwise.privacy import Sampling, rounded_up
 from clipwise.tune.records import records
 from clipwise.tune.selection import Released, SelectionPlan, plan, select
 from clipwise.tune.space import Dimension, Range
@@ -54,6 +54,18 @@ def free_space(norm: str) -> dict[str, Dimension]:
     return space | ({"alpha": Range(0.05, 0.5, log=True)} if norm == "bounded" else {})
 
 
+def require_possible(method: str, norm: str, epsilon: float, mean_runs: float, sample_rate: float) -> None:
+    """Refuse what no search can be planned for, before records are read or a folder is made."""
+    if method == "plain":
+        raise ConfigurationError("method='plain' has no privacy: use 'dp-sgd', 'lip' or 'fix-lip'.")
+    require_known("method", method, METHODS[:-1])
+    require_known("norm", norm, KINDS)
+    require_bounded(method, norm)
+    arguments.budget(epsilon)
+    arguments.number("mean_runs", mean_runs, above=1, below=LARGEST_MEAN)
+    arguments.event(1.0, sample_rate, Sampling.POISSON)  # of the two only the rate can be refused
+
+
 def search(
     data: str,
     method: str,
@@ -62,7 +74,7 @@ def search(
     device: torch.device,
     *,
     epsilon: float,
-    mean: float,
+    mean_runs: float,
     sample_rate: float,
     epochs: int,
     seed: int = 0,
@@ -72,18 +84,13 @@ def search(
     Args:
         data, method, norm: as for `Trial`.
         epsilon: of the whole search, at the delta of the data set.
-        mean: runs on average.
+        mean_runs: on average.
         sample_rate, epochs: of every run.
     """
-    if method == "plain":
-        raise ConfigurationError("method='plain' has no privacy: use 'dp-sgd', 'lip' or 'fix-lip'.")
-    require_known("method", method, METHODS[:-1])
-    require_known("norm", norm, KINDS)
-    require_bounded(method, norm)
-    number("sample_rate", sample_rate, above=0, below=math.inf)
+    require_possible(method, norm, epsilon, mean_runs, sample_rate)
     at_hand = records(data, folder, device)
     steps = max(1, round(epochs / sample_rate))
-    found = plan(epsilon, at_hand.delta, sample_rate=sample_rate, steps=steps, mean=mean)
+    found = plan(epsilon, at_hand.delta, sample_rate=sample_rate, steps=steps, mean=mean_runs)
     size = len(at_hand.held_out)
 
     def one(settings: dict[str, Any]) -> tuple[int, int, Any]:

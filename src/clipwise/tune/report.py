@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,14 +18,20 @@ from clipwise.tune.front import Point, front
 from clipwise.tune.selection import composed_epsilon
 from clipwise.tune.subject import Score
 
+RESULTS = "results.json"
+
 
 def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Path]:
-    """Write results.json, front.md and, where matplotlib is, front.svg; returns the files."""
+    """Write results.json, front.md and, where matplotlib is, front.svg; returns the files.
+
+    Where the folder has results of something else, they stay: those of this study go into a folder below.
+    """
+    out = _place(name, out)
     points = [p for p, _ in found]
     cost = composed_epsilon([s for _, s in found])
     stored = {"study": name, "trials": [vars(p) for p in points], "front": [p.number for p in front(points)]}
     json_text = json.dumps(stored, indent=1) + "\n"
-    files = [out / "results.json", out / "front.md"]
+    files = [out / RESULTS, out / "front.md"]
     for file, text in zip(files, (json_text, markdown(name, points, cost)), strict=True):
         replace_file(file, partial(_put, text), mode=0o644)
     try:
@@ -31,6 +39,24 @@ def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Pa
     except ImportError:
         return files
     return [*files, _plot(name, points, out / "front.svg")]
+
+
+def _place(name: str, folder: Path) -> Path:
+    """The folder, or the first below it, named after the study, where no other results would be lost."""
+    below = folder / re.sub(r"[^\w-]", "-", name)  # without dots, which the files here have, and `..`
+    numbered = (below.with_name(f"{below.name}-{number}") for number in count(2))
+    return next(place for place in chain([folder, below], numbered) if _is_free(name, place))
+
+
+def _is_free(name: str, folder: Path) -> bool:
+    """Whether there are no results, or earlier ones of the same study."""
+    try:
+        stored = json.loads((folder / RESULTS).read_bytes())
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # not a folder, or not a file of ours
+        return False
+    return isinstance(stored, dict) and stored.get("study") == name
 
 
 def markdown(name: str, points: Sequence[Point], cost: tuple[float, float] | None) -> str:

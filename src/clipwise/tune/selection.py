@@ -82,6 +82,7 @@ def plan(
         mean: the mean number of runs, above 1.
         shape: see `accounting.Repetitions`.
     """
+    arguments.budget(epsilon)
     common: dict[str, Any] = {"mean": mean, "shape": shape, "delta": delta, "adjacency": "zero-out"}
     z = _smallest(
         lambda z: accounting.search(noise_multiplier=z, sample_rate=sample_rate, steps=steps, **common),

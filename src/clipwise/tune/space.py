@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ class Range:
             )
         if self.log and self.low <= 0:
             raise ConfigurationError(f"Range({self.low:g}, {self.high:g}, log=True): low must be above 0.")
+        if self.whole and math.ceil(self.low) > math.floor(self.high):
+            raise ConfigurationError(
+                f"Range({self.low:g}, {self.high:g}, whole=True) holds no whole number: give wider ends."
+            )
 
     def at(self, u: float) -> float | int:
         """The number at u of the way, u in [0, 1]."""
@@ -60,6 +65,27 @@ Space = Mapping[str, Dimension]
 def point(space: Space, u: Sequence[float]) -> dict[str, Any]:
     """The point of a space at coordinates in [0, 1], one a dimension, in the order of the space."""
     return {name: dimension.at(at) for (name, dimension), at in zip(space.items(), u, strict=True)}
+
+
+def described(space: Space) -> dict[str, dict[str, Any]]:
+    """A space in plain types, as a file can keep it."""
+    return {name: _described(dimension) for name, dimension in space.items()}
+
+
+def _described(dimension: Dimension) -> dict[str, Any]:
+    if isinstance(dimension, Choice):
+        return {"values": [plain(value) for value in dimension.values]}
+    low, high = float(dimension.low), float(dimension.high)
+    return {"low": low, "high": high, "log": bool(dimension.log), "whole": bool(dimension.whole)}
+
+
+def plain(value: Any) -> Any:
+    """A value of a list, as a file can keep it; in a later process it is the same."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))  # the order of a set changes from process to process
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # so does where a function lies
 
 
 def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]:

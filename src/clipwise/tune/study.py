@@ -11,10 +11,11 @@ from typing import Any
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.privacy import rounded_up
 from clipwise.tune.front import Point
-from clipwise.tune.space import Choice, Dimension, Space
+from clipwise.tune.space import Choice, Dimension, Space, described, plain
 from clipwise.tune.subject import Score, Subject
 
 FILE = "study.db"
+SPACE = "space"  # the attribute of a study that describes its space
 Say = Callable[[str], None]
 
 
@@ -64,11 +65,9 @@ def suggested(trial: Any, space: Space) -> dict[str, Any]:
     for name, d in space.items():
         try:
             found[name] = _drawn(trial, name, d)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"SPACE[{name!r}] is not what it was when this study began: give another folder with --out."
-            ) from error
-    trial.set_user_attr("settings", {name: _plain(value) for name, value in found.items()})
+        except ValueError as error:  # only in a study of an earlier version, which does not keep its space
+            raise _another_space([f"{name!r} is another dimension"]) from error
+    trial.set_user_attr("settings", {name: plain(value) for name, value in found.items()})
     return found
 
 
@@ -79,10 +78,6 @@ def _drawn(trial: Any, name: str, d: Dimension) -> Any:
     if d.whole:
         return trial.suggest_int(name, math.ceil(d.low), math.floor(d.high), log=d.log)
     return trial.suggest_float(name, d.low, d.high, log=d.log)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool)) else str(value)
 
 
 def _finished(study: Any) -> list[Any]:
@@ -102,7 +97,39 @@ def _score(trial: Any) -> Score:
     )
 
 
+def _space_of(study: Any, now: dict[str, Any]) -> dict[str, Any]:
+    """The description that a study keeps. One of an earlier version has none: it tells no more than names."""
+    kept: dict[str, Any] | None = study.user_attrs.get(SPACE)
+    if kept is not None:
+        return kept
+    others = (t.params for t in _finished(study) if t.params.keys() != now.keys())
+    return {name: now.get(name) for name in next(others, now)}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    gone = [f"{name!r} is gone" for name in before if name not in now]
+    new = [f"{name!r} is new" for name in now if name not in before]
+    changed = [
+        f"{name!r} was {_in_words(before[name])} and is {_in_words(now[name])}"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+    return gone + new + changed
+
+
+def _in_words(dimension: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in dimension.items())
+
+
+def _another_space(differences: list[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"SPACE is not what it was when this study began: {'; '.join(differences)}. "
+        "Give another folder with --out."
+    )
+
+
 def _study(subject: Subject, out: Path, seed: int) -> Any:
+    """The study of that name in a folder, new or as it was left; one with another space is refused."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError as error:
@@ -111,17 +138,35 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
         ) from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # why a trial failed is told by us, in one line
     out.mkdir(parents=True, exist_ok=True)
+    now = described(subject.space)
+    study = _opened(optuna, subject.name, out / FILE)
+    differences = _differences(_space_of(study, now), now)
+    if differences and all(t.state.name == "FAIL" for t in study.trials):
+        # As after a mistake in a script that is mended now: there is no run that others could be mixed with.
+        optuna.delete_study(study_name=subject.name, storage=_address(out / FILE))
+        study = _opened(optuna, subject.name, out / FILE)
+    elif differences:
+        raise _another_space(differences)
+    if not study.trials:
+        study.set_user_attr(SPACE, now)
+    # A study that goes on must not draw its first points again.
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
+    return study
+
+
+def _opened(optuna: Any, name: str, file: Path) -> Any:
     try:
-        study = optuna.create_study(
-            study_name=subject.name,
-            storage=f"sqlite:///{out / FILE}",
+        return optuna.create_study(
+            study_name=name,
+            storage=_address(file),
             directions=["maximize", "minimize"],
             load_if_exists=True,
         )
     except Exception as error:  # of Optuna, of SQLAlchemy or of SQLite
         raise ConfigurationError(
-            f"{out / FILE} cannot be opened as a study ({type(error).__name__}): give another folder with --out."
+            f"{file} cannot be opened as a study ({type(error).__name__}): give another folder with --out."
         ) from error
-    # A study that goes on must not draw its first points again.
-    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
-    return study
+
+
+def _address(file: Path) -> str:
+    return f"sqlite:///{file}"

@@ -121,8 +121,9 @@ class Convolution(Map):
             squares = squares.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d].sum(-1)
         return squares.flatten(2).sqrt()
 
-    def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
-        return weighted_channels(g.reshape(len(g), self.groups, g.shape[1] // self.groups, -1), lengths_BGP)
+    def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
+        by_group = sizes.reshape(len(sizes), self.groups, sizes.shape[1] // self.groups, -1)
+        return weighted_channels(by_group, lengths_BGP)
 
     def over_positions(self, g: Tensor) -> Tensor:
         return g.flatten(2).sum(2)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
+
 
 class ClippedLayer(nn.Module, ABC):
     """A layer with its input and its upstream gradient clipped, example by example.
@@ -127,6 +129,11 @@ def trainable_clips(model: nn.Module) -> ClippedLayer | None:
         if isinstance(module, ClippedLayer) and any(p.requires_grad for p in module.parameters()):
             return module
     return None
+
+
+def has_code_of_its_own(module: nn.Module) -> bool:
+    """Whether a call of this module does not do what its class says: it has hooks, or a new `forward`."""
+    return any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module)
 
 
 def is_plain() -> bool:

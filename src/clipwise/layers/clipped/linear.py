@@ -52,10 +52,11 @@ class Matrix(Map):
     def channels(self, z: Tensor) -> Tensor:
         return z.unsqueeze(-1) if z.dim() == 2 else z.flatten(1, -2).mT
 
-    def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
+    def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
         if lengths_BGP.shape[-1] == 1:
-            return lengths(g) * lengths_BGP[:, 0, 0]
-        return weighted_channels(g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3), lengths_BGP)
+            return lengths(sizes) * lengths_BGP[:, 0, 0]
+        by_position = sizes.reshape(len(sizes), 1, -1, sizes.shape[-1])
+        return weighted_channels(by_position.transpose(2, 3), lengths_BGP)
 
     def over_positions(self, g: Tensor) -> Tensor:
         return g.reshape(len(g), -1, g.shape[-1]).sum(1) if g.dim() > 2 else g

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from clipwise.gradients.blocks import Scratch
+from clipwise.gradients.forms import chunks
 from clipwise.layers.clipped import passes, switch
 from clipwise.layers.clipped.layer import Role
 from clipwise.layers.clipped.scales import (
@@ -39,6 +42,9 @@ from clipwise.layers.clipped.scales import (
     upstream_scales,
     weighted_rows,
 )
+
+_TOGETHER = 2**20  # bytes of unit vectors: they stay in a cache
+_scratch = Scratch(most_bytes=256 * 2**20)  # for gradients that are scaled, one after another
 
 
 class Map(ABC):
@@ -87,8 +93,11 @@ class Map(ABC):
         """Outputs, or their gradients, as [B, c, P]: a view wherever there can be one."""
 
     @abstractmethod
-    def gradient_norm(self, g: Tensor, lengths_BGP: Tensor) -> Tensor:
-        """n_i = |(sum_p l_ip |g_icp|)_c| >= |dW_i|, [B]; never above |x_i| times `upstream_norm`."""
+    def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
+        """n_i = |(sum_p l_ip |g_icp|)_c| >= |dW_i|, [B]; never above |x_i| times `upstream_norm`.
+
+        `sizes` is |g|, and may be written over.
+        """
 
     @abstractmethod
     def over_positions(self, g: Tensor) -> Tensor:
@@ -129,9 +138,9 @@ class ClippedMap(torch.autograd.Function):
         if fits(z):
             z = passes.scaled_output(role.map, z, scale_B, b)
         else:
-            z = cleaned(z, scale_B)
-            s = along(scale_B, z)
-            z = z.mul_(s) if b is None else torch.addcmul(role.map.bias_view(b.to(z.dtype), z), z, s, out=z)
+            z = cleaned(z, scale_B).mul_(along(scale_B, z))
+            if b is not None:
+                z = z.add_(role.map.bias_view(b.to(z.dtype), z))
         ctx.is_clean = seen is not x  # then it is ours
         if ctx.is_clean:
             seen = passes.cleared(seen, scale_B) if fits(seen) else cleaned(seen, scale_B)
@@ -151,7 +160,8 @@ class ClippedMap(torch.autograd.Function):
         w = weight if role.rows is None else weight[role.rows]
         c, clips = role.constants, switch.is_clipping()
         is_fused = fits(g)
-        factors_of = passes.upstream_factors if is_fused else _upstream_factors
+        h = None if is_fused else _scratch.like(g)
+        factors_of = passes.upstream_factors if h is None else partial(_upstream_factors, h)
         nu_B, db = factors_of(
             role.map, c, g, ctx.x_shape, scale_B, lengths_BGP, clips, clips and needs_w, needs_b
         )
@@ -160,14 +170,16 @@ class ClippedMap(torch.autograd.Function):
         if not (needs_x or needs_w):
             return None, None, db, None
         total_B = nu_B * scale_B
-        if is_fused:
+        if h is None:
             h = passes.scaled_gradient(role.map, g, total_B)
         else:
-            h = cleaned(g, total_B) * along(total_B, g)
+            torch.mul(cleaned(g, total_B), along(total_B, g), out=h)
         x = seen.to(weight.dtype)
         x = x if ctx.is_clean or (is_fused and not needs_w) else cleaned(x, scale_B)
         dx, dw = role.map.pull_back(h, x, w, needs_x, needs_w)
         del h
+        if not needs_x:  # the first layer is the last one here: the next forward pass needs the memory more
+            _scratch.clear()
         if dx is not None and is_fused:
             dx = passes.along_the_sphere(dx, x, norm_B, scale_B, nu_B if c.mode == "normalize" else None)
         elif dx is not None:
@@ -188,6 +200,7 @@ def _input_scales(x: Tensor, squares: Tensor | None, input_norm: float) -> tuple
 
 
 def _upstream_factors(
+    room: Tensor,
     of: Map,
     c: Constants,
     g: Tensor,
@@ -198,16 +211,20 @@ def _upstream_factors(
     clips_weights: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
-    is_measured = needs_bias or (clips_weights and lengths_BGP is None)
-    mass_Bc = of.over_positions(g.abs()) if is_measured and of.has_positions(g) else None
+    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped.
+
+    `room` is memory like that of g, to write into: new memory costs more than what is done in it.
+    """
+    sizes = torch.abs(g, out=room) if clips_weights or (needs_bias and of.has_positions(g)) else None
+    mass_Bc = of.over_positions(sizes) if sizes is not None and of.has_positions(g) else None
     db = weighted_rows(of.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips) if needs_bias else None
     if not clips_weights:
         nu_B = torch.isfinite(lengths(g)).double()
     elif lengths_BGP is None:
         nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.mode)
     else:
-        norm_B = of.gradient_norm(g, lengths_BGP) * scale_B  # lengths are those of the input as it came
+        assert sizes is not None
+        norm_B = of.gradient_norm(sizes, lengths_BGP) * scale_B  # lengths are those of the input as it came
         nu_B = upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
     return nu_B, db
 
@@ -225,9 +242,11 @@ def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> 
     if surely_none(clipped_B):
         return dx
     inverse_B = torch.where(clipped_B, 1 / norm_B, 0.0)
-    unit = x * along(inverse_B, x)
-    along_B = torch.linalg.vecdot(unit.flatten(1), dx.flatten(1))
-    return dx.addcmul_(unit, along(along_B, dx), value=-1)
+    for some in chunks(len(x), x[0].numel() * x.element_size(), _TOGETHER):
+        unit = x[some] * along(inverse_B[some], x)
+        along_B = torch.linalg.vecdot(unit.flatten(1), dx[some].flatten(1))
+        dx[some].addcmul_(unit, along(along_B, dx), value=-1)
+    return dx
 
 
 def _part(bias: Tensor | None, rows: slice) -> Tensor | None:

@@ -13,7 +13,7 @@ from clipwise.known import require_known
 from clipwise.layers.clipped.attention import ClippedAttention
 from clipwise.layers.clipped.convolution import ClippedConvolution
 from clipwise.layers.clipped.embedding import ClippedEmbedding
-from clipwise.layers.clipped.layer import ClippedLayer
+from clipwise.layers.clipped.layer import ClippedLayer, has_code_of_its_own
 from clipwise.layers.clipped.linear import ClippedLinear
 from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
@@ -53,7 +53,7 @@ def clip_inputs(
 
     Args:
         model: its trainable layers may be Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, RNN, LSTM, GRU and
-            MultiheadAttention. Layers without trainable parameters stay as they are.
+            MultiheadAttention, without hooks. Layers without trainable parameters stay as they are.
         input_norm: C1, what each example's input of a layer is clipped to, in L2 over all its positions. One number,
             or one for each layer by name. Embeddings and normalization layers do not need it.
         grad_norm: C2, what each example's upstream gradient is clipped to. One number, or one for each layer.
@@ -75,7 +75,7 @@ def clip_inputs(
         raise ConfigurationError(
             f"uses must say how often each layer is used, by name, such as {{'decoder': 2}}, not {uses!r}."
         )
-    found = _trainable_layers(model)
+    found = trainable_layers(model)
     uses = {} if uses is None else dict(uses)
     for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
         if isinstance(given, Mapping):
@@ -97,7 +97,7 @@ def clip_inputs(
     return new.get(model, model)
 
 
-def _trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
+def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
     """By name, each once. What has no bound is refused here."""
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
@@ -107,6 +107,7 @@ def _trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, ClippedLayer):
             raise ConfigurationError(f"Layer {name!r} is clipped already: call clip_inputs once.")
         if type(module) in _KINDS:
+            _require_as_its_class_says(name, module)
             found[name] = module
             inside.update(module.modules())
         elif own := [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]:
@@ -119,6 +120,17 @@ def _trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise ConfigurationError("model has no trainable layer to clip.")
     return found
+
+
+def _require_as_its_class_says(name: str, layer: nn.Module) -> None:
+    """A clipped layer computes what the class does, from the weights: it does not call the layer."""
+    if has_code_of_its_own(layer):
+        raise UnsupportedModelError(
+            f"Layer {name or 'model'!r} ({type(layer).__name__}) has hooks, or a forward of its own, which a "
+            "clipped layer would not call: take them off, and register hooks on the clipped layer instead. "
+            "(weight_norm and prune of torch.nn.utils are hooks too: take the layer without them, or train "
+            "with PerExample(max_norm=...).)"
+        )
 
 
 def require_layers(

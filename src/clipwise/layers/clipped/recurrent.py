@@ -105,7 +105,7 @@ class ClippedRecurrence(torch.autograd.Function):
                 return upstream_scales(matrix.upstream_norm(g, None, x_BTd.shape), c.grad_norm, c.mode)
             bound = c.input_norm * c.grad_norm
             lengths_BGP = at_least_shortest(matrix.position_lengths(over), bound)
-            return upstream_scales(matrix.gradient_norm(g, lengths_BGP), bound, c.mode)
+            return upstream_scales(matrix.gradient_norm(g.abs(), lengths_BGP), bound, c.mode)
 
         def weighted(g: Tensor, nu_B: Tensor) -> Tensor:
             return cleaned(g, nu_B) * along(nu_B, g)

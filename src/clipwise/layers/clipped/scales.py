@@ -7,6 +7,7 @@ rounding of a product that torch forms is a small part of n, whatever cancels in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
 def squared_lengths(rows_Rn: Tensor) -> Tensor:
     """At least |row|^2 of each row, in float64, also where squares are beyond float32 (as kernels have it on a GPU)."""
     found_R = squared_norms(rows_Rn)
-    if found_R.is_cuda or bool(torch.isfinite(found_R).all()):
+    if found_R.is_cuda or not len(found_R) or float(found_R.max()) < math.inf:  # (which NaN is not)
         return found_R
     return squared_norms(rows_Rn.double())
 
@@ -71,16 +72,16 @@ def lengths(rows: Tensor) -> Tensor:
 
 def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
     """min(1, C1 / |x|): 0 for an example that is not finite or longer than 2^50 C1, which counts as 0."""
-    scale_B = torch.where(norm_B <= input_norm, 1.0, AIM * input_norm / norm_B)
-    return torch.where(torch.isfinite(norm_B) & (scale_B >= _SMALLEST_INPUT), scale_B, 0.0)
+    scale_B = (AIM * input_norm / norm_B).masked_fill(norm_B <= input_norm, 1.0)
+    return scale_B.masked_fill(~(norm_B <= AIM * input_norm / _SMALLEST_INPUT), 0.0)  # NaN is not <= either
 
 
 def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) -> Tensor:
     """nu = min(1, C / n) or, to normalize, C / n: what n bounds is then at most C. A norm of 0 stays 0."""
     switch.compared(of, norm_B, bound)
     nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
-    nu_B = torch.where(norm_B <= _LEAST, 1.0, nu_B)
-    return torch.where(torch.isfinite(norm_B) & (nu_B >= _SMALLEST), nu_B, 0.0)
+    nu_B = nu_B.masked_fill(norm_B <= _LEAST, 1.0)
+    return nu_B.masked_fill(~(norm_B <= AIM * bound / _SMALLEST), 0.0)
 
 
 def fits(t: Tensor) -> bool:
@@ -98,9 +99,9 @@ def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
     """0 in rows whose factor is 0 (or False), for 0 times NaN is NaN; as they are where somebody else sees to them."""
     if switch.noted(factor_B):
         return t
-    counts_B = factor_B > 0
-    if surely_none(~counts_B):
+    if not factor_B.is_cuda and (not len(factor_B) or float(factor_B.min()) > 0):
         return t
+    counts_B = factor_B > 0
     shape = [1] * t.dim()
     shape[axis] = -1
     return torch.where(counts_B.view(shape), t, 0)
@@ -145,9 +146,12 @@ def at_least_shortest(lengths_BGP: Tensor, bound: float) -> Tensor:
     return lengths_BGP.clamp_(min=max(bound / _LONGEST, torch.finfo(torch.float32).tiny))
 
 
-def weighted_channels(g_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
-    """|(sum_p l_p |g_cp|)_c| of each example, where position p has a length l_p for each group of channels."""
-    return lengths(g_BGcP.abs().mul_(lengths_BGP.to(g_BGcP.dtype).unsqueeze(2)).sum(-1))
+def weighted_channels(sizes_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
+    """|(sum_p l_p |g_cp|)_c| of each example, where position p has a length l_p for each group of channels.
+
+    `sizes_BGcP` is |g|, and is written over.
+    """
+    return lengths(sizes_BGcP.mul_(lengths_BGP.to(sizes_BGcP.dtype).unsqueeze(2)).sum(-1))
 
 
 def number(name: str, value: object) -> float:
