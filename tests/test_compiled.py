@@ -816,6 +816,37 @@ def test_the_noise_is_that_of_the_steps_key_and_has_the_stated_size(recorded: li
     assert len(torch.unique(together)) == len(together)
 
 
+def test_the_noise_of_a_sum_alone_falls_in_the_order_of_its_memory(recorded: list[Recorded]) -> None:
+    """It is divided where it is drawn, here by a number that float32 does not hold."""
+    torch.manual_seed(3)
+    wide = nn.Sequential(nn.Linear(FEATURES, 400), nn.Tanh(), nn.Linear(400, 3)).double()
+    wide[0].weight = nn.Parameter(wide[0].weight.detach().t().contiguous().t())
+    model, private = private_run(
+        wide,
+        sgd(wide, 0.0),
+        data(dtype=torch.float64),
+        sample_rate=0.21,
+        noise_multiplier=1.3,
+        clipping=PerExample(0.5, parts="tensor"),
+    )
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    L = private._clipper.divisor
+    assert float(torch.tensor(L, dtype=torch.float32)) != L
+    batch = next(iter(private.loader))
+    indices, key = private.loader.current.indices.tolist(), private._key.copy()
+    groups = {part.parameters: part.sensitivity for part in private.parts()}
+    total = clipped_sum_by_hand(model, private._dataset, indices, groups)
+    step(*batch)
+    for number, (part, order) in enumerate(zip(private.parts(), ["/1.0", "", "", ""], strict=True)):
+        (name,) = part.parameters
+        noise = model.get_parameter(name).grad * L - total[name]
+        noise = noise.t().flatten() if order else noise.flatten()
+        words = key_words(key.derive(f"noise/{number}/0{order}/0"))
+        expected = normals(words, len(noise), part.noise_std, torch.float64)
+        torch.testing.assert_close(noise, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_many_buckets_get_a_key_each(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipwise.release._BUCKET", 30)
     model, private = private_run(noise_multiplier=1e6)

@@ -166,7 +166,9 @@ def test_parts_noised_together_are_those_noised_one_by_one(shapes: list[list[tup
     assert fit_together(parts, sums)
     key = NoiseKey.fresh()
     keys = [key.derive(part.name) for part in parts]
-    found = noised_together(parts, sums, lambda k, size, std: gaussian(keys[k], size, std), 3.0)
+    found = noised_together(
+        parts, sums, lambda label, size, std: gaussian(keys[int(label.split("/")[0])], size, std), 3.0
+    )
     assert found.keys() == sums.keys()
     for part, secret in zip(parts, keys, strict=True):
 
@@ -199,13 +201,17 @@ def test_noise_falls_in_the_order_of_memory(alone: bool) -> None:
     for t, noised_sum, numbers in zip(sums, found, pieces, strict=True):
         noise = (noised_sum - t).round()
         assert torch.equal(noise.flatten().sort().values, numbers.float())
-        assert noised_sum.stride() == t.stride() or t.numel() == 6  # what has gaps in memory is put together
+        assert release._order(noised_sum) == release._order(t)
     mine = found[sums.index(total)] - total if alone else found[1] - total
     assert torch.equal(mine.round().permute(0, 2, 3, 1).flatten(), pieces[-1 if alone else 1].float())
     parts = [Part("a", ("a",), 1.0, 1.0), Part("b", ("b",), 1.0, 1.0)]
     draws = [torch.arange(48.0), torch.arange(3.0)]
+    labels = ["0/0/0.2.3.1/0", "1/0/0"]
     together = noised_together(
-        parts, {"a": total, "b": torch.zeros(3)}, lambda n, size, std: draws[n].clone(), 2.0
+        parts,
+        {"a": total, "b": torch.zeros(3)},
+        lambda label, size, std: draws[labels.index(label)].clone(),
+        2.0,
     )
     assert torch.equal((together["a"] * 2 - total).round().permute(0, 2, 3, 1).flatten(), draws[0])
     assert together["a"].stride() == total.stride()
@@ -219,6 +225,55 @@ def test_a_sum_is_brought_into_the_order_of_its_parameter() -> None:
     assert release.in_order_of(total, total) is total
     spread = torch.zeros(1, 1).expand(5, 2)
     assert release.in_order_of(torch.randn(5, 2), spread).is_contiguous()
+
+
+def test_a_sum_in_the_middle_of_memory_is_noised_where_it_is() -> None:
+    sums = [torch.arange(2.0 * ROOM)[ROOM:]]
+    (found,) = noised(list(sums), drawn_numbers([]), 1.0)
+    assert torch.equal(found - sums[0], 1000 + torch.arange(float(ROOM)))
+
+
+def test_axes_of_size_1_do_not_make_another_order() -> None:
+    parameter = torch.randn(4, 3, 1, 1)
+    total = torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last)
+    total = total.as_strided(total.shape, (3, 1, 3, 3))
+    found = release.in_order_of(parameter, total)
+    assert found.stride() == parameter.stride() and found.data_ptr() == total.data_ptr()
+    assert torch.equal(found, total) and release.memory_order([total, parameter]) == ""
+
+
+def test_the_order_of_memory_is_told_where_it_is_not_the_plain_one() -> None:
+    images = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    assert release.memory_order([torch.zeros(3, 2), torch.zeros(()), torch.zeros(6, 2)[:, 0]]) == ""
+    assert release.memory_order([torch.zeros(3, 2).t(), torch.zeros(5), images]) == "/1.0,0,0.2.3.1"
+
+
+@pytest.mark.parametrize("parts", ["all", "tensor"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_seed_gives_other_noise_in_another_order_of_memory(parts: str, when: str) -> None:
+    """The same numbers in another order on the same sums would tell themselves by the difference."""
+    found = []
+    for turns in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).double()
+        if turns and when == "before":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        private = make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            TensorDataset(torch.randn(8, 3, 4, 4).double(), torch.arange(8) % 2),
+            clipping=PerExample(1e-6, parts=parts),
+            sampling="full",
+            noise_multiplier=1e6,
+            seed=3,
+        )
+        if turns and when == "after":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        assert private._configuration().get("memory order") == ("/0.2.3.1,0,0.1,0" if turns else None)
+        for x, y in private.loader:
+            private.backward(F.cross_entropy(model(x), y, reduction="none"))
+        found.append(model[0].weight.grad.flatten().sort().values)
+    assert float(torch.isclose(*found, rtol=1e-3).double().mean()) < 0.2
 
 
 def test_how_sums_lie_in_memory_does_not_change_where_noise_falls() -> None:

@@ -30,13 +30,14 @@ from clipwise import checks, faults
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
-from clipwise.release import buckets, in_order_of, laid_as, noised, scales_of
+from clipwise.release import buckets, in_order_of, laid_as, memory_order, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from clipwise.engine import Private
+    from clipwise.privacy import Part
     from clipwise.sampling.loader import Piece
 
 Loss = Callable[..., Tensor]
@@ -196,18 +197,6 @@ class _Captured:
         self._sums: list[Tensor] = []
         self._holds_any = False
         self._rare = torch.zeros((), dtype=torch.bool, device=self._device)
-        sizes = {name: p.numel() for name, p in private._parameters.items()}
-        self._labels = [
-            [
-                f"noise/{number}/0/{bucket}"
-                for bucket in range(len(buckets([sizes[n] for n in part.parameters])))
-            ]
-            for number, part in enumerate(private._parts)
-        ]
-        count = sum(map(len, self._labels))
-        pinned = self._device.type == "cuda"
-        self._host_keys = [torch.zeros(count, 4, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
         # Numbers that the noise needs in memory, written once: the graph does not write them anew at every step.
         stds = [part.noise_std for part in private._parts]
         self._stds = torch.tensor(stds, dtype=torch.float64, device=self._device)
@@ -217,8 +206,22 @@ class _Captured:
         self._awaited: tuple[int, int] | None = None
         self._gather = _captured(self._gather_piece, self._device)
         self._clear()
+        self._labels = self._labels_of(private._parts)
+        count = sum(map(len, self._labels))
+        pinned = self._device.type == "cuda"
+        self._host_keys = [torch.zeros(count, 4, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
         self._release_graph = _captured(self._write_gradients, self._device)
         self._update = _Update(private.optimizer, self._device)
+
+    def _labels_of(self, parts: Sequence[Part]) -> list[list[str]]:
+        """Of the draws of each part, as ordinary steps have them (noising.py)."""
+        by_name, found = dict(zip(self._names, self._sums, strict=True)), []
+        for number, part in enumerate(parts):
+            sums = [by_name[name] for name in part.parameters]
+            drawn = range(len(buckets([t.numel() for t in sums])))
+            found.append([f"noise/{number}/0{memory_order(sums)}/{bucket}" for bucket in drawn])
+        return found
 
     def step(self, batch: Sequence[Any], piece: Piece) -> bool:
         """Gather a piece that the loader handed out; after the last one of a batch, release and update."""

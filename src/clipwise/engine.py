@@ -50,7 +50,7 @@ from clipwise.privacy import (
     Sampling,
     Spent,
 )
-from clipwise.release import in_order_of, laid_as
+from clipwise.release import in_order_of, laid_as, memory_order
 from clipwise.sampling import (
     ByUser,
     Cut,
@@ -700,6 +700,7 @@ class Private:
             "parameters": fingerprint.of_parameters(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
+            **({"memory order": order} if (order := memory_order(self._parameters.values())) else {}),
             **({} if self._views is None else {"averaged_views": self._views.count}),
             **({} if self._penalty is None else {"penalty": getattr(self._penalty, "__qualname__", "given")}),
             **(

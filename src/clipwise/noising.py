@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
-from clipwise.release import fit_together, noised, noised_together, scales_of
+from clipwise.release import fit_together, memory_order, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
 
 
@@ -37,11 +37,12 @@ def noised_sums(
         for place, (device, names) in enumerate(by_device.items()):
             scales = scales_of(part, names)
             sums = [total.pop(n) for n in names]
+            here = f"{number}/{place}{memory_order(sums)}"
             if part.grid:
-                steps = partial(_draw_steps, key, part.noise_std / part.grid, f"secure/{number}/{place}")
+                steps = partial(_draw_steps, key, part.noise_std / part.grid, f"secure/{here}")
                 released = noised_on_grid(sums, steps, divisor, part.grid, scales)
             else:
-                draw = partial(_draw, key, part.noise_std, f"noise/{number}/{place}", device)
+                draw = partial(_draw, key, part.noise_std, f"noise/{here}", device)
                 released = noised(sums, draw, divisor, scales)
             total.update(zip(names, released, strict=True))
     return total
@@ -62,9 +63,9 @@ def _draw(
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
 
 
-def _draw_part(key: NoiseKey, number: int, size: int, std: float) -> Tensor:
+def _draw_part(key: NoiseKey, label: str, size: int, std: float) -> Tensor:
     """Plain noise of a part that is one bucket, on the CPU."""
-    return gaussian(key.derive(f"noise/{number}/0/0"), size, std)
+    return gaussian(key.derive(f"noise/{label}"), size, std)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -48,18 +48,19 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 def noised_together(
     parts: Sequence[Part],
     sums: Mapping[str, Tensor],
-    draw: Callable[[int, int, float], Tensor],
+    draw: Callable[[str, int, float], Tensor],
     divisor: float,
 ) -> dict[str, Tensor]:
     """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in fewer operations.
 
-    `draw` gives the noise of a part from its number, its size and its standard deviation.
+    `draw` gives the noise of a part from its label, its size and its standard deviation.
     """
     found: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
         names = part.parameters or (part.name,)
         sizes = [sums[name].numel() for name in names]
-        pieces = torch.split(draw(number, sum(sizes), part.noise_std), sizes)
+        label = f"{number}/0{memory_order(sums[name] for name in names)}/0"
+        pieces = torch.split(draw(label, sum(sizes), part.noise_std), sizes)
         found.update((name, _shaped(piece, sums[name])) for name, piece in zip(names, pieces, strict=True))
     views = list(found.values())
     torch._foreach_add_(views, [sums[name] for name in found])
@@ -106,7 +107,20 @@ def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
     """A sum in the memory order of its parameter, so that noise falls on the same entries however it was formed."""
     if total.stride() == parameter.stride():
         return total
+    if _is_dense(total) and _is_dense(parameter) and _order(total) == _order(parameter):
+        return total.as_strided(parameter.shape, parameter.stride())  # only axes of size 1 have other strides
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+
+
+def memory_order(sums: Iterable[Tensor]) -> str:
+    """How sums lie in memory, for the label of their noise; nothing where all lie as torch makes them.
+
+    One stream put onto the same sums in two orders would tell itself by the difference.
+    """
+    orders = [_order(t) for t in sums]
+    if all(order == sorted(order) for order in orders):
+        return ""
+    return "/" + ",".join(".".join(map(str, order)) for order in orders)
 
 
 @torch.no_grad()
@@ -120,9 +134,21 @@ def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     """Flat numbers in the shape and the memory order of a tensor."""
-    return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view_as(like)
+    if like.is_contiguous() or not _is_dense(like):
+        return flat.view_as(like)
+    return flat.as_strided(like.shape, like.stride())
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether its entries fill a piece of memory, in whatever order of dimensions: channels last, transposed."""
-    return t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).is_contiguous()
+    """Whether its entries fill a piece of memory, in whatever order of axes: channels last, transposed."""
+    return t.is_contiguous() or t.permute(_by_stride(t)).is_contiguous()
+
+
+def _order(t: Tensor) -> list[int]:
+    """The axes from the slowest to the fastest in which noise falls, those of size 1 left out."""
+    axes = range(t.dim()) if t.is_contiguous() or not _is_dense(t) else _by_stride(t)
+    return [axis for axis in axes if t.shape[axis] > 1]
+
+
+def _by_stride(t: Tensor) -> list[int]:
+    return sorted(range(t.dim()), key=t.stride, reverse=True)

@@ -20,11 +20,27 @@ from clipwise import (
     RandomLayer,
     audit,
     layers,
+    noising,
 )
 from clipwise.audit.trial import run_of
 from clipwise.errors import AuditError, ConfigurationError
+from clipwise.noise import NoiseKey, gaussian
 from tests.audit.bug import Subject, losses, network, one_release, rows, small
 from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
+
+
+def test_one_stream_for_two_parts_is_found_in_every_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_for_all(key: NoiseKey, label: str, size: int, std: float) -> Tensor:
+        return gaussian(key.derive("noise/0"), size, std)
+
+    monkeypatch.setattr(noising, "_draw_part", one_for_all)
+    for turned in (False, True):
+        model = network()
+        if turned:
+            model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+        run, data = run_of(model, losses, rows(), clipping=PerExample(1.0, parts="layer"))
+        assert "key" in {finding.what for finding in audit.neighbours(run, data).findings}
+
 
 FIXED: dict[str, Any] = {"sampling": "fixed-size", "sample_rate": None, "batch_size": 16}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipwise import Batch
-from clipwise.clipping import BatchClipper, PerExample, Quantile
+from clipwise.clipping import BatchClipper, PerExample, Quantile, batch
 from clipwise.clipping.decay import Decay
 from clipwise.clipping.random_layer import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
@@ -185,6 +185,36 @@ def test_changes_in_float64_of_parameters_in_float32(value: float) -> None:
     assert norm(found) <= 2
     if value <= 1e20:
         assert norm(found) == pytest.approx(min(2.0, value * 300**0.5), rel=2e-6, abs=1e-40)
+
+
+def test_weights_that_float32_holds_in_part_count_as_0() -> None:
+    """C / |g| is 1.6 2^-149 here, and float32 would have 2 or 1 of that."""
+    C, value = 1.6 * 2.0**-22, 2.0**127
+    on = {"w": nn.Parameter(torch.zeros(1))}
+    found = Batch(C).attach(site(on)).clipped_sum((on["w"] * value).sum())
+    assert float(found["w"]) == 0
+    wide = {"w": nn.Parameter(torch.zeros(1, dtype=torch.float64))}
+    found = Batch(C).attach(site(wide)).clipped_sum((wide["w"] * value).sum())
+    assert C * (1 - 1e-6) < float(found["w"]) <= C  # float64 holds it
+
+
+def test_a_weight_and_a_product_are_rounded_within_the_room() -> None:
+    """In float32 both may go up: found by search, and past C where only one of them had room."""
+    C, value = 0.531545636702378, 52.785825575463925
+    on = {"w": nn.Parameter(torch.zeros(1))}
+    found = Batch(C).attach(site(on)).clipped_sum((on["w"] * value).sum())
+    assert float(found["w"]) <= C
+    assert batch._ROOM >= 4 * 2.0**-23  # in the worst case they take 2^-23 together
+
+
+def test_changes_in_float32_of_parameters_in_float64() -> None:
+    """There is room for the rounding of float64 only."""
+    on = {"w": nn.Parameter(torch.zeros(300, dtype=torch.float64))}
+    for seed in range(20):
+        change = torch.randn(300, generator=torch.Generator().manual_seed(seed))
+        clipper = Batch(1.0, local_update=lambda m, s, change=change: {"w": change}).attach(site(on))
+        found = clipper.clipped_update(None)
+        assert found["w"].dtype == torch.float64 and 1 - 1e-9 < norm(found) <= 1
 
 
 def test_a_part_of_two_types_has_room_for_the_coarser_one() -> None:

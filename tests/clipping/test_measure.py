@@ -63,6 +63,41 @@ def test_what_public_data_does_not_reach_has_norm_0(of: str) -> None:
     assert found["idle"] == 0.0 < found["used"]
 
 
+def test_a_batch_that_reaches_nothing_has_norm_0() -> None:
+    on = nn.Linear(3, 2)
+    data = Public(
+        TensorDataset(torch.ones(4, 3)), lambda model, x: (x * torch.ones(3, requires_grad=True)).sum(1)
+    )
+    assert measured(on, data, "mini-set") == {"model": 0.0}
+
+
+def test_norms_of_mini_sets_are_those_of_float64() -> None:
+    """Squares of 1e25 are beyond float32."""
+    on = nn.Linear(2, 1, bias=False)
+    data = Public(TensorDataset(torch.full((4, 2), 1e25)), lambda model, x: model(x).sum(1), batch_size=2)
+    assert measured(on, data, "mini-set")["model"] == pytest.approx(2**0.5 * 1e25)
+
+
+def test_norms_of_mini_sets_with_sparse_gradients() -> None:
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        on = nn.Embedding(5, 3, sparse=sparse)
+        ids = TensorDataset(torch.tensor([[1, 1], [2, 4], [1, 0], [3, 3]]))
+        data = Public(ids, lambda model, x: model(x).square().sum((1, 2)), batch_size=2)
+        found.append(measured(on, data, "mini-set")["model"])
+    assert found[0] > 0 and found[1] == pytest.approx(found[0])
+
+
+def test_a_mini_set_with_a_gradient_that_is_not_finite_is_left_out() -> None:
+    """Its loss may be finite all the same."""
+    on = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(on.weight)
+    x = torch.tensor([[0.0], [0.0], [4.0], [4.0]])
+    data = Public(TensorDataset(x), lambda model, x: (model.weight * x).sqrt().sum(1), batch_size=2)
+    assert measured(on, data, "mini-set")["model"] == pytest.approx(1.0)
+
+
 def test_a_loss_that_fails_on_public_data_is_named() -> None:
     narrow = Public(TensorDataset(torch.randn(8, 2)), loss, batch_size=4, name="narrow")
     with pytest.raises(ConfigurationError, match=r"Public\(narrow\): loss.*fails on the public data"):

@@ -61,7 +61,9 @@ def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
     for number, release in enumerate(releases, start=1):
         noise = release.noise()
         for part in release.parts:
-            values = torch.cat([noise[name].flatten() for name, _ in entries(part)])[:_PREFIX]
+            values = torch.cat([_in_memory(noise[name], release.values[name]) for name, _ in entries(part)])[
+                :_PREFIX
+            ]
             if part.noise_std > 0 and len(values) == _PREFIX:
                 names.append((number, part.name))
                 rows.append((values / values.norm()).numpy(force=True))
@@ -77,6 +79,11 @@ def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
             f"the noise on part {other!r} is that of step {a} on part {one!r}: a key served twice, and the difference "
             "of two releases has no noise.",
         )
+
+
+def _in_memory(noise: Tensor, released: Tensor) -> Tensor:
+    """Numbers in the order in which they were drawn: that of the memory of what was released."""
+    return noise.permute(sorted(range(noise.dim()), key=released.stride, reverse=True)).flatten()
 
 
 def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding]:

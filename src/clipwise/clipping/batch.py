@@ -20,6 +20,7 @@ from clipwise.clipping.choices import (
     require_split,
 )
 from clipwise.clipping.constants import ClipperByConstants, Constants
+from clipwise.clipping.lengths import tensor_lengths
 from clipwise.clipping.parts import Groups, Policy
 from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
@@ -80,8 +81,9 @@ class Batch(Strategy):
         Assumptions: mini-sets are fixed beforehand by index, block or user, whatever the draw; an empty one adds
         nothing; what is computed of a mini-set depends on that mini-set, on what was released and on fresh random
         numbers, and on no other mini-set (buffers of the model are watched; a list that your code keeps is not).
-        A mini-set whose gradient is not finite counts as 0. Norms are taken in float64, and so are the sums of
-        several mini-sets, and vectors are clipped to (1 - 2^-20) C_k, so that rounding does not pass C_k.
+        A mini-set whose gradient is not finite counts as 0, and so does what float32 holds and is longer than
+        2^100 C_k. Norms are taken in float64, and so are the sums of several mini-sets, and vectors are clipped to
+        (1 - 2^-20) C_k, so that rounding does not pass C_k.
     """
 
     max_norm: MaxNorm = 1.0
@@ -214,11 +216,11 @@ class BatchClipper(ClipperByConstants):
             return self._zeros()
         nus_P = over_P.clamp(min=1.0).reciprocal()
         # A weight that float32 holds in part only would be rounded by more than the room that is left.
-        nus_P = torch.where(nus_P < _LEAST_WEIGHT, 0.0, nus_P)
+        narrow_nus_P = nus_P.masked_fill(nus_P < _LEAST_WEIGHT, 0.0).float()
         chosen = self._constants.chosen(self.secret, 1)
         result: dict[str, Tensor] = {}
         for (part, names), nu, narrow_nu in zip(
-            groups.items(), nus_P.unbind(), nus_P.float().unbind(), strict=True
+            groups.items(), nus_P.unbind(), narrow_nus_P.unbind(), strict=True
         ):
             if chosen and not chosen[part]:
                 result.update(self._zeros(names))
@@ -310,7 +312,7 @@ class BatchClipper(ClipperByConstants):
 def _lengths(vectors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
     """|m g| of each tensor, in float64, all on one device."""
     tensors = [g.detach() for g in vectors.values()]
-    found = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    found = tensor_lengths(tensors)
     return {
         name: (length * abs(scales[name]) if scales.get(name, 1.0) != 1 else length).to(tensors[0].device)
         for name, length in zip(vectors, found, strict=True)

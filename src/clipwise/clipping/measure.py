@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from clipwise.clipping.lengths import tensor_lengths
 from clipwise.clipping.public import Public
 from clipwise.errors import UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
@@ -67,7 +68,7 @@ def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
     """|mean_i g_i|^2 by parameter, by plain autograd: examples may depend on one another."""
     found = torch.autograd.grad(losses.mean(), list(parameters.values()), allow_unused=True)
     reached = [g.to_dense() if g.is_sparse else g for g in found if g is not None]
-    norms = iter(torch._foreach_norm(reached, 2, dtype=torch.float64))
+    norms = iter(tensor_lengths(reached))
     nothing = torch.zeros(1, dtype=torch.float64, device=losses.device)
     return {
         name: nothing if g is None else next(norms).square().reshape(1)

@@ -215,8 +215,10 @@ def _upstream_factors(
 
     `room` is memory like that of g, to write into: new memory costs more than what is done in it.
     """
-    sizes = torch.abs(g, out=room) if clips_weights or (needs_bias and of.has_positions(g)) else None
-    mass_Bc = of.over_positions(sizes) if sizes is not None and of.has_positions(g) else None
+    by_windows = clips_weights and lengths_BGP is not None
+    has_mass = of.has_positions(g) and (needs_bias or (clips_weights and not by_windows))
+    sizes = torch.abs(g, out=room) if has_mass or by_windows else None
+    mass_Bc = of.over_positions(sizes) if sizes is not None and has_mass else None
     db = weighted_rows(of.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips) if needs_bias else None
     if not clips_weights:
         nu_B = torch.isfinite(lengths(g)).double()
