@@ -108,11 +108,11 @@ class Convolution(Map):
             assert found is not None
             return found.view(len(x), self.groups, *x.shape[2:])
         by_group = at_least_float32(by_group)
-        square = by_group.square().sum(2).double()
-        if not square.is_cuda and not bool(torch.isfinite(square.sum())):  # beyond float32
-            square = by_group.double().square().sum(2)
+        square = _sum_of_channels(by_group.square()).double()
+        if not square.is_cuda and not math.isfinite(float(square.sum())):  # beyond float32
+            square = _sum_of_channels(by_group.double().square())
         # A square below the smallest number is lost.
-        return square + by_group.shape[2] * torch.finfo(by_group.dtype).tiny
+        return square.add_(by_group.shape[2] * torch.finfo(by_group.dtype).tiny)
 
     def window_lengths(self, squares: Tensor) -> Tensor:
         if any(self.listed):
@@ -146,6 +146,11 @@ class Convolution(Map):
             )
         ]
         return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
+
+
+def _sum_of_channels(t_BGc: Tensor) -> Tensor:
+    """Over the third axis; of a single channel there is nothing to sum."""
+    return t_BGc.squeeze(2) if t_BGc.shape[2] == 1 else t_BGc.sum(2)
 
 
 @lru_cache(maxsize=1024)
