@@ -244,7 +244,8 @@ def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> 
     if surely_none(clipped_B):
         return dx
     inverse_B = torch.where(clipped_B, 1 / norm_B, 0.0)
-    for some in chunks(len(x), x[0].numel() * x.element_size(), _TOGETHER):
+    each = x.shape[1:].numel() * x.element_size()
+    for some in chunks(len(x), each, _TOGETHER) if x.device.type == "cpu" else [slice(None)]:
         unit = x[some] * along(inverse_B[some], x)
         along_B = torch.linalg.vecdot(unit.flatten(1), dx[some].flatten(1))
         dx[some].addcmul_(unit, along(along_B, dx), value=-1)
