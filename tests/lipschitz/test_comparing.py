@@ -89,6 +89,14 @@ def test_a_trace_takes_a_model() -> None:
         trace(None, (4,))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", [4, (4.0,), (0,), "4", None])
+def test_a_trace_takes_the_shape_of_an_example(shape: Any) -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 2))
+    with pytest.raises(ConfigurationError, match="input_shape must be the sizes of one example"):
+        trace(model, shape)
+    assert trace(model, (np.int64(4),)).input_shape == (4,)
+
+
 def test_a_loop_without_gradients_makes_no_difference() -> None:
     with torch.no_grad():
         found = tightness(**GIVEN)

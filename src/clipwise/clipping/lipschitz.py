@@ -34,7 +34,7 @@ from clipwise.lipschitz.losses import (
 )
 from clipwise.lipschitz.matching import GraphMatch
 from clipwise.lipschitz.rule import Effort
-from clipwise.lipschitz.trace import Network, trace, unit_of
+from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
 from clipwise.lipschitz.weights import (
     NORMS,
     MaxWeightNorm,
@@ -157,7 +157,7 @@ class Lipschitz(Strategy):
 
     def _shape(self, site: Site) -> tuple[int, ...]:
         if self.input_shape is not None:
-            return _shape_of(self.input_shape)
+            return example_shape(self.input_shape)
         first = next(tensors_in(site.empty_batch()), None) if site.empty_batch is not None else None
         if first is None or first.dim() == 0 or len(first) != 0:
             raise ConfigurationError(
@@ -426,12 +426,3 @@ def _require_representable(bounds: Bounds, unclipped: str) -> None:
             f"Lipschitz: a value or a gradient may be as large as {largest:.2g}, for weights of such norms: take a "
             "smaller max_weight_norm or input_norm, or fewer layers."
         )
-
-
-def _shape_of(given: object) -> tuple[int, ...]:
-    """The shape of an example, or an error."""
-    if isinstance(given, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in given):
-        return tuple(given)
-    raise ConfigurationError(
-        f"input_shape must be the sizes of one example, without the batch, such as (1, 28, 28), not {given!r}."
-    )

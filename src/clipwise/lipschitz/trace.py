@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from clipwise.errors import UnsupportedModelError
-from clipwise.given import require_module
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.given import plain, require_module
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.functions import Call, function_rule, instead_of
@@ -99,9 +99,20 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         arithmetic: in which the products of training run.
     """
     require_module(model)
+    shape = example_shape(input_shape)
     module = fx.GraphModule(model, graph_of(model))
     rounding = Rounding(unit_of(model), arithmetic)
-    return _Walk(model, module, tuple(input_shape), rounding).network()
+    return _Walk(model, module, shape, rounding).network()
+
+
+def example_shape(given: object) -> tuple[int, ...]:
+    """An `input_shape` as it was given, or an error."""
+    shape = plain(given)
+    if isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in shape):
+        return tuple(shape)
+    raise ConfigurationError(
+        f"input_shape must be the sizes of one example, without the batch, such as (1, 28, 28), not {given!r}."
+    )
 
 
 class _Walk:
