@@ -269,7 +269,7 @@ def test_one_seed_gives_other_noise_in_another_order_of_memory(parts: str, when:
         )
         if turns and when == "after":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        assert private._configuration().get("memory order") == ("/0.2.3.1,0,0.1,0" if turns else None)
+        assert private._configuration().get("memory_order") == ("/0.2.3.1,0,0.1,0" if turns else None)
         for x, y in private.loader:
             private.backward(F.cross_entropy(model(x), y, reduction="none"))
         found.append(model[0].weight.grad.flatten().sort().values)

@@ -700,7 +700,7 @@ class Private:
             "parameters": fingerprint.of_parameters(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
-            **({"memory order": order} if (order := memory_order(self._parameters.values())) else {}),
+            **({"memory_order": order} if (order := memory_order(self._parameters.values())) else {}),
             **({} if self._views is None else {"averaged_views": self._views.count}),
             **({} if self._penalty is None else {"penalty": getattr(self._penalty, "__qualname__", "given")}),
             **(

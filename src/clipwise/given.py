@@ -6,14 +6,15 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ClipwiseError, ConfigurationError
 
 
 def plain(value: Any) -> Any:
@@ -49,6 +50,20 @@ def require_bool(argument: str, given: object) -> None:
     """Refuse what is neither True nor False: a word such as "no" would count as True."""
     if not isinstance(given, bool):
         raise ConfigurationError(f"{argument} must be True or False, not {given!r}.")
+
+
+@contextmanager
+def naming(argument: str, taker: str = "the model") -> Iterator[None]:
+    """Data runs through the model, or a loss, in this block: what goes wrong is told with the name of the argument."""
+    try:
+        yield
+    except ClipwiseError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{argument}: {taker} does not take such rows ({type(error).__name__}: {error}). Give them as it is "
+            "trained on them."
+        ) from error
 
 
 def require_module(given: object) -> None:

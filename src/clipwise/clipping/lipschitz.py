@@ -18,6 +18,7 @@ from clipwise.clipping.parts import Groups, Policy, described_groups, group_para
 from clipwise.clipping.repeated import RepeatedOutputs
 from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
+from clipwise.given import require_bool, with_plain_numbers
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.known import require_known
@@ -113,11 +114,11 @@ class Lipschitz(Strategy):
     bounds_inside = True
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         require_known("norm", self.norm, NORMS)
         require_split(self.split)
         for name in ("fixed", "tight", "balanced"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+            require_bool(name, getattr(self, name))
         if self.balanced and self.fixed:
             raise ConfigurationError(
                 "balanced=True does not go with fixed=True, whose bounds follow from max_weight_norm alone: choose a "

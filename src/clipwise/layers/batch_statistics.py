@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.given import require_module
+from clipwise.given import naming, require_module
 from clipwise.layers.observed import observed
-from clipwise.layers.public_rows import naming
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):

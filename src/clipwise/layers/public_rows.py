@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.errors import ConfigurationError
 
 
 def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -29,20 +28,6 @@ def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
             "public holds values that are not finite: leave those rows out, or statistics would not be."
         )
     return tuple(x.detach() for x in rows)
-
-
-@contextmanager
-def naming(argument: str) -> Iterator[None]:
-    """Public data runs through the model here: what the model makes of it is told with the name of the argument."""
-    try:
-        yield
-    except ClipwiseError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"{argument}: the model does not take such rows ({type(error).__name__}: {error}). Give them as it is "
-            "trained on them."
-        ) from error
 
 
 def placed(rows: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, ...]:

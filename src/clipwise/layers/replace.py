@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError
-from clipwise.given import require_module
+from clipwise.given import naming, require_module
 from clipwise.known import require_known
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.public_batchnorm import (
@@ -19,7 +19,7 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm2d,
     PublicBatchNorm3d,
 )
-from clipwise.layers.public_rows import as_rows, naming, placed
+from clipwise.layers.public_rows import as_rows, placed
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.structure import evaluating
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.errors import ClipwiseError, ConfigurationError
-from clipwise.given import require_module
+from clipwise.errors import ConfigurationError
+from clipwise.given import naming, require_module
 from clipwise.lipschitz.bounds import bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, clip_output_gradients, constant_of, require_bounded
 from clipwise.lipschitz.rule import Effort
@@ -90,20 +88,6 @@ def _require_examples(argument: str, given: object) -> None:
         )
 
 
-@contextmanager
-def _taken(argument: str, by: str) -> Iterator[None]:
-    """In this block an error is one of an argument, which does not fit."""
-    try:
-        yield
-    except ClipwiseError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"{argument}: {by} does not take them ({type(error).__name__}: {error}). Give them in the shape "
-            "and type of training."
-        ) from error
-
-
 @torch.enable_grad()
 def _norms(
     model: nn.Module,
@@ -114,9 +98,9 @@ def _norms(
     y: Tensor,
 ) -> list[float]:
     """The gradient norm of each parameter, for one example."""
-    with _taken("inputs", "the model"):
+    with naming("inputs"):
         outputs = model(x)
-    with _taken("targets", "the loss"):
+    with naming("targets", "the loss"):
         losses = loss(outputs, y)
     (at_outputs,) = torch.autograd.grad(losses.sum(), outputs, retain_graph=True)
     found = torch.autograd.grad(
