@@ -78,6 +78,19 @@ def test_settings_may_be_numbers_of_numpy_and_go_into_checkpoints(
     assert torch.load(tmp_path / "own.pt", weights_only=True)["position"] == 1
 
 
+def test_the_numbers_of_a_run_may_be_numpys_too(tmp_path: Path) -> None:
+    budget = {"epsilon": np.float32(3.0), "delta": np.float64(1e-5), "epochs": np.float32(2.0)}
+    model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(5, 3))
+    clipping = Lipschitz(np.float32(1.0), np.float64(1.0), temperature=np.float32(2.0), fixed=np.bool_(True))
+    for options in (budget, {"noise_multiplier": np.float32(1.5), "seed": np.int64(3)}):
+        _, private = private_run(
+            model, clipping=clipping, sample_rate=np.float32(0.25), batch_size=None, **options
+        )
+        torch.save(private.state_dict(), tmp_path / "run.pt")
+        assert torch.load(tmp_path / "run.pt", weights_only=True)["configuration"] == private._configuration()
+        private.close()
+
+
 @pytest.mark.parametrize("name", ["relative", "keep_length"])
 def test_a_word_is_no_switch(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Multipliers: {name} must be True or False, not 'no'"):

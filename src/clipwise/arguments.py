@@ -8,7 +8,6 @@ from typing import TypeGuard
 
 from clipwise import accounting
 from clipwise.errors import ConfigurationError, PrivacyWarning
-from clipwise.given import plain
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling
 from clipwise.sampling import Scheme
 from clipwise.secure import require_cipher
@@ -58,7 +57,6 @@ def noise_kind_of(noise: object) -> str:
 
 def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:
     """How many steps the noise is calibrated for."""
-    epochs, steps = plain(epochs), plain(steps)
     if epochs is not None and steps is not None:
         raise ConfigurationError("Give epochs or steps, not both.")
     if epochs is not None:

@@ -125,6 +125,8 @@ def make_private(
         The private run: loop over `.loader`, call `.step(losses)`.
     """
     parameters = checks.trainable_parameters(model, optimizer)
+    epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
+    epochs, steps, seed = plain((epochs, steps, seed))
     strategy = PerExample() if clipping is None else clipping
     if not isinstance(strategy, Strategy):
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
