@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +24,16 @@ def test_each_has_its_own_length(most: int, monkeypatch: pytest.MonkeyPatch) -> 
         torch.full((9,), 1e30),  # whose squares are beyond float32
         torch.randn(6, dtype=torch.float64),
     ]
+    together = torch._foreach_norm
+    taken: list[int] = []
+
+    def watched(given: list[torch.Tensor], *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        taken.extend(t.numel() for t in given)
+        return together(given, *arguments, **options)
+
+    monkeypatch.setattr(torch, "_foreach_norm", watched)
     found = tensor_lengths(tensors)
+    assert taken == [t.numel() for t in tensors if 0 < t.numel() < most]
     assert [t.dtype for t in found] == [torch.float64] * len(tensors)
     assert torch.stack(found).tolist() == pytest.approx(
         [float(t.double().norm()) for t in tensors], rel=1e-12
