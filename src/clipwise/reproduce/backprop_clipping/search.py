@@ -27,7 +27,7 @@ class Effort:
     seeds: int
 
 
-GREY, COLOUR, QUICK = Effort(6, 3, 10), Effort(4, 1, 2), Effort(1, 1, 2)
+GREY, COLOUR, QUICK = Effort(6, 3, 10), Effort(4, 1, 8), Effort(1, 1, 2)
 
 
 @dataclass(frozen=True)
