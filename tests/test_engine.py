@@ -521,18 +521,17 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
         order.append(f"charge {shown()}")
         original(event)
 
-    def gaussian(*args: Any, **options: Any) -> Tensor:
+    def noise(*args: Any, **options: Any) -> Tensor:
         order.append(f"noise {shown()} {private._ledger.position}")
         return drawn_noise(*args, **options)
 
-    original, drawn_noise = private._ledger.charge, noising.gaussian
+    original, drawn_noise = private._ledger.charge, noising.gaussian_in_pieces
     monkeypatch.setattr(private._ledger, "charge", charge)
-    monkeypatch.setattr(noising, "gaussian", gaussian)
+    monkeypatch.setattr(noising, "gaussian_in_pieces", noise)
     monkeypatch.setattr(faults, "reached", lambda point: order.append(f"{point} {shown()}"))
     first_step(model, private)
     assert order == [
         "charge hidden",
-        "noise hidden 1",
         "noise hidden 1",
         "step.before-grad hidden",
         "step.before-update shown",

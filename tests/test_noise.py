@@ -185,6 +185,20 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
         assert torch.equal(several_chunks(), alone)
 
 
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 40), st.floats(0.01, 100.0)), min_size=1, max_size=6),
+    chunk=st.integers(1, 30),
+)
+def test_pieces_are_those_of_one_draw_each_with_its_std(pieces: list[tuple[int, float]], chunk: int) -> None:
+    sizes, stds = map(list, zip(*pieces, strict=True))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(noise, "_CPU_CHUNK", chunk)
+        found = noise.gaussian_in_pieces(derived(), sizes, stds).split(sizes)
+        ends = itertools.accumulate(sizes)
+        for piece, size, end, std in zip(found, sizes, ends, stds, strict=True):
+            assert torch.equal(piece, gaussian(derived(), sum(sizes), std)[end - size : end])
+
+
 def test_callers_may_draw_at_the_same_time() -> None:
     alone = several_chunks()
     torch.set_num_threads(2)

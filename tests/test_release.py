@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, make_private, release
-from clipwise.noise import NoiseKey, gaussian
 from clipwise.privacy import Part
 from clipwise.release import buckets, fit_together, noised, noised_together
 
@@ -157,26 +157,28 @@ def test_only_a_sum_that_is_alone_and_dense_is_given_to_the_draw() -> None:
         max_size=4,
     )
 )
-def test_parts_noised_together_are_those_noised_one_by_one(shapes: list[list[tuple[int, ...]]]) -> None:
-    parts, sums = [], {}
+def test_parts_noised_together_get_each_its_own_piece_of_one_draw(
+    shapes: list[list[tuple[int, ...]]],
+) -> None:
+    parts, sums, expected = [], {}, []
     for k, some in enumerate(shapes):
         names = tuple(f"{k}/{i}" for i in range(len(some)))
         sums |= {name: torch.randn(shape) for name, shape in zip(names, some, strict=True)}
         parts.append(Part(f"part {k}", names, 1.0, 0.5 + k))
+        expected += [0.5 + k] * len(some)
     assert fit_together(parts, sums)
-    key = NoiseKey.fresh()
-    keys = [key.derive(part.name) for part in parts]
-    found = noised_together(
-        parts, sums, lambda label, size, std: gaussian(keys[int(label.split("/")[0])], size, std), 3.0
-    )
-    assert found.keys() == sums.keys()
-    for part, secret in zip(parts, keys, strict=True):
+    drawn: list[Tensor] = []
 
-        def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
-            return gaussian(secret, size, part.noise_std, dtype=dtype, onto=onto, divisor=divisor)
+    def draw(order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+        assert (order, sizes, stds) == ("", [t.numel() for t in sums.values()], expected)
+        noise = torch.randn(sum(sizes))
+        drawn.extend(noise.clone().split(sizes))
+        return noise
 
-        alone = noised([sums[name].clone() for name in part.parameters], draw, 3.0)
-        assert all(torch.equal(found[n], one) for n, one in zip(part.parameters, alone, strict=True))
+    found = noised_together(parts, sums, draw, 3.0)
+    assert list(found) == list(sums)
+    for name, noise in zip(sums, drawn, strict=True):
+        assert torch.equal(found[name], (sums[name] + noise.view_as(sums[name])) / 3.0)
 
 
 def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() -> None:
@@ -205,15 +207,16 @@ def test_noise_falls_in_the_order_of_memory(alone: bool) -> None:
     mine = found[sums.index(total)] - total if alone else found[1] - total
     assert torch.equal(mine.round().permute(0, 2, 3, 1).flatten(), pieces[-1 if alone else 1].float())
     parts = [Part("a", ("a",), 1.0, 1.0), Part("b", ("b",), 1.0, 1.0)]
-    draws = [torch.arange(48.0), torch.arange(3.0)]
-    labels = ["0/0/0.2.3.1/0", "1/0/0"]
-    together = noised_together(
-        parts,
-        {"a": total, "b": torch.zeros(3)},
-        lambda label, size, std: draws[labels.index(label)].clone(),
-        2.0,
-    )
-    assert torch.equal((together["a"] * 2 - total).round().permute(0, 2, 3, 1).flatten(), draws[0])
+    orders: list[str] = []
+
+    def draw(order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+        orders.append(order)
+        return torch.arange(51.0)
+
+    together = noised_together(parts, {"a": total, "b": torch.zeros(3)}, draw, 2.0)
+    assert orders == ["/0.2.3.1,0"]
+    assert torch.equal((together["a"] * 2 - total).round().permute(0, 2, 3, 1).flatten(), torch.arange(48.0))
+    assert torch.equal(together["b"] * 2, torch.tensor([48.0, 49.0, 50.0]))
     assert together["a"].stride() == total.stride()
 
 

@@ -30,11 +30,13 @@ from __future__ import annotations
 import math
 import os
 import secrets
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from hashlib import blake2b
+from itertools import accumulate
 from typing import NoReturn
 
 import numpy as np
@@ -178,12 +180,7 @@ def gaussian(
         onto: what the noise is put onto: `size` values of that type on that device, contiguous.
         divisor: what the noised sum is divided by. It needs `onto`.
     """
-    if len(key) != KEY_BYTES:
-        raise ConfigurationError(f"key must be {KEY_BYTES} bytes: take it from NoiseKey.derive(label).")
-    if size < 0:
-        raise ConfigurationError("size must not be negative.")
-    if not (math.isfinite(std) and std >= 0):
-        raise ConfigurationError("std must be a finite number that is not negative.")
+    _require_drawable(key, [size], [std])
     if dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(
             f"dtype={dtype} is not possible for noise: draw it in torch.float32 or torch.float64, add it, "
@@ -194,14 +191,31 @@ def gaussian(
         # 128 bits of the key count there: words from a counter, made into normals by Box-Muller.
         words_4 = key_words(key).to(target, non_blocking=True)
         return normals(words_4, size, std, dtype, target, onto, divisor)
-    noise = _on_cpu(key, size, std, dtype).to(target)
+    noise = _on_cpu(key, [size], [std], dtype).to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
-def _on_cpu(key: bytes, size: int, std: float, dtype: torch.dtype) -> Tensor:
+def gaussian_in_pieces(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+    """The values that `gaussian` draws from the key on the CPU, flat, each piece of them with a std of its own."""
+    _require_drawable(key, sizes, stds)
+    return _on_cpu(key, sizes, stds, torch.float32)
+
+
+def _require_drawable(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> None:
+    if len(key) != KEY_BYTES:
+        raise ConfigurationError(f"key must be {KEY_BYTES} bytes: take it from NoiseKey.derive(label).")
+    if min(sizes) < 0:
+        raise ConfigurationError("size must not be negative.")
+    if not all(math.isfinite(std) and std >= 0 for std in stds):
+        raise ConfigurationError("std must be a finite number that is not negative.")
+
+
+def _on_cpu(key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
-    noise = torch.empty(size, dtype=dtype)
-    by_all_threads(deque(range(0, size, _CPU_CHUNK)), partial(_draw_chunks, key, noise, std))
+    ends = list(accumulate(sizes))
+    noise = torch.empty(ends[-1], dtype=dtype)
+    starts = deque(range(0, ends[-1], _CPU_CHUNK))
+    by_all_threads(starts, partial(_draw_chunks, key, noise, ends, stds))
     return noise
 
 
@@ -223,7 +237,9 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
-def _draw_chunks(key: bytes, noise: Tensor, std: float, starts: deque[int]) -> None:
+def _draw_chunks(
+    key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], starts: deque[int]
+) -> None:
     """Draw chunks until no start is left, by way of one buffer in float64.
 
     Numpy lets go of the interpreter lock while it draws and while it scales, so threads do this side by side.
@@ -235,10 +251,15 @@ def _draw_chunks(key: bytes, noise: Tensor, std: float, starts: deque[int]) -> N
             start = starts.popleft()
         except IndexError:  # another thread was quicker
             return
-        chunk = out[start : start + _CPU_CHUNK]
-        drawn = buffer[: len(chunk)]
+        stop = min(start + _CPU_CHUNK, len(out))
+        drawn = buffer[: stop - start]
         _stream(key, start // _CPU_CHUNK).standard_normal(out=drawn)
-        np.multiply(drawn, std, out=chunk, casting="same_kind")
+        piece, here = bisect_right(ends, start), start
+        while here < stop:
+            end = min(ends[piece], stop)
+            scaled = drawn[here - start : end - start]
+            np.multiply(scaled, stds[piece], out=out[here:end], casting="same_kind")
+            piece, here = piece + 1, end
 
 
 def _stream(key: bytes, chunk: int) -> np.random.Generator:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.noise import NoiseKey, gaussian
+from clipwise.noise import NoiseKey, gaussian, gaussian_in_pieces
 from clipwise.privacy import Part
 from clipwise.release import fit_together, memory_order, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
@@ -20,11 +20,12 @@ def noised_sums(
     """(sum + noise) / L, with L the expected size: for what is drawn is secret. Sums are written over.
 
     A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part without any is a
-    number. Every draw has a label of its own, so no two share a stream. A scaled parameter is (m sum + noise) / (m L).
+    number. Every draw has a label of its own, so no two share a stream; small parts on a CPU share one draw. A scaled
+    parameter is (m sum + noise) / (m L).
     Secure noise lies on a grid, and so does the sum that it is put onto.
     """
     if fit_together(parts, total):
-        total.update(noised_together(parts, total, partial(_draw_part, key), divisor))
+        total.update(noised_together(parts, total, partial(_draw_together, key), divisor))
         return total
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
@@ -63,9 +64,9 @@ def _draw(
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
 
 
-def _draw_part(key: NoiseKey, label: str, size: int, std: float) -> Tensor:
-    """Plain noise of a part that is one bucket, on the CPU."""
-    return gaussian(key.derive(f"noise/{label}"), size, std)
+def _draw_together(key: NoiseKey, order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+    """Plain noise of all parts, one after another in one stream, on the CPU."""
+    return gaussian_in_pieces(key.derive(f"noise/together{order}"), sizes, stds)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

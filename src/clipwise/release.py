@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,12 @@ class Draw(Protocol):
     def __call__(
         self, bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float
     ) -> Tensor: ...
+
+
+class DrawTogether(Protocol):
+    """Noise of several sums, flat, for how they lie in memory, from their sizes and standard deviations."""
+
+    def __call__(self, order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor: ...
 
 
 def buckets(sizes: Sequence[int]) -> list[int]:
@@ -48,24 +54,18 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 def noised_together(
     parts: Sequence[Part],
     sums: Mapping[str, Tensor],
-    draw: Callable[[str, int, float], Tensor],
+    draw: DrawTogether,
     divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of all parts, as `noised` gives it part by part, in fewer operations.
-
-    `draw` gives the noise of a part from its label, its size and its standard deviation.
-    """
-    found: dict[str, Tensor] = {}
-    for number, part in enumerate(parts):
-        names = part.parameters or (part.name,)
-        sizes = [sums[name].numel() for name in names]
-        label = f"{number}/0{memory_order(sums[name] for name in names)}/0"
-        pieces = torch.split(draw(label, sum(sizes), part.noise_std), sizes)
-        found.update((name, _shaped(piece, sums[name])) for name, piece in zip(names, pieces, strict=True))
-    views = list(found.values())
-    torch._foreach_add_(views, [sums[name] for name in found])
-    torch._foreach_div_(views, divisor)
-    return found
+    """(sum + noise) / divisor of all parts, as `noised` gives it of one, from one draw."""
+    stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
+    those = [sums[name] for name in stds]
+    sizes = [t.numel() for t in those]
+    noise = draw(memory_order(those), sizes, list(stds.values()))
+    views = [_shaped(piece, t) for piece, t in zip(torch.split(noise, sizes), those, strict=True)]
+    torch._foreach_add_(views, those)
+    noise.div_(divisor)
+    return dict(zip(stds, views, strict=True))
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:

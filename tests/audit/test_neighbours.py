@@ -1,6 +1,6 @@
 """Neighbouring runs of every kind are as declared; what is not is named."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,11 @@ from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
 
 
 def test_one_stream_for_two_parts_is_found_in_every_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_for_all(key: NoiseKey, label: str, size: int, std: float) -> Tensor:
-        return gaussian(key.derive("noise/0"), size, std)
+    def one_for_all(key: NoiseKey, order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+        secret = key.derive("noise/0")
+        return torch.cat([gaussian(secret, size, std) for size, std in zip(sizes, stds, strict=True)])
 
-    monkeypatch.setattr(noising, "_draw_part", one_for_all)
+    monkeypatch.setattr(noising, "_draw_together", one_for_all)
     for turned in (False, True):
         model = network()
         if turned:
