@@ -6,15 +6,13 @@ The networks are of the kind and about the size of the Lip-DP-SGD paper's, which
 `clipwise.models` have its numbers of parameters. The floor is ordinary training plus clipwise's own noise on its
 gradient, with batches drawn from data in memory; no private step costs less. All are timed in turns on images; a row
 shows the median time of the floor, and of each other step the median of its ratio to the floor of the same round.
-`--clock cpu` counts the processor time of all threads, which a busy machine changes less. On Linux the process keeps
-the memory that it frees: which step would have to ask for it anew is chance, and costs up to half of a step. Ends with
-an error if a step takes more than 1.15 floors.
+`--clock cpu` counts the processor time of all threads, which a busy machine changes less. The process keeps the memory
+that it frees (`keep_memory`). Ends with an error if a step takes more than 1.15 floors.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from clipwise import Lipschitz, PerExample, make_private, models
+from clipwise.bench.environment import keep_memory
 from clipwise.layers import BoundedGroupNorm, ClipInput
 from clipwise.noise import NoiseKey, gaussian
 
@@ -130,15 +129,6 @@ def private(
         run.step(F.cross_entropy(outputs, y, reduction="none"), outputs)
 
     return step
-
-
-def keep_memory() -> None:
-    """Let glibc give no memory back to the system, so that steps do not wait for pages."""
-    if sys.platform == "linux":
-        trim_threshold, mmap_threshold = -1, -3  # of mallopt
-        libc = ctypes.CDLL(None)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_threshold, 2**30)
 
 
 def in_turns(acts: dict[str, Callable[[], None]], rounds: int, clock: Clock) -> dict[str, list[float]]:
