@@ -254,3 +254,22 @@ def test_batches_of_another_form_are_refused_with_random_changes():
         Views(2, Flip()).of_batch({"x": images(2)})
     doubled = Views(2).of_batch({"x": images(2)})
     assert len(doubled["x"]) == 4
+
+
+def test_other_views_get_other_noise_from_one_seed():
+    """What is drawn from the operating system makes another sum in every run, and the same noise would cancel."""
+
+    def views(*draws, seed=1):
+        return Views(2, *draws, seed=seed).fingerprint()
+
+    assert views() == views() == b""
+    assert views(Crop(8)) == views(Crop(8)) and len(views(Crop(8))) == 32
+    assert (
+        len(
+            {views(Crop(8)), views(Crop(6)), views(Flip()), views(Crop(8), seed=2), views(Crop(8), seed=None)}
+        )
+        == 5
+    )
+    used = Views(2, Crop(8), seed=1)
+    used.of(images(3))
+    assert used.fingerprint() != views(Crop(8))

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from clipwise.errors import (
     BudgetExhausted,
     ConfigurationError,
     CoupledExamplesError,
+    PrivacyWarning,
     StepError,
     UnsupportedModelError,
 )
@@ -703,3 +705,16 @@ def test_the_statement_names_mini_sets_and_what_they_rest_on() -> None:
         assert ("depends on its own example only" in text) == (name == "example")
         assert ("depends on that mini-set" in text) == (name != "example")
         assert "all: 2" in text or name == "example"
+
+
+def test_statistics_that_the_model_itself_learns_between_local_updates_are_told() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, CLASSES))
+    model, private = private_run(model=model, clipping=Batch(1.0, 2, local_update=local_sgd))
+    drawn = iter(private.loader)
+    private.step_sets(next(drawn))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        private.step_sets(next(drawn))
+    model(torch.randn(8, FEATURES))  # a training loss for a progress bar, say
+    with pytest.warns(PrivacyWarning, match="Running statistics of '1'"):
+        next(drawn)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -92,6 +93,17 @@ class Views:
         self.count = count
         self._draws = draws
         self._random = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+
+    def fingerprint(self) -> bytes:
+        """Of what is drawn from here on: other views make other sums, which must not get the same noise."""
+        if not self._draws:
+            return b""
+        told = [
+            (getattr(d, "__qualname__", type(d).__qualname__), repr(getattr(d, "__dict__", {})))
+            for d in self._draws
+        ]
+        state: bytes = self._random.get_state().numpy().tobytes()
+        return blake2b(repr((self.count, told)).encode() + state, digest_size=32).digest()
 
     def of(self, x_BCHW: Tensor) -> Tensor:
         """[B, C, H, W] to [B K, C, H', W']: the views of an example are K rows in a row."""

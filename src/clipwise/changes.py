@@ -15,7 +15,7 @@ class Changes:
     """Whether tensors were changed since the last look, also in ways that torch does not count.
 
     Writes through `.data` are not counted, nor are those of fused optimizers. They show in the contents: on a CPU in
-    the sum of the words that hold them, which costs a single pass over memory; elsewhere in the tensors' lengths.
+    a weighted sum of the words that hold them, which costs one pass over memory; elsewhere in the tensors' lengths.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -83,19 +83,29 @@ def _has_words(t: Tensor) -> bool:
     return t.device.type == "cpu" and t.layout is torch.strided and t.is_contiguous()
 
 
+# Odd weights of words, by their place: one that changes changes the sum, and to double some numbers and halve others,
+# which adds 2^23 to some words of float32 and takes it from others, changes it too. A prime number of them.
+_WEIGHTS = 2 * torch.randint(2**62, (4093,), generator=torch.Generator().manual_seed(0)) + 1
+
+
 class _Words:
-    """The memory of some tensors, read as whole numbers of up to 64 bits: one that changes changes their sum."""
+    """The memory of some tensors, read as whole numbers of up to 64 bits."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors, self._places = tensors, [t.data_ptr() for t in tensors]
         self._words = [_words_of(t) for t in tensors]
 
     def total(self) -> int | None:
-        """Their sum, up to multiples of 2^64; None if a tensor lies elsewhere now: this memory may be gone."""
+        """Their weighted sum, modulo 2^64; None if a tensor lies elsewhere now: this memory may be gone."""
         if [t.data_ptr() for t in self._tensors] != self._places:
             return None
         words = self._words[0] if len(self._words) == 1 else torch.cat(self._words)
-        return int(words.sum())
+        rows = len(words) // len(_WEIGHTS)
+        rest = words[rows * len(_WEIGHTS) :]
+        total = rest.mul(_WEIGHTS[: len(rest)]).sum()
+        if rows:
+            total += words[: rows * len(_WEIGHTS)].view(rows, -1).sum(0).mul_(_WEIGHTS).sum()
+        return int(total)
 
 
 def _words_of(tensor: Tensor) -> Tensor:

@@ -553,7 +553,8 @@ class Private:
     def _key_from(self, seed: int) -> NoiseKey:
         """The same seed under another configuration, model or data set must give other noise."""
         model, data = bytes.fromhex(self._model_digest()), bytes.fromhex(self._data_digest())
-        return NoiseKey.from_seed(seed, self._fingerprint().encode() + model + data)
+        views = b"" if self._views is None else self._views.fingerprint()
+        return NoiseKey.from_seed(seed, self._fingerprint().encode() + model + data + views)
 
     def _secrets(self) -> checkpoint.Secrets:
         """What going on from here takes."""
@@ -583,6 +584,14 @@ class Private:
         self._require_loaded()
         self._hands.at_draw()
         self._follow_update()  # for whoever steps the optimizer on their own
+        if self._is_local() and (learned := self._buffers.changed_statistics()):
+            warnings.warn(
+                f"Running statistics of {', '.join(map(repr, learned))} were changed since the last batch was drawn. "
+                "If a forward pass of the model learned them from private data, they leave with it without any noise: "
+                "call model.eval() before such a pass, and set them from public data before the model is used.",
+                PrivacyWarning,
+                stacklevel=2,
+            )
         self._buffers.remember()
         if self._independence is not None:
             batch = self._independence.mark(batch)

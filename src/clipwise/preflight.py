@@ -108,9 +108,9 @@ def _clipped_structure(
     clipping: Backprop, model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report
 ) -> None:
     """The checks of a first step of backpropagation clipping."""
-    clipping.layers_of(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    layers = clipping.layers_of(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
     losses, parameters = _examined(model, loss, batch, size)
-    nodes, _ = clipped_nodes(losses, parameters)
+    nodes, _ = clipped_nodes(losses, parameters, layers.values())
     require_rows_of_examples(losses, nodes, parameters)
 
 

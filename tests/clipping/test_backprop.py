@@ -672,3 +672,15 @@ def test_torch_encoder_layers_keep_their_clips_in_evaluation() -> None:
         torch.testing.assert_close(model(x), trained)
     clipper = Backprop().attach(site(model))
     clipper.clipped_sum(model(x).square().mean((1, 2)))
+
+
+def test_a_second_clipped_layer_around_the_same_weights_is_refused() -> None:
+    shared = nn.Linear(5, 3, bias=False)
+    one, two = nn.Sequential(shared), nn.Sequential(shared)
+    layers.clip_inputs(one, input_norm=1.0, grad_norm=1.0)
+    layers.clip_inputs(two, input_norm=1e3, grad_norm=1e3)
+    clipper = Backprop().attach(site(one))
+    x = torch.randn(4, 5)
+    with pytest.raises(UnsupportedModelError, match="not in the model of this run"):
+        clipper.clipped_sum((one(x) + two(x)).sum(1))
+    clipper.clipped_sum(one(x).sum(1))

@@ -66,6 +66,11 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "a linear function": (lambda m, x: F.linear(x, m.b.weight), "take nn.Linear"),
     "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
+    "the number of examples": (
+        lambda m, x: m.a(x + 1000.0 / x.shape[0]),
+        "number of examples, which is secret",
+    ),
+    "a mean over examples": (lambda m, x: m.a(x * (1 / x.size(0))), "number of examples, which is secret"),
     "an old alpha": (lambda m, x: m.a(torch.add(x, 2, x)), "alpha"),
     "examples moved on": (
         lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))),

@@ -147,7 +147,7 @@ class BackpropClipper(Clipper):
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._require_same_constants()
         _require_float32(self._parameters)
-        nodes, wiring = clipped_nodes(losses, self._parameters)
+        nodes, wiring = clipped_nodes(losses, self._parameters, self._layers.values())
         if (
             real_B is None
         ):  # else it is a step that is captured, after ordinary ones, and may not wait for the device

@@ -4,7 +4,7 @@ parameter ends in a clipped layer, each is used as often as was said, and its ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ Node = Any
 Wiring = int  # tells graphs of different operations apart, or of the same ones in another order
 
 
-def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> tuple[list[Node], Wiring]:
-    """The nodes of clipped layers behind the losses, or an error that says what bypasses them; and the wiring."""
+def clipped_nodes(
+    losses: Tensor, parameters: Mapping[str, Tensor], layers: Iterable[ClippedLayer]
+) -> tuple[list[Node], Wiring]:
+    """The nodes of clipped layers behind the losses, or an error that says what bypasses them; and the wiring.
+
+    A parameter's own layer is the one among `layers`: another one around it has constants and uses of its own.
+    """
     names = {id(p): name for name, p in parameters.items()}
+    known = set(map(id, layers))
     root: Node = losses.grad_fn
     entered, stack, found = {root}, [root], []
     kinds: list[object] = []
@@ -37,7 +43,15 @@ def clipped_nodes(losses: Tensor, parameters: Mapping[str, Tensor]) -> tuple[lis
             if child is None:
                 continue
             variable = getattr(child, "variable", None)
-            if (name := names.get(id(variable))) is not None and not _bounds(layer, slot, variable):
+            if (name := names.get(id(variable))) is None:
+                pass
+            elif layer is not None and id(layer) not in known:
+                raise UnsupportedModelError(
+                    f"Parameter {name!r} is used by a clipped layer {layer.name!r} that is not in the model of this "
+                    "run, and whose constants its sensitivity does not know. Clip a model once, and make it private "
+                    "as a whole."
+                )
+            elif not _bounds(layer, slot, variable):
                 by = type(node).__name__ if layer is None else f"layer {layer.name!r}, as its input"
                 raise UnsupportedModelError(
                     f"Parameter {name!r} is used outside of its clipped layer, by {by}, where nothing "

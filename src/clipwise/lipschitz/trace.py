@@ -28,6 +28,7 @@ from clipwise.lipschitz.shaping import MoveRule, ParameterRule
 _EXAMPLES = (
     7919  # a prime: no other dimension is likely to have this size, and tensors without data cost nothing
 )
+_MORE_EXAMPLES = 8219  # numbers that differ between the two depend on how many examples there are
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class _Walk:
         self._input_shape = input_shape
         self._hollow = copy.deepcopy(module).to("meta")  # shapes without numbers
         self._values: dict[fx.Node, Any] = {}
+        self._with_more: dict[fx.Node, Any] = {}
         self._operations: list[Operation] = []
         # Tied parameters have several names; bounds are told under the first, as optimizers know them.
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -143,6 +145,7 @@ class _Walk:
                 break
             if node.op == "placeholder" and not node.users:
                 continue
+            self._with_more[node] = self._value_with_more(node)
             self._values[node] = self._value(node)
         (result,) = next(n for n in nodes if n.op == "output").args
         if not (isinstance(result, fx.Node) and isinstance(self._values[result], Tensor)):
@@ -174,14 +177,28 @@ class _Walk:
                     "clipwise.layers.ClipInput(input_norm), for instance nn.Sequential(ClipInput(1.0), model)."
                 )
 
+    def _value_with_more(self, node: fx.Node) -> Any:
+        """What the node gives for another number of examples."""
+        if node.op == "placeholder":
+            return self._examples(node, _MORE_EXAMPLES)
+        if node.op == "get_attr":
+            owner = attribute_of(self._module, str(node.target))
+            return owner.detach().to("meta") if isinstance(owner, Tensor) else owner
+        given: Any = (node.args, node.kwargs)
+        where = str(node.target) if node.op == "call_module" else node.name
+        return self._run(node, where, *fx.node.map_arg(given, lambda n: self._with_more[n]))
+
+    def _examples(self, node: fx.Node, count: int) -> Tensor:
+        whole = any(
+            isinstance(self._module.get_submodule(str(user.target)), nn.Embedding) for user in node.users
+        )
+        kind = torch.long if whole else _dtype_of(self._model)
+        return torch.empty((count, *self._input_shape), dtype=kind, device="meta")
+
     def _value(self, node: fx.Node) -> Any:
         """What the node gives, on tensors without data; notes the rule if that is a value of the network."""
         if node.op == "placeholder":
-            whole = any(
-                isinstance(self._module.get_submodule(str(user.target)), nn.Embedding) for user in node.users
-            )
-            kind = torch.long if whole else _dtype_of(self._model)
-            return torch.empty((_EXAMPLES, *self._input_shape), dtype=kind, device="meta")
+            return self._examples(node, _EXAMPLES)
         if node.op == "get_attr":
             return self._attribute(node)
         given: Any = (node.args, node.kwargs)
@@ -280,6 +297,15 @@ class _Walk:
                 where, node.target, plain_arguments, options, shapes, out, self._rounding, takes_weights
             )
             rule = function_rule(call)
+        if not isinstance(rule, MoveRule) and any(
+            _is_public(self._values[n]) and self._values[n] != self._with_more[n] for n in _operands(node)
+        ):
+            raise refusal(
+                where,
+                node.target,
+                "it computes with the number of examples, which is secret: take a number that is the same for every "
+                "batch. As a size, for view or reshape, it may be used",
+            )
         self._operations.append(Operation(node.name, where, rule, tuple(n.name for n in tensors), parameters))
 
     def _require_alone(self, node: fx.Node) -> None:

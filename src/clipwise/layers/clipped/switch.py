@@ -64,7 +64,7 @@ def settled() -> Iterator[None]:
     with _held:
         if not is_clipping():
             raise StepError(
-                "Clips are suspended here by layers.unclipped(), and what is released must be clipped: call "
+                "Clips are suspended here by layers.clipped.unclipped(), and what is released must be clipped: call "
                 "private.step and private.backward outside of that block."
             )
         yield
