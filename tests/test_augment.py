@@ -273,3 +273,19 @@ def test_other_views_get_other_noise_from_one_seed():
     used = Views(2, Crop(8), seed=1)
     used.of(images(3))
     assert used.fingerprint() != views(Crop(8))
+
+
+def test_a_seeded_run_repeats_its_noise_only_where_its_views_repeat():
+    def key(**options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+        data = TensorDataset(images(20).float(), torch.arange(20) % 3)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        run = clipwise.make_private(
+            model, sgd, data, clipping=PerExample(1.0), batch_size=5, noise_multiplier=1.0, seed=1, **options
+        )
+        return run._key.secret_bytes()
+
+    assert key() == key() and key(averaged_views=2) == key(averaged_views=2)
+    assert key(averaged_views=Views(2, Crop(8), seed=1)) == key(averaged_views=Views(2, Crop(8), seed=1))
+    assert key(averaged_views=Views(2, Crop(8))) != key(averaged_views=Views(2, Crop(8)))

@@ -70,6 +70,14 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
         lambda m, x: m.a(x + 1000.0 / x.shape[0]),
         "number of examples, which is secret",
     ),
+    "a slice of as many": (
+        lambda m, x: m.a(x + x[:, : x.shape[0]].sum(1, keepdim=True)),
+        "number of examples, which is secret",
+    ),
+    "whether their number is odd": (
+        lambda m, x: m.a(x + 9.0 * (x.shape[0] % 2)),
+        "number of examples, which is secret",
+    ),
     "a mean over examples": (lambda m, x: m.a(x * (1 / x.size(0))), "number of examples, which is secret"),
     "an old alpha": (lambda m, x: m.a(torch.add(x, 2, x)), "alpha"),
     "examples moved on": (
@@ -90,6 +98,19 @@ def test_what_a_graph_would_not_show_is_refused(what: str) -> None:
     forward, message = HIDDEN[what]
     with pytest.raises(UnsupportedModelError, match=message):
         trace(By(forward), (4,))
+
+
+@pytest.mark.parametrize(
+    "sized",
+    [
+        lambda x: x.view(x.shape[0], -1),
+        lambda x: x.reshape(x.size(0), 2, 2).view(x.shape),
+        lambda x: torch.reshape(x, (x.size()[0], 4)),
+        lambda x: x / x.shape[1],
+    ],
+)
+def test_the_number_of_examples_is_a_size(sized: Callable[[Tensor], Tensor]) -> None:
+    assert bounds_of(trace(By(lambda m, x: m.b(sized(m.a(x)))), (4,)), 1.0).sensitivities
 
 
 def test_what_nobody_uses_costs_nothing() -> None:

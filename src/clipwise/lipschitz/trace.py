@@ -28,7 +28,9 @@ from clipwise.lipschitz.shaping import MoveRule, ParameterRule
 _EXAMPLES = (
     7919  # a prime: no other dimension is likely to have this size, and tensors without data cost nothing
 )
-_MORE_EXAMPLES = 8219  # numbers that differ between the two depend on how many examples there are
+# Numbers that differ between the two depend on how many examples there are; remainders of small numbers differ too.
+_MORE_EXAMPLES = 8212
+_TAKE_SIZES = ("view", "reshape")
 
 
 @dataclass(frozen=True)
@@ -297,16 +299,21 @@ class _Walk:
                 where, node.target, plain_arguments, options, shapes, out, self._rounding, takes_weights
             )
             rule = function_rule(call)
-        if not isinstance(rule, MoveRule) and any(
-            _is_public(self._values[n]) and self._values[n] != self._with_more[n] for n in _operands(node)
-        ):
-            raise refusal(
-                where,
-                node.target,
-                "it computes with the number of examples, which is secret: take a number that is the same for every "
-                "batch. As a size, for view or reshape, it may be used",
-            )
+        self._require_no_count(node, where)
         self._operations.append(Operation(node.name, where, rule, tuple(n.name for n in tensors), parameters))
+
+    def _require_no_count(self, node: fx.Node, where: str) -> None:
+        """How many examples there are is secret: the size of the first dimension, and no number to compute with."""
+        may_size = getattr(node.target, "__name__", node.target) in _TAKE_SIZES
+        for n in _operands(node):
+            here, more = self._values[n], self._with_more[n]
+            if _is_public(here) and here != more and not (may_size and _are_sizes(here, more)):
+                raise refusal(
+                    where,
+                    node.target,
+                    "it computes with the number of examples, which is secret: take a number that is the same for "
+                    "every batch. As a size, for view or reshape, it may be used",
+                )
 
     def _require_alone(self, node: fx.Node) -> None:
         """Nobody else may look at what is changed in place."""
@@ -375,6 +382,13 @@ def _is_public(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_public, value))
     return isinstance(value, (int, float, bool, str, torch.dtype, torch.device, type(None)))
+
+
+def _are_sizes(here: Any, more: Any) -> bool:
+    """Whether what differs is the number of examples itself, and nothing made from it."""
+    if isinstance(here, (tuple, list)):
+        return len(here) == len(more) and all(map(_are_sizes, here, more))
+    return here == more or (here, more) == (_EXAMPLES, _MORE_EXAMPLES)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
