@@ -29,6 +29,7 @@ from clipwise import data, layers, models
 from clipwise.bench.environment import environment
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.clipped.convolution import Convolution
+from clipwise.layers.clipped.maps import Seen
 from clipwise.layers.clipped.scales import AIM, lengths
 
 NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -47,7 +48,8 @@ def ratios(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[str, list[f
 
     def look(node: Any, g: Tensor) -> None:
         role = node.role
-        seen, weight, _, _, lengths_BGP = node.saved_tensors
+        *kept, weight = node.saved_tensors
+        seen, _, _, lengths_BGP = Seen(*kept)
         inputs = role.map.of_input(seen)
         true = [
             float(role.map.pull_back(g[i : i + 1], seen[i : i + 1], weight, False, True)[1].norm())
@@ -56,7 +58,7 @@ def ratios(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[str, list[f
         mass_Bc = role.map.over_positions(g.abs())
         bounds = {
             "upstream": lengths(inputs) * role.map.upstream_norm(g, mass_Bc, inputs.shape),
-            "windows": role.map.gradient_norm(g, lengths_BGP),
+            "windows": role.map.gradient_norm(g.abs(), lengths_BGP),
         }
         if isinstance(role.map, Convolution):
             most, cover = role.map.counts(tuple(inputs.shape[2:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -684,3 +686,38 @@ def test_a_second_clipped_layer_around_the_same_weights_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="not in the model of this run"):
         clipper.clipped_sum((one(x) + two(x)).sum(1))
     clipper.clipped_sum(one(x).sum(1))
+
+
+class Repeated(nn.Module):
+    """An encoder layer over words; on words that are all the same, nothing depends on queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(9, 6), nn.LayerNorm(6)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.encoder(self.norm(self.table(x))).mean(1))
+        return y
+
+
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_the_rounding_of_other_records_is_not_made_a_gradient_of(bound: str, scale: float) -> None:
+    """It changes with the batch: if it were, to take out one record would move the parts of all others."""
+    x, y = torch.full((8, 6), 3), torch.arange(8) % 5
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = clipped(Repeated(), input_norm=1.3, grad_norm=0.7, mode="normalize", bound=bound)
+        clipper = Backprop().attach(site(model))
+        most = {b.name: b.sensitivity for b in clipper.bounds}
+
+        def summed(rows: list[int]) -> Mapping[str, Tensor]:
+            return clipper.clipped_sum(scale * F.cross_entropy(model(x[rows]), y[rows], reduction="none"))
+
+        everybody = summed(list(range(8)))
+        for one in range(8):
+            rest = summed([i for i in range(8) if i != one])
+            for name, bound_ in most.items():
+                assert float((everybody[name] - rest[name]).norm()) <= bound_ * (1 + 1e-5), (name, seed, one)

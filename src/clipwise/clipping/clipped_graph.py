@@ -96,7 +96,10 @@ def _layer_of(node: Node) -> ClippedLayer | None:
 
 
 def _bounds(layer: ClippedLayer | None, slot: int, parameter: object) -> bool:
-    """Whether a node bounds the gradient of what it takes in a slot: its own weights. The first slot is the input."""
+    """Whether a node bounds the gradient of what it takes in a slot: its own weights. The first slot is the input.
+
+    (Attention has three of them, but takes no matrix for one, as all of its weights are.)
+    """
     return layer is not None and slot > 0 and any(p is parameter for p in layer.layer.parameters())
 
 

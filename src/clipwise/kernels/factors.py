@@ -1,7 +1,7 @@
 """From what was measured to what examples are scaled by, one launch each: the formulas of layers/clipped/scales.py.
 
     input_factors      |x| and s = min(1, C / |x|)
-    gradient_factors   nu = min(1, C / n) or C / n, with n = m (a |first| op b |second|), op the smaller or the larger
+    gradient_factors   nu = min(most, C / n), with n = m (a |first| op b |second|), op the smaller or the larger
 
 All in float64. Whoever is not finite has a factor of 0. Legend: B examples, K channels.
 """
@@ -25,7 +25,6 @@ class Limits:
     """Numbers of layers/clipped/scales.py: a scaled vector aims at `aim` of its bound, and so on."""
 
     aim: float
-    largest: float
     least: float
     smallest: float
     smallest_input: float
@@ -93,12 +92,12 @@ def input_factors_in_torch(square_B: Tensor, bound: float, limits: Limits) -> tu
     return norm_B, torch.where(torch.isfinite(norm_B) & (scale_B >= limits.smallest_input), scale_B, 0.0)
 
 
-def gradient_factors(norms: Norms, bound: float | None, normalizes: bool, limits: Limits) -> Tensor:
-    """nu of each example; without a bound 1, or 0 for whoever is not finite."""
+def gradient_factors(norms: Norms, bound: float | None, most: float, limits: Limits) -> Tensor:
+    """nu of each example, `most` at most; without a bound 1, or 0 for whoever is not finite."""
     looked_at = norms.first if norms.first is not None else norms.second
     assert looked_at is not None
     if not usable(looked_at) or looked_at.numel() == 0:
-        return gradient_factors_in_torch(norms, bound, normalizes, limits)
+        return gradient_factors_in_torch(norms, bound, most, limits)
     B, K = looked_at.shape
     columns = min(power_of_two(K), _TILE)
     rows = max(1, min(_TILE // columns, power_of_two(B)))
@@ -117,7 +116,7 @@ def gradient_factors(norms: Norms, bound: float | None, normalizes: bool, limits
             norms.first_times,
             norms.second_times,
             0.0 if bound is None else limits.aim * bound,
-            limits.largest if normalizes else 1.0,
+            most,
             limits.least,
             limits.smallest,
             HAS_FIRST=norms.first is not None,
@@ -132,12 +131,12 @@ def gradient_factors(norms: Norms, bound: float | None, normalizes: bool, limits
     return nu_B
 
 
-def gradient_factors_in_torch(norms: Norms, bound: float | None, normalizes: bool, limits: Limits) -> Tensor:
+def gradient_factors_in_torch(norms: Norms, bound: float | None, most: float, limits: Limits) -> Tensor:
     """The twin of `gradient_factors`."""
     norm_B = norms.of_examples()
     if bound is None:
         return torch.isfinite(norm_B).double()
-    nu_B = (limits.aim * bound / norm_B).clamp(max=limits.largest if normalizes else 1.0)
+    nu_B = (limits.aim * bound / norm_B).clamp(max=most)
     nu_B = torch.where(norm_B <= limits.least, 1.0, nu_B)
     return torch.where(torch.isfinite(norm_B) & (nu_B >= limits.smallest), nu_B, 0.0)
 

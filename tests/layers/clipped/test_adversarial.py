@@ -31,7 +31,7 @@ C2 = 0.7
 
 @dataclass
 class Measured:
-    """Of one example: true norms of gradients, and what bounds them, by parameter (or by a third of one)."""
+    """Of one example: true norms of gradients, and what bounds them, by parameter."""
 
     norm: dict[str, Tensor]
     gradient: dict[str, Tensor]  # n >= |dW|
@@ -50,7 +50,6 @@ def of_weights(norm: dict[str, Tensor], gradient: dict[str, Tensor], upstream: d
     return Measured(norm, gradient, upstream, frozenset(norm))
 
 
-THIRDS = ("queries", "keys", "values")  # of what goes into attention, which have C2 / sqrt(3) each
 Measure = Callable[[nn.Module, Tensor, Tensor], Measured]
 Ratio = Callable[[Tensor, Tensor], Tensor]
 
@@ -155,20 +154,20 @@ def normalization(layer: Any, x: Tensor, g: Tensor) -> Measured:
 
 
 def attention(layer: Any, x_Td: Tensor, g_Td: Tensor) -> Measured:
-    """Each third of the projections by itself. That of the output is a linear layer over positions."""
+    """Queries, keys and values as one. The projection of the output is a linear layer over positions."""
     T, d, H = len(x_Td), layer.embed_dim, layer.num_heads
-    zeros = [torch.zeros(T, d, dtype=x_Td.dtype, requires_grad=True) for _ in THIRDS]
+    zeros = [torch.zeros(T, d, dtype=x_Td.dtype, requires_grad=True) for _ in range(3)]
     thirds = zip(layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3), zeros, strict=True)
     q, k, v = ((x_Td @ w.T + b + zero).view(T, H, d // H).transpose(0, 1) for w, b, zero in thirds)
     mixed_Td = ((q @ k.mT / math.sqrt(d // H)).softmax(-1) @ v).transpose(0, 1).reshape(T, d)
     y = mixed_Td @ layer.out_proj.weight.T
     passed = torch.autograd.grad(y, zeros, g_Td, create_graph=True)
-    by_third = dict(zip(THIRDS, passed, strict=True))
+    dz_Tc = torch.cat(passed, 1)
     return of_weights(
-        {name: (dz.T @ x_Td).norm() for name, dz in by_third.items()},
-        {name: channels(x_Td.norm(dim=1), dz.T) for name, dz in by_third.items()},
-        {name: dz.norm() for name, dz in by_third.items()},
-    )
+        {"in_proj_weight": (dz_Tc.T @ x_Td).norm()},
+        {"in_proj_weight": channels(x_Td.norm(dim=1), dz_Tc.T)},
+        {"in_proj_weight": dz_Tc.norm()},
+    ).with_exact(in_proj_bias=dz_Tc.sum(0).norm())
 
 
 def conv(*sizes: int, kind: Any = nn.Conv2d, **options: Any) -> Callable[[], nn.Module]:
@@ -272,17 +271,15 @@ def assert_clipped_as_said(
     name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str, parameter: str
 ) -> None:
     build, _, measure = CASES[name]
-    is_third = parameter in THIRDS
     # Nothing is clipped on the way in: for attention, nor on the way out.
-    input_norm = (100 if is_third else 1.001) * float(x.double().norm())
+    input_norm = (100 if name == "attention" else 1.001) * float(x.double().norm())
     model = build().double()
     model.load_state_dict(layer.state_dict())
     model = clip_inputs(model, input_norm=input_norm, grad_norm=C2, mode="normalize", bound=bound)
-    weights = model.layer.get_parameter("in_proj_weight" if is_third else parameter)  # type: ignore[operator]
+    weights = model.layer.get_parameter(parameter)  # type: ignore[operator]
     (found,) = torch.autograd.grad(output(model, x), [weights], g)
-    found = found.chunk(3)[THIRDS.index(parameter)] if is_third else found
     told = measure(layer, x, g)
-    most = C2 / math.sqrt(3) if is_third else C2
+    most = C2
     expected = AIM * most * float((told.norm[parameter] / getattr(told, bound)[parameter]).detach())
     if parameter in told.times_input:
         most *= input_norm

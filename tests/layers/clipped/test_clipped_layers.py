@@ -152,11 +152,28 @@ def test_normalize_does_not_see_the_scale_of_a_gradient(name: str) -> None:
     y = model(x)
     g = upstream(y)
     before = gradients(model, y, g)
-    after = gradients(model, model(x), g * 2.0**-20)
-    for a, b in zip(before, after, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    for scale in (2.0**-8, 2.0**8):
+        after = gradients(model, model(x), g * scale)
+        for a, b in zip(before, after, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
     nothing = gradients(model, model(x), g * 0)
     assert not any(bool(t.any()) for t in nothing)
+
+
+@every_case
+@pytest.mark.parametrize("bound", ["upstream", "gradient"])
+def test_what_may_be_rounding_stays_short_where_gradients_are_normalized(name: str, bound: str) -> None:
+    """A gradient of length l is brought to l / 2^-14 of its bound at most, the constants do not matter to that."""
+    case = CASES[name]
+    for constants in ((1.5, 0.7), (20.0, 0.7), (1.5, 50.0)):
+        model = clipped(case, mode="normalize", bound=bound, input_norm=constants[0], grad_norm=constants[1])
+        y = model(inputs(case, 1))
+        g = upstream(y)
+        long = g.norm() * 2.0**-30
+        for (parameter, most), found in zip(
+            bounds(model).items(), gradients(model, y, g * 2.0**-30), strict=True
+        ):
+            assert 0 < float(found.norm()) < 100 * float(long) * 2.0**14 * most, parameter
 
 
 @every_case
@@ -285,7 +302,42 @@ def test_what_is_nothing_but_rounding_is_not_scaled_up() -> None:
     model = clipped(case, mode="normalize").float()
     y = model(inputs(case).float())
     gradient = gradients(model, y, upstream(y).float())[1].view(3, -1)
-    assert float(gradient[1].norm()) < 1e-4 < 0.1 < float(gradient[0].norm())
+    assert float(gradient[1].norm()) < 1e-4 < 0.05 < float(gradient[0].norm())
+
+
+def test_nor_is_what_is_left_of_terms_that_cancel() -> None:
+    """The sum over positions of a bias's gradient: 2^-20 of its terms, and 2^-8 beside a bound of their size."""
+    model = clipped(CASES["linear over positions"], mode="normalize").float()
+    g = torch.ones(1, 4, 3)
+    g[:, 2:] = -1 + 2.0**-20
+    bias = gradients(model, model(inputs(CASES["linear over positions"], 1).float()), g)[1]
+    assert 0 < float(bias.norm()) < 2.0**-12
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 1), (1, 4)])
+def test_queries_keys_and_values_are_of_the_same_examples(queries: int, keys: int) -> None:
+    model = clip_inputs(nn.MultiheadAttention(6, 2, batch_first=True), input_norm=1.0)
+    q, k = torch.randn(queries, 3, 6), torch.randn(keys, 5, 6)
+    with pytest.raises(ConfigurationError, match=rf"\[{queries}, {keys}, {keys}\] examples"):
+        model(q, k, k)
+
+
+@every_way
+@pytest.mark.parametrize("same", ["all", "keys and values", "none"])
+def test_one_input_that_is_given_several_times_is_as_good_as_copies(mode: str, bound: str, same: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.MultiheadAttention(6, 2, batch_first=True).double()
+        x = torch.randn(4, 5, 6).double()
+    y = x if same == "all" else x.flip(0)
+    z = y.tanh() if same == "none" else y
+    model = clip_inputs(layer, input_norm=1.5, grad_norm=0.7, mode=mode, bound=bound)
+    found, expected = (
+        gradients(model, model(*given)[0], torch.ones(4, 5, 6).double())
+        for given in ((x, y, z), (x.clone(), y.clone(), z.clone()))
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_messages_name_the_layer() -> None:

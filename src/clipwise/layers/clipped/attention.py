@@ -1,14 +1,12 @@
-"""Multi-head attention: four linear maps over positions, each clipped as one; nothing else in it is trained.
+"""Multi-head attention: the projections of queries, keys and values under one clip, that of the output under another.
 
-The projections of queries, keys and values are rows of one tensor. Each third is clipped to C2 / sqrt(3), so that
-all of it is at most C1 C2 for the weights and C2 for the bias.
+Nothing else in it is trained.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +16,8 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.linear import Matrix
 from clipwise.layers.clipped.maps import ClippedMap, MapRole
+from clipwise.layers.clipped.projections import THIRDS, ClippedProjections
 from clipwise.layers.clipped.scales import Constants, clipped_input
-
-_THIRDS = ("queries", "keys", "values")
 
 
 class ClippedAttention(ClippedLayer):
@@ -49,12 +46,7 @@ class ClippedAttention(ClippedLayer):
                 raise UnsupportedModelError(f"Layer {name!r} (MultiheadAttention) {what}: {instead}.")
 
     def _take(self, constants: Constants) -> None:
-        share = replace(constants, grad_norm=constants.grad_norm / math.sqrt(3))
-        d = self.layer.embed_dim
-        self._thirds = [
-            MapRole(self, share, role, map=Matrix(), rows=slice(k * d, (k + 1) * d))
-            for k, role in enumerate(_THIRDS)
-        ]
+        self._in = MapRole(self, constants, "projections", map=Matrix())
         self._out = MapRole(self, constants, "output", map=Matrix())
 
     @property
@@ -86,10 +78,7 @@ class ClippedAttention(ClippedLayer):
         """As `nn.MultiheadAttention` with `batch_first=True`: inputs are (B, T, d)."""
         layer = self.layer
         inputs = [self.require_examples(t, least=3) for t in (query, key, value)]
-        q, k, v = (
-            self._heads(self._map(x, layer.in_proj_weight, layer.in_proj_bias, role))
-            for x, role in zip(inputs, self._thirds, strict=True)
-        )
+        q, k, v = map(self._heads, self._projected(inputs))
         if is_causal and attn_mask is None:  # a hint about the mask, for torch too
             raise ConfigurationError(
                 f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well."
@@ -105,19 +94,32 @@ class ClippedAttention(ClippedLayer):
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         mixed = mixed.transpose(1, 2).flatten(2)
-        return self._map(mixed, layer.out_proj.weight, layer.out_proj.bias, self._out), weights
+        return self._put_out(mixed), weights
 
     def _heads(self, x_BTd: Tensor) -> Tensor:
         B, T, d = x_BTd.shape
         H = self.layer.num_heads
         return x_BTd.view(B, T, H, d // H).transpose(1, 2)
 
-    def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
+    def _projected(self, inputs: list[Tensor]) -> Iterable[Tensor]:
+        weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
         if is_plain():
-            rows = slice(None) if role.rows is None else role.rows
-            x = clipped_input(x, role.constants.input_norm)
-            return F.linear(x, weight[rows], None if bias is None else bias[rows])
-        z: Tensor = ClippedMap.apply(x, weight, bias, role)  # type: ignore[no-untyped-call]
+            biases = [None] * THIRDS if bias is None else bias.chunk(THIRDS)
+            each = zip(inputs, weight.chunk(THIRDS), biases, strict=True)
+            return [F.linear(clipped_input(x, self.constants.input_norm), w, b) for x, w, b in each]
+        if len({len(x) for x in inputs}) > 1:
+            raise ConfigurationError(
+                f"Layer {self.name!r} got queries, keys and values of {[len(x) for x in inputs]} examples: give each "
+                "example its own, along the first axis."
+            )
+        found: tuple[Tensor, ...] = ClippedProjections.apply(*inputs, weight, bias, self._in)  # type: ignore[no-untyped-call]
+        return found
+
+    def _put_out(self, x: Tensor) -> Tensor:
+        weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
+        if is_plain():
+            return F.linear(clipped_input(x, self.constants.input_norm), weight, bias)
+        z: Tensor = ClippedMap.apply(x, weight, bias, self._out)  # type: ignore[no-untyped-call]
         return z
 
 

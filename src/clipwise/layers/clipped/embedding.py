@@ -47,7 +47,7 @@ class ClippedLookup(torch.autograd.Function):
             g_BTd = g_BTd.masked_fill((ids_BT == ctx.padding).unsqueeze(-1), 0)
         norm_B = lookup_norm(ids_BT, g_BTd)
         nu_B = (
-            upstream_scales(norm_B, c.grad_norm, c.mode)
+            upstream_scales(norm_B, c.grad_norm, c.most)
             if switch.is_clipping()
             else torch.isfinite(norm_B).double()
         )

@@ -15,7 +15,7 @@ from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.given import require_module, require_takes
 from clipwise.known import require_known
 from clipwise.layers.clipped.layer import ClippedLayer
-from clipwise.layers.clipped.maps import MapRole
+from clipwise.layers.clipped.maps import MapRole, Seen
 from clipwise.layers.clipped.put_in import clip_inputs, trainable_layers
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
@@ -110,8 +110,7 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
     def watch(node: Any, g: Tensor) -> None:
         at[:] = [node.role.layer.name]
         _require_rows(at[0], node.examples, len(losses))
-        if (x := _input(node)) is not None:
-            inputs[at[0]].append(lengths(x))
+        inputs[at[0]] += [lengths(x) for x in _inputs(node)]
 
     def compare(of: str, ratio_B: Tensor) -> None:
         of_kind[of][at[0]].append(ratio_B)
@@ -187,14 +186,13 @@ def _require_reached(ratios: dict[str, list[Tensor]]) -> None:
             )
 
 
-def _input(node: Any) -> Tensor | None:
+def _inputs(node: Any) -> list[Tensor]:
     """What is clipped on the way in, examples first; nothing of embeddings and normalization layers."""
     if isinstance(node.role, MapRole):
-        return node.role.map.of_input(node.saved_tensors[0])
+        return [node.role.map.of_input(x) for x in node.saved_tensors[: -1 : len(Seen._fields)]]
     if isinstance(node.role.layer, ClippedRecurrent):
-        x: Tensor = node.saved_tensors[0].movedim(node.axis, 0)
-        return x
-    return None
+        return [node.saved_tensors[0].movedim(node.axis, 0)]
+    return []
 
 
 def _constant(each: list[Tensor], quantile: float, of: str, times: float = 1.0) -> float:

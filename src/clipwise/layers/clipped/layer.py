@@ -105,7 +105,7 @@ class Role:
 
     Args:
         layer: whose node it is.
-        constants: what it clips to, which may be a share of the layer's.
+        constants: what it clips to.
         name: of this role in the layer, where it has several.
     """
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,10 +113,18 @@ class Map(ABC):
 
 @dataclass(frozen=True)
 class MapRole(Role):
-    """Which map it computes, with which rows of the layer's weight and bias (None for all)."""
+    """Which map it computes."""
 
     map: Map = field(kw_only=True)
-    rows: slice | None = None
+
+
+class Seen(NamedTuple):
+    """What a map keeps of its input: the input (or the padded one), |x|, s, and lengths of what positions look at."""
+
+    x: Tensor
+    norm_B: Tensor
+    scale_B: Tensor
+    lengths_BGP: Tensor | None
 
 
 class ClippedMap(torch.autograd.Function):
@@ -125,70 +132,99 @@ class ClippedMap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
-        ctx.role, ctx.examples, ctx.axis = role, len(x), 0
-        w, b = (weight, bias) if role.rows is None else (weight[role.rows], _part(bias, role.rows))
-        by_gradient = role.constants.bound == "gradient" and weight.requires_grad and len(x) > 0
-        squares = role.map.squares(x) if by_gradient else None
-        norm_B, scale_B = _input_scales(x, squares, role.constants.input_norm)
-        lengths_BGP = None if squares is None else role.map.window_lengths(squares)
-        if lengths_BGP is not None:
-            at_least_shortest(lengths_BGP, role.constants.input_norm * role.constants.grad_norm)
-        seen = role.map.seen(x)
-        z = role.map.forward(seen, w)
-        if fits(z):
-            z = passes.scaled_output(role.map, z, scale_B, b)
-        else:
-            z = cleaned(z, scale_B).mul_(along(scale_B, z))
-            if b is not None:
-                z = z.add_(role.map.bias_view(b.to(z.dtype), z))
-        ctx.is_clean = seen is not x  # then it is ours
+        ctx.role, ctx.examples, ctx.axis, ctx.x_shape = role, len(x), 0, x.shape
+        seen = looked_at(x, role, weight.requires_grad)
+        z = mapped(seen, weight, bias, role)
+        ctx.is_clean = seen.x is not x  # then it is ours
         if ctx.is_clean:
-            seen = passes.cleared(seen, scale_B) if fits(seen) else cleaned(seen, scale_B)
-        ctx.save_for_backward(seen, weight, norm_B, scale_B, lengths_BGP)
-        ctx.x_shape, ctx.bias_shape = x.shape, None if bias is None else bias.shape
+            seen = seen._replace(x=_cleared(seen))
+        ctx.save_for_backward(*seen, weight)
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         role: MapRole = ctx.role
-        seen, weight, norm_B, scale_B, lengths_BGP = ctx.saved_tensors
+        *kept, weight = ctx.saved_tensors
+        seen = Seen(*kept)
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         switch.saw(ctx, g)
         # Under autocast it may come in bfloat16: sums are formed in the type of the weights.
         g = g.to(weight.dtype)
-        w = weight if role.rows is None else weight[role.rows]
-        c, clips = role.constants, switch.is_clipping()
-        is_fused = fits(g)
-        h = None if is_fused else _scratch.like(g)
-        factors_of = passes.upstream_factors if h is None else partial(_upstream_factors, h)
+        clips = switch.is_clipping()
+        factors_of = passes.upstream_factors if fits(g) else _upstream_factors
         nu_B, db = factors_of(
-            role.map, c, g, ctx.x_shape, scale_B, lengths_BGP, clips, clips and needs_w, needs_b
+            role.map,
+            role.constants,
+            g,
+            ctx.x_shape,
+            seen.scale_B,
+            seen.lengths_BGP,
+            clips,
+            clips and needs_w,
+            needs_b,
         )
-        if db is not None and role.rows is not None:
-            db = _placed(db, ctx.bias_shape, role.rows)
-        if not (needs_x or needs_w):
-            return None, None, db, None
-        total_B = nu_B * scale_B
-        if h is None:
-            h = passes.scaled_gradient(role.map, g, total_B)
-        else:
-            torch.mul(cleaned(g, total_B), along(total_B, g), out=h)
-        x = seen.to(weight.dtype)
-        x = x if ctx.is_clean or (is_fused and not needs_w) else cleaned(x, scale_B)
-        dx, dw = role.map.pull_back(h, x, w, needs_x, needs_w)
-        del h
+        dx, dw = pulled_back(role, g, seen, weight, nu_B, needs_x, needs_w, ctx.is_clean)
         if not needs_x:  # the first layer is the last one here: the next forward pass needs the memory more
             _scratch.clear()
-        if dx is not None and is_fused:
-            dx = passes.along_the_sphere(dx, x, norm_B, scale_B, nu_B if c.mode == "normalize" else None)
-        elif dx is not None:
-            dx = along_the_sphere(passed_on(dx, nu_B, c.mode), x, norm_B, scale_B)
-        if dx is not None:
-            dx = role.map.of_input(dx).to(seen.dtype)
-        if dw is not None and role.rows is not None:
-            dw = _placed(dw, weight.shape, role.rows)
         return dx, dw, db, None
+
+
+def looked_at(x: Tensor, role: MapRole, is_trained: bool) -> Seen:
+    """What the map looks at, measured."""
+    c = role.constants
+    squares = role.map.squares(x) if c.bound == "gradient" and is_trained and len(x) > 0 else None
+    norm_B, scale_B = _input_scales(x, squares, c.input_norm)
+    lengths_BGP = None if squares is None else role.map.window_lengths(squares)
+    if lengths_BGP is not None:
+        at_least_shortest(lengths_BGP, c.input_norm * c.grad_norm)
+    return Seen(role.map.seen(x), norm_B, scale_B, lengths_BGP)
+
+
+def mapped(seen: Seen, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
+    """z = s W x + b."""
+    z = role.map.forward(seen.x, weight)
+    if fits(z):
+        return passes.scaled_output(role.map, z, seen.scale_B, bias)
+    z = cleaned(z, seen.scale_B).mul_(along(seen.scale_B, z))
+    return z if bias is None else z.add_(role.map.bias_view(bias.to(z.dtype), z))
+
+
+def pulled_back(
+    role: MapRole,
+    g: Tensor,
+    seen: Seen,
+    weight: Tensor,
+    nu_B: Tensor,
+    needs_x: bool,
+    needs_w: bool,
+    is_clean: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dW, with h = s nu g. `is_clean` says that examples which count as 0 are 0 in `seen` already."""
+    if not (needs_x or needs_w):
+        return None, None
+    is_fused, total_B = fits(g), nu_B * seen.scale_B
+    if is_fused:
+        h = passes.scaled_gradient(role.map, g, total_B)
+    else:
+        h = torch.mul(cleaned(g, total_B), along(total_B, g), out=_scratch.like(g))
+    x = seen.x.to(weight.dtype)
+    x = x if is_clean or (is_fused and not needs_w) else cleaned(x, seen.scale_B)
+    dx, dw = role.map.pull_back(h, x, weight, needs_x, needs_w)
+    del h
+    if dx is None:
+        return None, dw
+    mode = role.constants.mode
+    if is_fused:
+        dx = passes.along_the_sphere(dx, x, seen.norm_B, seen.scale_B, nu_B if mode == "normalize" else None)
+    else:
+        dx = along_the_sphere(passed_on(dx, nu_B, mode), x, seen.norm_B, seen.scale_B)
+    return role.map.of_input(dx).to(seen.x.dtype), dw
+
+
+def _cleared(seen: Seen) -> Tensor:
+    x = seen.x
+    return passes.cleared(x, seen.scale_B) if fits(x) else cleaned(x, seen.scale_B)
 
 
 def _input_scales(x: Tensor, squares: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
@@ -200,7 +236,6 @@ def _input_scales(x: Tensor, squares: Tensor | None, input_norm: float) -> tuple
 
 
 def _upstream_factors(
-    room: Tensor,
     of: Map,
     c: Constants,
     g: Tensor,
@@ -211,23 +246,21 @@ def _upstream_factors(
     clips_weights: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped.
-
-    `room` is memory like that of g, to write into: new memory costs more than what is done in it.
-    """
+    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
     by_windows = clips_weights and lengths_BGP is not None
     has_mass = of.has_positions(g) and (needs_bias or (clips_weights and not by_windows))
-    sizes = torch.abs(g, out=room) if has_mass or by_windows else None
+    # New memory costs more than what is done in it.
+    sizes = torch.abs(g, out=_scratch.like(g)) if has_mass or by_windows else None
     mass_Bc = of.over_positions(sizes) if sizes is not None and has_mass else None
-    db = weighted_rows(of.over_positions(g), mass_Bc, c.grad_norm, c.mode, clips) if needs_bias else None
+    db = weighted_rows(of.over_positions(g), mass_Bc, c, clips) if needs_bias else None
     if not clips_weights:
         nu_B = torch.isfinite(lengths(g)).double()
     elif lengths_BGP is None:
-        nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.mode)
+        nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.most)
     else:
         assert sizes is not None
         norm_B = of.gradient_norm(sizes, lengths_BGP) * scale_B  # lengths are those of the input as it came
-        nu_B = upstream_scales(norm_B, c.input_norm * c.grad_norm, c.mode)
+        nu_B = upstream_scales(norm_B, c.input_norm * c.grad_norm, c.most)
     return nu_B, db
 
 
@@ -250,13 +283,3 @@ def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> 
         along_B = torch.linalg.vecdot(unit.flatten(1), dx[some].flatten(1))
         dx[some].addcmul_(unit, along(along_B, dx), value=-1)
     return dx
-
-
-def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
-    return None if bias is None else bias[rows]
-
-
-def _placed(part: Tensor, shape: torch.Size, rows: slice) -> Tensor:
-    whole = part.new_zeros(shape)
-    whole[rows] = part
-    return whole

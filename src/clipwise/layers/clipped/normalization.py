@@ -112,7 +112,7 @@ def _sum_and_mass(terms_BnR: Tensor) -> tuple[Tensor, Tensor]:
 
 def _summed(rows: Tensor, mass: Tensor, constants: Constants) -> Tensor:
     clips = switch.is_clipping()
-    return weighted_rows(rows.flatten(1), mass.flatten(1), constants.grad_norm, constants.mode, clips)
+    return weighted_rows(rows.flatten(1), mass.flatten(1), constants, clips)
 
 
 class _ClippedNorm(ClippedLayer):

@@ -65,7 +65,7 @@ def upstream_factors(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """nu of the weights' gradient, and the bias's gradient, clipped; see maps.py for the formulas."""
-    g_BKR, normalizes = of.channels(g), c.mode == "normalize"
+    g_BKR = of.channels(g)
     by_windows = lengths_BGP is not None and clips_weights
     if not of.has_positions(g):
         rows_BK = g_BKR[..., 0]
@@ -91,13 +91,13 @@ def upstream_factors(
     bound = None
     if clips_weights:
         bound = c.input_norm * c.grad_norm if by_windows else c.grad_norm
-    nu_B = gradient_factors(norms, bound, normalizes, LIMITS)
+    nu_B = gradient_factors(norms, bound, c.most, LIMITS)
     switch.noted(nu_B)
     if not needs_bias:
         return nu_B, None
     if clips_weights and not by_windows and not of.has_positions(g):  # the same norm and the same bound
         return nu_B, weighted_sum(rows_BK, nu_B)
-    return nu_B, weighted_rows(rows_BK, mass_BK, c.grad_norm, c.mode, clips)
+    return nu_B, weighted_rows(rows_BK, mass_BK, c, clips)
 
 
 def scaled_gradient(of: Map, g: Tensor, factor_B: Tensor) -> Tensor:

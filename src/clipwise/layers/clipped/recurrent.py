@@ -102,10 +102,10 @@ class ClippedRecurrence(torch.autograd.Function):
             if not clips:
                 return torch.isfinite(lengths(g)).double()
             if over is None:
-                return upstream_scales(matrix.upstream_norm(g, None, x_BTd.shape), c.grad_norm, c.mode)
+                return upstream_scales(matrix.upstream_norm(g, None, x_BTd.shape), c.grad_norm, c.most)
             bound = c.input_norm * c.grad_norm
             lengths_BGP = at_least_shortest(matrix.position_lengths(over), bound)
-            return upstream_scales(matrix.gradient_norm(g.abs(), lengths_BGP), bound, c.mode)
+            return upstream_scales(matrix.gradient_norm(g.abs(), lengths_BGP), bound, c.most)
 
         def weighted(g: Tensor, nu_B: Tensor) -> Tensor:
             return cleaned(g, nu_B) * along(nu_B, g)
@@ -123,7 +123,7 @@ class ClippedRecurrence(torch.autograd.Function):
         into_h = weighted(hidden, scales(hidden, before))
         _, dw_hh = matrix.pull_back(into_h, before, w_hh, False, True)
         biases = [
-            None if b is None else weighted_rows(g.sum(1), g.abs().sum(1), c.grad_norm, c.mode, clips)
+            None if b is None else weighted_rows(g.sum(1), g.abs().sum(1), c, clips)
             for b, g in ((b_ih, inputs), (b_hh, hidden))
         ]
         return dx, None, None, dw_ih, dw_hh, *biases, None

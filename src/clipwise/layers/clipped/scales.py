@@ -30,12 +30,14 @@ AIM = 1 - 2.0**-10
 # Of s and of nu: whoever would be scaled by less counts as 0. Gradients are scaled by s nu, in float32, whose numbers
 # have all of their digits from 2^-126 on. Below that they are off by 2^-150, perhaps upwards.
 _SMALLEST_INPUT, _SMALLEST = 2.0**-50, 2.0**-76
-_LARGEST = 2.0**100
 LEFT_OF_MASS = 2.0**-6
+# A gradient that is shorter than this is not brought to its bound by "normalize", but as far below it: it may be
+# rounding, which depends on the batch. That of losses of ordinary size, about 2^-24, is made 2^-10 of a bound.
+_SHORTEST = 2.0**-14
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
 _LONGEST = 2.0**120  # of a gradient that is scaled up: float32 ends at 2^128
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
-LIMITS = Limits(AIM, _LARGEST, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the same formulas
+LIMITS = Limits(AIM, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the same formulas
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Constants:
     grad_norm: float
     mode: str = "clip"
     bound: str = "gradient"
+
+    @property
+    def most(self) -> float:
+        """What gradients are scaled by at most: 1 to clip; to normalize, C2 over the shortest one."""
+        return 1.0 if self.mode == "clip" else self.grad_norm / _SHORTEST
 
 
 def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
@@ -76,10 +83,10 @@ def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
     return scale_B.masked_fill(~(norm_B <= AIM * input_norm / _SMALLEST_INPUT), 0.0)  # NaN is not <= either
 
 
-def upstream_scales(norm_B: Tensor, bound: float, mode: str, of: str = WEIGHTS) -> Tensor:
-    """nu = min(1, C / n) or, to normalize, C / n: what n bounds is then at most C. A norm of 0 stays 0."""
+def upstream_scales(norm_B: Tensor, bound: float, most: float, of: str = WEIGHTS) -> Tensor:
+    """nu = min(most, C / n): what n bounds is then at most C. A norm of 0 stays 0."""
     switch.compared(of, norm_B, bound)
-    nu_B = (AIM * bound / norm_B).clamp(max=1.0 if mode == "clip" else _LARGEST)
+    nu_B = (AIM * bound / norm_B).clamp(max=most)
     nu_B = nu_B.masked_fill(norm_B <= _LEAST, 1.0)
     return nu_B.masked_fill(~(norm_B <= AIM * bound / _SMALLEST), 0.0)
 
@@ -116,8 +123,8 @@ def clipped_input(x: Tensor, input_norm: float) -> Tensor:
     return torch.where(finite, x * scale_B.to(x.dtype).view(shape), 0)
 
 
-def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: str, clips: bool) -> Tensor:
-    """sum_i nu_i row_i, each row being all of an example's gradient: clipped on its exact norm.
+def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants, clips: bool) -> Tensor:
+    """sum_i nu_i row_i, each row being all of an example's gradient: clipped to C2 on its exact norm.
 
     A row that is left of far larger terms, `mass_Bn` the sums of their sizes, may be nothing but their rounding, and
     rounding may depend on the other examples. It is taken to be at least 2^-6 of them: so what is rounding stays
@@ -125,7 +132,7 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: s
     """
     if fits(rows_Bn):
         norms = Norms(rows_Bn, mass_Bn, second_times=LEFT_OF_MASS, takes_larger=True)
-        nu_B = gradient_factors(norms, bound if clips else None, mode == "normalize", LIMITS)
+        nu_B = gradient_factors(norms, c.grad_norm if clips else None, c.most, LIMITS)
         switch.noted(nu_B)
         return weighted_sum(rows_Bn, nu_B)
     norm_B = lengths(rows_Bn)
@@ -134,7 +141,7 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, bound: float, mode: s
     else:
         if mass_Bn is not None:
             norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
-        nu_B = upstream_scales(norm_B, bound, mode, VECTORS)
+        nu_B = upstream_scales(norm_B, c.grad_norm, c.most, VECTORS)
     return (cleaned(rows_Bn, nu_B) * along(nu_B, rows_Bn)).sum(0)
 
 
