@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clipwise.averaged import AveragedParameters
-from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.errors import CheckpointError, ConfigurationError, StepError
 from clipwise.layers.replace import replace_batchnorm
 from tests.runs import losses_of, network, parameters, private_run, same, train
 
@@ -157,6 +157,23 @@ def test_a_private_run_takes_in_every_update_once(by_hand: bool) -> None:
         for name, p in net.named_parameters():
             assert torch.allclose(p, torch.stack([s[name] for s in seen]).mean(0), rtol=1e-5, atol=1e-6)
     assert same(parameters(net), seen[-1])
+
+
+def test_nothing_is_trained_while_the_model_has_its_averages() -> None:
+    """The block would give the weights back, and the update would be lost after it was charged."""
+    net, private = private_run(averaged=0.5)
+    train(net, private, 2)
+    batch = next(iter(private.loader))
+    before = parameters(net)
+    with private.averaged.applied():
+        for forbidden in (lambda: private.step(losses_of(net, batch)), lambda: next(iter(private.loader))):
+            with pytest.raises(StepError, match=r"inside of a block of private\.averaged\.applied\(\)"):
+                forbidden()
+        with private.averaged.applied() as again:  # in a function that is called there, say
+            assert again is net and not same(parameters(net), before)
+        assert not same(parameters(net), before)
+    assert private.steps == 2 and same(parameters(net), before)
+    train(net, private, 1)
 
 
 def test_averages_are_part_of_a_checkpoint() -> None:

@@ -43,12 +43,18 @@ class AveragedParameters:
             raise ConfigurationError(f"start must be a whole number that is not negative, not {start!r}.")
         self._model, self._decay, self._kind, self._start = model, float(decay), kind, start
         self._updates = 0
+        self._is_applied = False
         self._averages = {name: p.detach().clone() for name, p in self._parameters().items()}
 
     @property
     def updates(self) -> int:
         """How many steps were taken in."""
         return self._updates
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model has the averages for its parameters now, see `applied`."""
+        return self._is_applied
 
     @torch.no_grad()
     def update(self) -> None:
@@ -73,18 +79,23 @@ class AveragedParameters:
     def applied(self) -> Iterator[nn.Module]:
         """In this block the model has the averages for its parameters, and public statistics that go with them.
 
-        Do not train in it.
+        Do not train in it: a private run that keeps these averages refuses to.
         """
+        if self._is_applied:
+            yield self._model
+            return
         parameters = self._parameters()
         with torch.no_grad():
             own = {name: p.detach().clone() for name, p in parameters.items()}
             self._write(parameters, self._averages)
+        self._is_applied = True
         try:
             AllPublicStatistics(self._model).refresh()
             yield self._model
         finally:
             with torch.no_grad():
                 self._write(parameters, own)
+            self._is_applied = False
             AllPublicStatistics(self._model).refresh()
 
     def copy_to(self, model: nn.Module) -> None:

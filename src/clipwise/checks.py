@@ -72,6 +72,10 @@ _USE_BATCH = (
 )
 
 
+_LEARNED = (
+    "What it has learned from private data so far must not leave with the model: call reset_running_stats() on it, or "
+    "load statistics from before."
+)
 _COUPLED = (
     "The loss of one example depends on the inputs of another, so clipping single examples bounds nothing. Usual "
     "causes: batch statistics, subtracting a mean over the batch, a loss that compares examples or is divided by "
@@ -108,7 +112,7 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
                 f"Layer {name!r} ({kind}) is in training mode: it mixes the examples of a batch, so one record moves "
                 "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a "
                 "layer with public statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with "
-                f".eval(). {_USE_BATCH}."
+                f".eval(). {_LEARNED} {_USE_BATCH}."
             )
         if module.running_mean is None or _has_no_statistics(module):
             raise UnsupportedModelError(
@@ -119,7 +123,7 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
     if keeps and module.training:
         raise UnsupportedModelError(
             f"Layer {name!r} ({kind}) keeps running statistics of private data. "
-            "Build it with track_running_stats=False, or freeze it with .eval()."
+            f"Build it with track_running_stats=False, or freeze it with .eval(). {_LEARNED}"
         )
 
 

@@ -123,6 +123,7 @@ class Private:
         self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
         self._partial_bounds = self._clipper.bounds
         self._written: dict[str, tuple[Tensor, int]] = {}
+        self._remember_written()  # what an earlier run left in .grad: nobody uses it
         self._buffers = checks.BufferGuard(model)
         self._hands = guards.Watch(model, optimizer)
         guards.require_alone(self, parameters)
@@ -262,14 +263,18 @@ class Private:
         self._followed = self._ledger.position
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=is_updated)
+        self._follow_weights(is_updated)
+        if is_new and self._averages is not None:
+            self._averages.update()
+
+    def _follow_weights(self, is_updated: bool) -> None:
+        """Let bounds and noise follow weights and clips."""
         if self._clipper.follow(is_updated):
             self._parts = self._next_parts()
             if self._averages is not None and self._clipper.moved:
                 self._averages.scale(self._clipper.moved)
             if self._told_strategy != self._strategy_to_tell():
                 self._described = False  # constants were set anew: the next release says so in the ledger
-        if is_new and self._averages is not None:
-            self._averages.update()
 
     def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
@@ -509,6 +514,7 @@ class Private:
             self._budget.recompute(self._ledger.history(), self._event, goes_on=in_epoch)
         self._must_load, self._partial = False, None
         self._followed = self._ledger.position
+        self._follow_weights(is_updated=False)  # those that were loaded before
         self._hands.forget()
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=True)  # the model's own state was loaded before
@@ -617,6 +623,11 @@ class Private:
             raise StepError(
                 "This private run belongs to the process that this one was forked from. A step here would put the "
                 "noise of a step there on another sum: make the private run in the process that trains."
+            )
+        if self._averages is not None and self._averages.is_applied:
+            raise StepError(
+                "This is inside of a block of private.averaged.applied(), which gives the model its own weights back "
+                "at its end, so that an update would be lost: train outside of it."
             )
         return self.loader
 

@@ -310,7 +310,7 @@ def test_a_layer_that_is_used_more_often_than_was_said_is_refused() -> None:
     model, private = private_run(clipped(Twice()), clipping=Backprop())
     with pytest.raises(UnsupportedModelError, match=r"'shared' is used more often.*uses="):
         private.step(losses_of(model, next(iter(private.loader))))
-    model, private = private_run(clipped(Twice(), uses={"shared": 2}), clipping=Backprop())
+    model, private = private_run(clipped(Twice(), uses={"shared": np.int64(2)}), clipping=Backprop())
     assert [p.sensitivity for p in private.parts()] == [2.0, 1.0]
     private.step(losses_of(model, next(iter(private.loader))))
 

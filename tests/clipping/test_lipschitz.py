@@ -194,6 +194,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second.load_state_dict(state)
+    assert second.parts() == first.parts()  # at once: they follow from the weights that were loaded
     train(model, second, 3)
     assert same(parameters(whole), parameters(model))
     averages = [r.averaged.state_dict()["averages"] for r in (private, second)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.clipping.parts import group_parameters, norms_of_parts
+from clipwise.clipping.parts import described_groups, group_parameters, norms_of_parts
 from clipwise.errors import ConfigurationError
 from clipwise.layers import standardize_weights
 
@@ -62,6 +62,15 @@ def test_groups_take_parameters_and_modules() -> None:
     }
     named = group_parameters({"ends": lists[0], "middle": lists[1]}, MODEL)
     assert list(named) == ["ends", "middle"]
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_sets_are_taken_in_one_order(kind: type) -> None:
+    """Their own is another one in every process, and a checkpoint would not fit."""
+    names = {f"layer{k}.weight": nn.Parameter(torch.zeros(1)) for k in range(9)}
+    assert group_parameters([kind(names)], names) == {"group 0": sorted(names)}
+    assert described_groups([kind(names)]) == [sorted(names)]
+    assert described_groups({"a": kind(names)}) == {"a": sorted(names)}
 
 
 def test_a_module_is_no_prefix_of_another_ones_name() -> None:

@@ -113,6 +113,40 @@ def test_the_number_of_examples_is_a_size(sized: Callable[[Tensor], Tensor]) -> 
     assert bounds_of(trace(By(lambda m, x: m.b(sized(m.a(x)))), (4,)), 1.0).sensitivities
 
 
+class SizedByItsInput(By):
+    """Looks at the shape of its input as it came."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(self.how[0](x, self.clip(x))))  # type: ignore[arg-type]
+        return y
+
+
+@pytest.mark.parametrize(
+    "sized",
+    [
+        lambda raw, x: x.view(raw.shape[0], -1),
+        lambda raw, x: x.reshape(raw.size(0), 2, 2).flatten(raw.dim() - 1),
+        lambda raw, x: x / raw.shape[1],
+    ],
+)
+def test_the_shape_of_the_input_may_be_asked_for(sized: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = SizedByItsInput(sized)  # type: ignore[arg-type]
+    assert bounds_of(trace(model, (4,)), 1.0).sensitivities["b.weight"] > 0
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda raw, x: x * (1000.0 / raw.shape[0]), "number of examples, which is secret"),
+        (lambda raw, x: x + raw.mean(1, keepdim=True), "Begin the model with"),
+        (lambda raw, x: x + raw.T.shape[0], "Begin the model with"),
+    ],
+)
+def test_nothing_else_of_it_may_be(forward: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        trace(SizedByItsInput(forward), (4,))  # type: ignore[arg-type]
+
+
 def test_what_nobody_uses_costs_nothing() -> None:
     def with_unused(m: By, x: Tensor) -> Tensor:
         m.a(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.strategy import Site
 from clipwise.errors import ConfigurationError
 
-Groups = str | Sequence[Sequence[str]] | Mapping[str, Sequence[str]]
+Groups = str | Sequence[Collection[str]] | Mapping[str, Collection[str]]
 
 
 class Policy(ABC):
@@ -55,7 +55,7 @@ def group_parameters(
         if not names:
             raise ConfigurationError(f"{argument}: {part!r} holds no parameter; leave it out.")
     grouped = {
-        part: [n for want in names for n in _under(want, parameters, argument)]
+        part: [n for want in _in_order(names) for n in _under(want, parameters, argument)]
         for part, names in named.items()
     }
     seen = [name for names in grouped.values() for name in names]
@@ -74,7 +74,7 @@ def _layer_of(name: str) -> str:
     return ".".join(path[: path.index("parametrizations")] if "parametrizations" in path else path[:-1])
 
 
-def _named(given: object, argument: str) -> Mapping[str, Sequence[str]]:
+def _named(given: object, argument: str) -> Mapping[str, Collection[str]]:
     """Lists of names by the name of their part; refuses what is nothing of the kind."""
     parts = given
     if isinstance(parts, (list, tuple)):
@@ -96,8 +96,13 @@ def described_groups(groups: Groups) -> Any:
     if isinstance(groups, str):
         return groups
     if isinstance(groups, Mapping):
-        return {part: list(names) for part, names in groups.items()}
-    return [list(names) for names in groups]
+        return {part: _in_order(names) for part, names in groups.items()}
+    return [_in_order(names) for names in groups]
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+    """A set has another order in every process, and what a run has learned goes by it."""
+    return sorted(names) if isinstance(names, (set, frozenset)) else list(names)
 
 
 def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter], argument: str) -> list[str]:

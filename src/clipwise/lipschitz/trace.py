@@ -172,7 +172,7 @@ class _Walk:
         """Whatever sees the input must bound it."""
         for user in input_node.users:
             module = self._module.get_submodule(str(user.target)) if user.op == "call_module" else None
-            if not isinstance(module, (ClipInput, nn.Embedding)):
+            if not isinstance(module, (ClipInput, nn.Embedding)) and not _asks_for_sizes(user):
                 where = str(user.target) if user.op == "call_module" else user.name
                 raise UnsupportedModelError(
                     f"Lipschitz bounds: {where!r} sees inputs of any length. Begin the model with "
@@ -191,9 +191,8 @@ class _Walk:
         return self._run(node, where, *fx.node.map_arg(given, lambda n: self._with_more[n]))
 
     def _examples(self, node: fx.Node, count: int) -> Tensor:
-        whole = any(
-            isinstance(self._module.get_submodule(str(user.target)), nn.Embedding) for user in node.users
-        )
+        modules = [u for u in node.users if u.op == "call_module"]
+        whole = any(isinstance(self._module.get_submodule(str(u.target)), nn.Embedding) for u in modules)
         kind = torch.long if whole else _dtype_of(self._model)
         return torch.empty((count, *self._input_shape), dtype=kind, device="meta")
 
@@ -382,6 +381,13 @@ def _is_public(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_public, value))
     return isinstance(value, (int, float, bool, str, torch.dtype, torch.device, type(None)))
+
+
+def _asks_for_sizes(node: fx.Node) -> bool:
+    """Whether it looks at the shape of its operand only: what comes of that is checked where it is used."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim")
+    return node.target is getattr and node.args[1] in ("shape", "ndim")
 
 
 def _are_sizes(here: Any, more: Any) -> bool:

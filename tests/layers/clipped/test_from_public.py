@@ -223,3 +223,20 @@ def test_numbers_of_numpy_and_a_loop_without_gradients_make_no_difference() -> N
     expected = norms_from_public(mlp(), losses_of, rows(), 0.5)
     with torch.no_grad():
         assert norms_from_public(mlp(), losses_of, rows(), np.float32(0.5)) == expected  # type: ignore[arg-type]
+
+
+def test_of_several_inputs_of_attention_the_longest_counts() -> None:
+    class Crossed(nn.Module):
+        def __init__(self, times: tuple[float, ...]) -> None:
+            super().__init__()
+            self.attention, self.times = nn.MultiheadAttention(4, 2, batch_first=True), times
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.attention(*(t * x for t in self.times), need_weights=False)[0]
+            return y
+
+    x = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+    expected = 3 * float(x.flatten(1).norm(dim=1).quantile(0.5))
+    for times in ((3.0, 1.0, 1.0), (1.0, 3.0, 1.0), (1.0, 1.0, 3.0)):
+        found = norms_from_public(Crossed(times), lambda m, x: m(x).square().sum((1, 2)), (x,))
+        assert found["input_norm"]["attention"] == pytest.approx(expected, rel=1e-3)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.given import require_module
+from clipwise.given import plain, require_module
 from clipwise.known import require_known
 from clipwise.layers.clipped.attention import ClippedAttention
 from clipwise.layers.clipped.convolution import ClippedConvolution
@@ -147,6 +147,7 @@ def require_layers(
 
 
 def _count(name: str, uses: object) -> int:
+    uses = plain(uses)
     if isinstance(uses, bool) or not isinstance(uses, int) or uses < 1:
         raise ConfigurationError(f"uses: layer {name!r} needs a whole number of at least 1, not {uses!r}.")
     return uses

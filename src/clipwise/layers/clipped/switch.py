@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from clipwise.errors import StepError
@@ -76,12 +75,10 @@ def is_clipping() -> bool:
     return _suspended == 0
 
 
-def saw(node: Any, *gradients: Tensor) -> None:
-    """Called by every clipped layer in a backward pass. Gradients of several outputs are shown side by side."""
+def saw(node: Any, g: Tensor) -> None:
+    """Called by every clipped layer in a backward pass."""
     if _watcher is not None:
-        _watcher(
-            node, gradients[0] if len(gradients) == 1 else torch.cat([g.flatten(1) for g in gradients], 1)
-        )
+        _watcher(node, g)
 
 
 def is_measured() -> bool:
