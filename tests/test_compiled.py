@@ -784,9 +784,14 @@ def test_what_is_no_tensor_would_stay_what_it_was(recorded: list[Recorded]) -> N
 # Noise, secrets and the ledger
 
 
-def test_the_noise_is_that_of_the_steps_key_and_has_the_stated_size(recorded: list[Recorded]) -> None:
+def wide_network() -> nn.Sequential:
+    """With so many weights that the size of the noise can be told."""
     torch.manual_seed(3)
-    wide = nn.Sequential(nn.Linear(FEATURES, 400), nn.Tanh(), nn.Linear(400, 3)).double()
+    return nn.Sequential(nn.Linear(FEATURES, 400), nn.Tanh(), nn.Linear(400, 3)).double()
+
+
+def test_the_noise_is_that_of_the_steps_key_and_has_the_stated_size(recorded: list[Recorded]) -> None:
+    wide = wide_network()
     model, private = private_run(
         wide,
         sgd(wide, 0.0),
@@ -818,8 +823,7 @@ def test_the_noise_is_that_of_the_steps_key_and_has_the_stated_size(recorded: li
 
 def test_the_noise_of_a_sum_alone_falls_in_the_order_of_its_memory(recorded: list[Recorded]) -> None:
     """It is divided where it is drawn, here by a number that float32 does not hold."""
-    torch.manual_seed(3)
-    wide = nn.Sequential(nn.Linear(FEATURES, 400), nn.Tanh(), nn.Linear(400, 3)).double()
+    wide = wide_network()
     wide[0].weight = nn.Parameter(wide[0].weight.detach().t().contiguous().t())
     model, private = private_run(
         wide,
