@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -721,3 +722,80 @@ def test_the_rounding_of_other_records_is_not_made_a_gradient_of(bound: str, sca
             rest = summed([i for i in range(8) if i != one])
             for name, bound_ in most.items():
                 assert float((everybody[name] - rest[name]).norm()) <= bound_ * (1 + 1e-5), (name, seed, one)
+
+
+class Pointer(nn.Module):
+    """Coupled over the batch in one place: by the weights of attention (a pointer network), or by its output."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.table, self.attention = nn.Embedding(50, 6), nn.MultiheadAttention(6, 2, batch_first=True)
+        self.table.requires_grad_(False)  # ids: no gradient of an input shows the coupling
+        self.by = by
+        if by == "output":
+            self.attention.in_proj_weight.data[6:12] = 0  # no gradient comes to the queries
+        else:
+            self.attention.out_proj.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        output, weights = self.attention(h, h, h)
+        y: Tensor = (output if self.by == "output" else weights).flatten(1)
+        return (y - y.mean(0)) / y.std(0)
+
+
+@pytest.mark.parametrize("by", ["output", "weights"])
+def test_coupling_through_any_of_queries_keys_and_values_is_seen(by: str) -> None:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randint(0, 50, (40, 4)), torch.zeros(40, dtype=torch.long))
+    model, private = private_run(clipped(Pointer(by)), None, dataset, clipping=Backprop(), sampling="full")
+    with pytest.raises(CoupledExamplesError, match="'attention' does not have one row"):
+        private.step(losses_of(model, next(iter(private.loader))))
+
+
+def few_numbers(norm: nn.Module, *, first: bool = False) -> nn.Module:
+    shapes = [nn.Unflatten(1, (2, 1, 2)), norm, nn.Flatten()]
+    return nn.Sequential(*([] if first else [nn.Linear(5, 4)]), *shapes, nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [
+        (nn.LayerNorm(2), "Layer '2'"),
+        (nn.LayerNorm(2, elementwise_affine=False), "A normalization"),
+        (nn.GroupNorm(2, 2), "Layer '2'"),
+        (nn.GroupNorm(2, 2, affine=False), "A normalization"),
+    ],
+)
+def test_normalizations_of_few_numbers_are_refused_where_gradients_are_normalized(
+    norm: nn.Module, name: str
+) -> None:
+    x = torch.randn(6, 5)
+    for mode in ("clip", "normalize"):
+        model = clipped(few_numbers(copy.deepcopy(norm)), mode=mode)
+        losses = model(x).square().sum(1)
+        if mode == "clip":
+            Backprop().attach(site(model)).clipped_sum(losses)
+            continue
+        with pytest.raises(UnsupportedModelError, match=rf"{name} has groups of so few numbers \(2\)"):
+            Backprop().attach(site(model)).clipped_sum(losses)
+    # Nothing to train lies behind it.
+    model = clipped(few_numbers(copy.deepcopy(norm), first=True), mode="normalize")
+    Backprop().attach(site(model)).clipped_sum(model(x[:, :4]).square().sum(1))
+    model = clipped(
+        few_numbers(nn.LayerNorm((1, 2)) if isinstance(norm, nn.LayerNorm) else nn.GroupNorm(1, 2))
+    )
+    Backprop().attach(site(model)).clipped_sum(model(x).square().sum(1))
+
+
+def test_an_encoder_with_padding_can_be_evaluated() -> None:
+    """torch would read the weights of its layers to make nested tensors."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = clipped(nn.TransformerEncoder(layer, 2), input_norm=0.5)
+    x, padding = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    trained = model(x, src_key_padding_mask=padding)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding), trained)

@@ -63,9 +63,12 @@ class Backprop(Strategy):
         Fourier's way the rounding of blank places is that of all of the input. Adding up B examples in float32 moves
         the sum by a few times B 2^-24 of the sensitivity, for which there is no noise, and by as much of B 2^-18 for
         biases, scales and shifts, whose terms may cancel to 2^-6 of their size before they are scaled up.
-        Mode "normalize" scales gradients up, but none by more than C2 2^18: an upstream gradient that is nothing but
-        rounding, where the true one is 0, stays 2^-6 of a bound, if losses are of ordinary size. Do not multiply
-        them by large numbers, or use mode "clip".
+        Rounding in the passes of one example may depend on the others in the batch (torch chooses its products by
+        sizes). It is taken to stay small: a network that makes it large, such as a chaotic recurrent one, moves all
+        gradients of a batch with one record. Mode "normalize" scales gradients up, but none by more than C2 2^14: one
+        that is nothing but rounding of a loss of ordinary size, where the true one is 0, stays 2^-10 of a bound. Do
+        not multiply losses by large numbers, or use mode "clip". Normalizations of one or two numbers, behind which
+        there is nothing but rounding, are refused in that mode.
     """
 
     input_norm: Numbers | None = None

@@ -3,6 +3,7 @@ parameter ends in a clipped layer, each is used as often as was said, and its ro
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
 Node = Any
+_TOO_FEW = 2  # numbers that are normalized together
 Wiring = int  # tells graphs of different operations apart, or of the same ones in another order
 
 
@@ -29,6 +31,7 @@ def clipped_nodes(
     """
     names = {id(p): name for name, p in parameters.items()}
     known = set(map(id, layers))
+    normalizes = any(layer.constants.mode == "normalize" for layer in layers)
     root: Node = losses.grad_fn
     entered, stack, found = {root}, [root], []
     kinds: list[object] = []
@@ -39,6 +42,8 @@ def clipped_nodes(
         kinds.append(node.name() if layer is None else (layer.name, node.role.name))
         if layer is not None:
             found.append(node)
+        if normalizes:
+            _require_gradients_behind(node, layer)
         for slot, (child, _) in enumerate(node.next_functions):
             if child is None:
                 continue
@@ -88,6 +93,30 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
                     f"{node.axis}, so its clips bound something else. Keep the examples in the first dimension, in "
                     "their order, and apart from each other."
                 )
+
+
+def _require_gradients_behind(node: Node, layer: ClippedLayer | None) -> None:
+    """Behind a normalization of one or two numbers gradients are 0 but for rounding, which would be made long."""
+    (behind, _), *_ = node.next_functions or [(None, 0)]
+    if behind is None or hasattr(behind, "variable"):  # there is nothing to train
+        return
+    together = getattr(node, "together", None) if layer is not None else _together(node)
+    if together is not None and together <= _TOO_FEW:
+        what = "A normalization" if layer is None else f"Layer {layer.name!r}"
+        raise UnsupportedModelError(
+            f"{what} has groups of so few numbers ({together}) that gradients behind it are 0 but for rounding. "
+            "Rounding depends on the other examples, and mode='normalize' would make it as long as a gradient: take "
+            f"groups of more than {_TOO_FEW} numbers, or mode='clip'."
+        )
+
+
+def _together(node: Node) -> int | None:
+    """How many numbers one of torch's normalizations gives a mean and a variance; None for other nodes."""
+    if node.name().startswith("NativeLayerNormBackward"):
+        return int(math.prod(node._saved_normalized_shape))
+    if node.name().startswith("NativeGroupNormBackward"):
+        return int(node._saved_C // node._saved_group * node._saved_HxW)
+    return None
 
 
 def _layer_of(node: Node) -> ClippedLayer | None:

@@ -40,18 +40,31 @@ class Convolution(Map):
     """x -> W * x, of one module's geometry."""
 
     def __init__(self, module: AnyConvolution) -> None:
-        self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
-        self.kernel, self.mode = module.kernel_size, module.padding_mode
-        # (before, after) of each dimension, in order. torch lists them from the last one on.
-        listed = module._reversed_padding_repeated_twice
-        self.around = [(listed[i], listed[i + 1]) for i in range(0, len(listed), 2)][::-1]
-        self.listed = list(listed)
+        self.kernel, self.mode, self.groups = module.kernel_size, module.padding_mode, module.groups
+        self.stride, self.dilation = (self._each(n) for n in (module.stride, module.dilation))
+        self.around = self._padding_of(module)
+        # As torch lists it: from the last dimension on.
+        self.listed = listed = [n for pair in self.around[::-1] for n in pair]
         # What torch's own operation pads with: zeros, as many before as after.
         self.is_direct = self.mode == "zeros" and all(a == b for a, b in self.around)
         self.inner = tuple(a for a, _ in self.around) if self.is_direct else (0,) * len(self.kernel)
         # Zeros that torch does not add by itself are added once, and kept: they change neither lengths nor products.
         self.adds_zeros = self.mode == "zeros" and not self.is_direct
         self.repeats = self.mode != "zeros" and any(listed)
+
+    def _each(self, given: int | tuple[int, ...]) -> tuple[int, ...]:
+        """One number a dimension. Who sets attributes of a module may have given one for all."""
+        return (given,) * len(self.kernel) if isinstance(given, int) else tuple(given)
+
+    def _padding_of(self, module: AnyConvolution) -> list[tuple[int, int]]:
+        """(before, after) of each dimension, in order, as torch would pad now: zeros by what `padding` says."""
+        if self.mode != "zeros":
+            listed = module._reversed_padding_repeated_twice
+            return [(listed[i], listed[i + 1]) for i in range(0, len(listed), 2)][::-1]
+        if module.padding == "same":
+            missing = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
+            return [(n // 2, n - n // 2) for n in missing]
+        return [(n, n) for n in self._each(0 if isinstance(module.padding, str) else module.padding)]
 
     def seen(self, x: Tensor) -> Tensor:
         return F.pad(x, self.listed) if self.adds_zeros else x
@@ -175,7 +188,13 @@ class ClippedConvolution(ClippedLayer):
     layer: AnyConvolution
 
     def _take(self, constants: Constants) -> None:
+        self._geometry = self._geometry_now()
         self._role = MapRole(self, constants, map=Convolution(self.layer))
+
+    def _geometry_now(self) -> object:
+        layer = self.layer
+        padding = layer.padding, layer.padding_mode, tuple(layer._reversed_padding_repeated_twice)
+        return layer.stride, layer.dilation, layer.groups, layer.kernel_size, padding
 
     def bounds(self) -> Mapping[str, float]:
         c = self.constants
@@ -187,5 +206,7 @@ class ClippedConvolution(ClippedLayer):
         if is_plain():
             y: Tensor = self.layer(clipped_input(x, self.constants.input_norm))
             return y
+        if self._geometry != self._geometry_now():  # somebody has set an attribute
+            self._take(self.constants)
         z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
         return z

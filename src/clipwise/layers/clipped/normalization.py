@@ -29,6 +29,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.role, ctx.examples, ctx.axis = role, len(x), 0
         layer = role.layer.layer
         ctx.shape, ctx.dtype = list(layer.normalized_shape), x.dtype  # type: ignore[arg-type]
+        ctx.together = math.prod(ctx.shape)  # numbers that have a mean and a variance
         y, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, layer.eps)  # type: ignore[arg-type]
         ctx.save_for_backward(x, mean, rstd, weight)
         return y
@@ -59,7 +60,8 @@ class _GroupNorm(torch.autograd.Function):
         layer = role.layer.layer
         ctx.groups, ctx.dtype = layer.num_groups, x.dtype
         x = x.contiguous()
-        B, c, p = len(x), x.shape[1], x[0:1, 0:1].numel()
+        B, c, p = len(x), x.shape[1], math.prod(x.shape[2:])
+        ctx.together = c // ctx.groups * p
         y, mean, rstd = torch.native_group_norm(x, weight, bias, B, c, p, ctx.groups, layer.eps)  # type: ignore[arg-type]
         ctx.save_for_backward(x, mean, rstd, weight)
         return y
@@ -68,7 +70,7 @@ class _GroupNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         g, x, mean, rstd, weight = _arrived(ctx, g)
-        B, c, p = len(x), x.shape[1], x[0:1, 0:1].numel()
+        B, c, p = len(x), x.shape[1], math.prod(x.shape[2:])
         dx = None
         if ctx.needs_input_grad[0]:
             dx, _, _ = torch.ops.aten.native_group_norm_backward(

@@ -62,7 +62,7 @@ class ClippedProjections(torch.autograd.Function):
         size = len(Seen._fields)
         each = [Seen(*kept[k * size : (k + 1) * size]) for k in range(THIRDS)]
         *needs_inputs, needs_w, needs_b, _ = ctx.needs_input_grad
-        switch.saw(ctx, gradients[-1])  # rows of all three belong to the same examples
+        switch.saw(ctx, *gradients)
         # Under autocast they may come in bfloat16: sums are formed in the type of the weights.
         gs = [g.to(weight.dtype) for g in gradients]
         nu_B, db = _upstream_factors(role, gs, each, needs_w, needs_b)

@@ -91,6 +91,8 @@ def clip_inputs(
         clipped = _KINDS[type(layer)](layer, constants, _count(name, uses.get(name, 1)), name)
         new[layer] = clipped.train(layer.training)
     for parent in list(model.modules()):
+        if isinstance(parent, nn.TransformerEncoder):
+            parent.use_nested_tensor = False  # in evaluation it would read the weights past the clips
         for key, child in parent._modules.items():
             if child is not None and child in new:
                 parent._modules[key] = new[child]

@@ -32,8 +32,8 @@ AIM = 1 - 2.0**-10
 _SMALLEST_INPUT, _SMALLEST = 2.0**-50, 2.0**-76
 LEFT_OF_MASS = 2.0**-6
 # A gradient that is shorter than this is not brought to its bound by "normalize", but as far below it: it may be
-# rounding, which depends on the batch. That of losses of ordinary size, about 2^-24, is made 2^-6 of a bound.
-_SHORTEST = 2.0**-18
+# rounding, which depends on the batch. That of losses of ordinary size, about 2^-24, is made 2^-10 of a bound.
+_SHORTEST = 2.0**-14
 _LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
 _LONGEST = 2.0**120  # of a gradient that is scaled up: float32 ends at 2^128
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10

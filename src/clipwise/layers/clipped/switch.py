@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from clipwise.errors import StepError
@@ -75,10 +76,11 @@ def is_clipping() -> bool:
     return _suspended == 0
 
 
-def saw(node: Any, g: Tensor) -> None:
-    """Called by every clipped layer in a backward pass."""
+def saw(node: Any, *gradients: Tensor) -> None:
+    """Called by every clipped layer in a backward pass. Those of several outputs are shown side by side, [B, ...]."""
     if _watcher is not None:
-        _watcher(node, g)
+        one = len(gradients) == 1
+        _watcher(node, gradients[0] if one else torch.cat([g.flatten(1) for g in gradients], 1))
 
 
 def is_measured() -> bool:
