@@ -289,3 +289,15 @@ def test_a_seeded_run_repeats_its_noise_only_where_its_views_repeat():
     assert key() == key() and key(averaged_views=2) == key(averaged_views=2)
     assert key(averaged_views=Views(2, Crop(8), seed=1)) == key(averaged_views=Views(2, Crop(8), seed=1))
     assert key(averaged_views=Views(2, Crop(8))) != key(averaged_views=Views(2, Crop(8)))
+
+
+@pytest.mark.parametrize("draw", [Flip, Crop, 3, None])
+def test_what_is_no_function_of_rows_is_refused(draw: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"Views: .* give Crop\(32\) or Flip\(\), an object"):
+        Views(2, draw)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [("a",), (0,), (8, -1), (8, 1.5)])
+def test_sizes_that_make_no_sense_are_refused(sizes: tuple[object, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"Crop: (size|padding)"):
+        Crop(*sizes)  # type: ignore[arg-type]

@@ -122,6 +122,17 @@ def test_frozen_parameters_and_buffers_are_left_out_and_a_copy_takes_the_rest() 
     assert torch.equal(target[0].weight, averages.state_dict()["averages"]["0.weight"])  # type: ignore[index]
 
 
+def test_a_copy_goes_to_a_model_of_the_same_kind() -> None:
+    averages = AveragedParameters(network())
+    for other in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))):
+        before = parameters(other)
+        with pytest.raises(
+            ConfigurationError, match=r"copy_to: the model has no parameter '0\.weight' of shape"
+        ):
+            averages.copy_to(other)
+        assert same(before, parameters(other))
+
+
 @pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"kind": "other"}, {"start": -1}])
 def test_settings_that_make_no_sense_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
@@ -166,7 +177,11 @@ def test_nothing_is_trained_while_the_model_has_its_averages() -> None:
     batch = next(iter(private.loader))
     before = parameters(net)
     with private.averaged.applied():
-        for forbidden in (lambda: private.step(losses_of(net, batch)), lambda: next(iter(private.loader))):
+        for forbidden in (
+            lambda: private.step(losses_of(net, batch)),
+            lambda: next(iter(private.loader)),
+            private.state_dict,  # the model's own would hold the averages
+        ):
             with pytest.raises(StepError, match=r"inside of a block of private\.averaged\.applied\(\)"):
                 forbidden()
         with private.averaged.applied() as again:  # in a function that is called there, say

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import clipwise
-from clipwise import FileLedger, PerExample, Private, ledger, make_private
+from clipwise import Batch, FileLedger, PerExample, Private, ledger, make_private
 from clipwise.errors import (
     ConfigurationError,
     CoupledExamplesError,
@@ -24,9 +24,11 @@ from clipwise.errors import (
     StepError,
     UnsupportedModelError,
 )
+from clipwise.layers import clip_inputs
 from tests.runs import (
     CLASSES,
     FEATURES,
+    SIZE,
     data,
     gradients,
     losses_of,
@@ -329,18 +331,25 @@ def test_requires_grad_changed_later(name: str) -> None:
         train(model, private, 1)
 
 
+def test_a_layer_that_comes_later() -> None:
+    model, private = private_run(sampling="fixed-size")
+    train(model, private, 1)
+    model.append(nn.Linear(CLASSES, CLASSES))  # type: ignore[operator]
+    with refused(
+        StepError, "'3.weight' came to the model", "make a new private run", model=model, private=private
+    ):
+        train(model, private, 1)
+    model, private = private_run()
+    clip_inputs(model, input_norm=1.0)
+    with refused(StepError, "'0.layer.weight' came to the model", "clip", model=model, private=private):
+        train(model, private, 1)
+
+
 def test_a_layer_replaced_later() -> None:
     model, private = private_run(sampling="fixed-size")
     train(model, private, 1)
     model[2] = nn.Linear(4, CLASSES)
     with refused(StepError, "'2.weight'", "make a new private run", model=model, private=private):
-        train(model, private, 1)
-
-
-def test_a_layer_added_later() -> None:
-    model, private = private_run(sampling="fixed-size")
-    model.append(nn.Linear(CLASSES, CLASSES))
-    with refused(StepError, "'3.weight'", "make a new private run", model=model, private=private):
         train(model, private, 1)
 
 
@@ -500,6 +509,35 @@ def test_no_message_holds_a_data_value() -> None:
 
 
 # Ledgers of other runs
+
+
+def test_paths_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """At once, and not after the training."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "x", tmp_path):
+        with pytest.raises(
+            ConfigurationError, match=r"resume_file: .* cannot be written .*: give another path"
+        ):
+            private_run(resume_file=path)
+        with pytest.raises(LedgerError, match="as a ledger"):
+            private_run(ledger=path)
+    private_run(resume_file=tmp_path / "new" / "resume")[1].close()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_columns_that_are_no_data_set() -> None:
+    with pytest.raises(ConfigurationError, match=r"2 records.*TensorDataset\(x, y\)"):
+        private_run(dataset=data().tensors)
+
+
+def test_a_limit_that_would_cut_users() -> None:
+    with pytest.raises(ConfigurationError, match=r"leave it out\. With group= the records of each user"):
+        private_run(
+            group=[k // 4 for k in range(SIZE)],
+            batch_size=5,
+            clipping=Batch(max_norm=1.0),
+            max_physical_batch_size=2,
+        )
 
 
 def test_the_ledger_of_another_model_or_of_other_data(tmp_path: Path) -> None:

@@ -593,3 +593,16 @@ def test_a_budget_counts_what_a_joined_ledger_holds(place: Place) -> None:
     model, private = place.begin(ledger=book, epsilon=EPSILON, delta=DELTA, epochs=2)
     until_exhausted(model, private)
     assert 8 < private._ledger.position < 18
+
+
+def test_what_is_no_state_and_where_nothing_can_be_written(tmp_path: Path) -> None:
+    for other in (nn.Linear(2, 2), None, [1]):
+        with pytest.raises(
+            CheckpointError, match=r"made of a state_dict, not of a .*private\.state_dict\(\)"
+        ):
+            checkpoint.save(tmp_path / "x", other)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "x"):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            checkpoint.save(path, {"a": 1})
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

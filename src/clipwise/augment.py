@@ -25,6 +25,7 @@ from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.given import plain
+from clipwise.sampling.schemes import whole
 from clipwise.structure import map_tensors
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
@@ -37,7 +38,7 @@ class Crop:
     """
 
     def __init__(self, size: int, padding: int = 4) -> None:
-        self.size, self.padding = size, padding
+        self.size, self.padding = whole("Crop: size", size, least=1), whole("Crop: padding", padding, least=0)
 
     def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
         """[B, C, H, W] to [B, C, size, size]."""
@@ -90,6 +91,12 @@ class Views:
             raise ConfigurationError(
                 f"averaged_views, Views: the number of views must be a whole number from 1 to {_MOST_VIEWS}."
             )
+        for draw in draws:
+            if isinstance(draw, type) or not callable(draw):
+                raise ConfigurationError(
+                    f"Views: {draw!r} is no function of rows and a generator: give Crop(32) or Flip(), an object and "
+                    "not its class, or a function of your own."
+                )
         self.count = count
         self._draws = draws
         self._random = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.given import require_module
 from clipwise.known import require_known
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 
@@ -100,8 +101,16 @@ class AveragedParameters:
 
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages into a model of the same kind, for good."""
+        require_module(model)
+        parameters = dict(model.named_parameters())
+        for name, average in self._averages.items():
+            if name not in parameters or parameters[name].shape != average.shape:
+                raise ConfigurationError(
+                    f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give one that is "
+                    "built like the model that was trained."
+                )
         with torch.no_grad():
-            self._write(dict(model.named_parameters()), self._averages)
+            self._write(parameters, self._averages)
         AllPublicStatistics(model).refresh()
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from clipwise.errors import CheckpointError
 from clipwise.files import replace_file, sync_folder
-from clipwise.given import plain
+from clipwise.given import plain, require_path
 from clipwise.privacy import Entry, Event
 
 FORMAT = 1
@@ -37,7 +37,13 @@ _FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write a checkpoint so that a crash leaves the old file or the new one, never half of one."""
-    replace_file(Path(path), lambda file: torch.save(dict(plain(state)), file), mode=0o644)
+    require_path("path", path)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"A checkpoint is made of a state_dict, not of a {type(state).__name__}: give private.state_dict(), or a "
+            "mapping such as {'private': private.state_dict(), 'model': model.state_dict()}."
+        )
+    _replace(Path(path), lambda file: torch.save(dict(plain(state)), file), mode=0o644)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -98,7 +104,15 @@ class Secrets:
 def write_secrets(path: Path, secrets: Secrets) -> None:
     """Write the resume file for its owner's eyes only."""
     text = json.dumps(asdict(secrets)).encode()
-    replace_file(path, lambda file: file.write(text), mode=0o600)
+    _replace(path, lambda file: file.write(text), mode=0o600)
+
+
+def _replace(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> None:
+    try:
+        replace_file(path, write, mode)
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path} cannot be written: {reason}. Give another path.") from error
 
 
 def take_secrets(path: Path) -> Secrets | None:

@@ -124,6 +124,7 @@ class Private:
         self._partial_bounds = self._clipper.bounds
         self._written: dict[str, tuple[Tensor, int]] = {}
         self._remember_written()  # what an earlier run left in .grad: nobody uses it
+        self._named = {name for name, _ in model.named_parameters()}
         self._buffers = checks.BufferGuard(model)
         self._hands = guards.Watch(model, optimizer)
         guards.require_alone(self, parameters)
@@ -375,6 +376,8 @@ class Private:
 
     def parts(self) -> list[Part]:
         """What the next release holds: names, sensitivity of the *sum*, noise on each coordinate."""
+        if not (self._closed or self.loader.is_awaiting):  # what a batch was drawn for stays
+            self._follow_weights(is_updated=False)
         return list(self._parts)
 
     @property
@@ -436,6 +439,7 @@ class Private:
 
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
+        self._require_own_weights()
         state = {
             "format": checkpoint.FORMAT,
             "run": self._ledger.run,
@@ -624,12 +628,16 @@ class Private:
                 "This private run belongs to the process that this one was forked from. A step here would put the "
                 "noise of a step there on another sum: make the private run in the process that trains."
             )
+        self._require_own_weights()
+        return self.loader
+
+    def _require_own_weights(self) -> None:
         if self._averages is not None and self._averages.is_applied:
             raise StepError(
                 "This is inside of a block of private.averaged.applied(), which gives the model its own weights back "
-                "at its end, so that an update would be lost: train outside of it."
+                "at its end: an update would be lost, and a checkpoint have the averages for weights. Train and "
+                "save outside of it."
             )
-        return self.loader
 
     def _require_loaded(self) -> None:
         if self._must_load:
@@ -648,6 +656,11 @@ class Private:
         self._buffers.compare_listed()
         guards.require_no_hooks(self._parameters)
         for name, p in inventory.parameters:
+            if p.requires_grad and name not in self._named:
+                raise StepError(
+                    f"Parameter {name!r} came to the model after make_private, and nothing bounds or trains it: build "
+                    "the model (and clip its layers) first, then the optimizer, then make a new private run."
+                )
             if p.requires_grad != (name in self._parameters):
                 raise StepError(
                     f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
@@ -664,7 +677,8 @@ class Private:
                     raise StepError(
                         f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
                         "backward() on the losses, leave that out: it is not private. If you changed .grad "
-                        "after private.backward, call optimizer.zero_grad() after the update."
+                        "after private.backward, or another private run trains this model too, call "
+                        "optimizer.zero_grad() after the update."
                     )
 
     def _is_local(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clipwise import faults
+from clipwise.errors import ConfigurationError
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> None:
@@ -27,6 +28,19 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> No
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def require_writable(argument: str, path: Path) -> None:
+    """Refuse a path where no file can be written, now and not when there is something to lose. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        reason = "it is a folder" if path.is_dir() else None
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+    if reason is not None:
+        raise ConfigurationError(f"{argument}: {path} cannot be written ({reason}): give another path.")
 
 
 def sync_folder(folder: Path) -> None:

@@ -26,7 +26,8 @@ from clipwise.averaged import AveragedParameters
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
 from clipwise.engine import Private
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ConfigurationError, LedgerError
+from clipwise.files import require_writable
 from clipwise.given import plain, require_path
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger, MemoryLedger
@@ -156,7 +157,9 @@ def make_private(
     cut: Cut | None = users
     if isinstance(strategy, Batch):
         cut = users or mini_sets_of(scheme, mini_sets)
-        _require_whole_mini_sets(max_physical_batch_size, _mini_set_size(scheme, mini_sets, users, records))
+        _require_whole_mini_sets(
+            max_physical_batch_size, _mini_set_size(scheme, mini_sets, users, records), users is not None
+        )
     relation = adjacency_of(adjacency, scheme.sampling)
     require_for_a_run(relation, scheme.sampling)
     planned = planned_steps(epochs, steps, scheme)
@@ -178,6 +181,7 @@ def make_private(
         ledger = resume_file = None
     if resume_file is not None:
         require_path("resume_file", resume_file)
+        require_writable("resume_file", Path(resume_file))
     book = _ledger(ledger, header)
     if resume_file is None and isinstance(book, FileLedger):
         resume_file = book.path.with_name(book.path.name + ".resume")
@@ -276,14 +280,18 @@ def _mini_set_size(scheme: Scheme, mini_sets: int, users: ByUser | None, records
     return scheme.mini_set_size if isinstance(scheme, Partition) else scheme.expected_size / mini_sets
 
 
-def _require_whole_mini_sets(max_physical_batch_size: int | None, size: float) -> None:
+def _require_whole_mini_sets(max_physical_batch_size: int | None, size: float, of_users: bool) -> None:
     """Mini-sets are the pieces that are handed out. A limit that they keep anyway has nothing to do."""
     if max_physical_batch_size is None:
         return
     if whole("max_physical_batch_size", max_physical_batch_size, least=1) < size:
         raise ConfigurationError(
-            "max_physical_batch_size would cut mini-sets, and Batch clips each as a whole: leave it out and use "
-            "Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
+            "max_physical_batch_size would cut mini-sets, and Batch clips each as a whole: leave it out"
+            + (
+                ". With group= the records of each user are a mini-set, handed out by themselves."
+                if of_users
+                else " and use Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
+            )
         )
 
 
@@ -293,5 +301,8 @@ def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str,
     if isinstance(ledger, Ledger):
         return ledger
     require_path("ledger", ledger)
-    Path(ledger).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Path(ledger).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LedgerError(f"{ledger} cannot be written as a ledger: {error.strerror}.") from error
     return FileLedger(ledger, header=header)

@@ -732,10 +732,10 @@ class Pointer(nn.Module):
         self.table, self.attention = nn.Embedding(50, 6), nn.MultiheadAttention(6, 2, batch_first=True)
         self.table.requires_grad_(False)  # ids: no gradient of an input shows the coupling
         self.by = by
-        if by == "output":
-            self.attention.in_proj_weight.data[6:12] = 0  # no gradient comes to the queries
-        else:
+        if by != "output":
             self.attention.out_proj.requires_grad_(False)
+        if by == "weights, by keys alone":
+            self.attention.in_proj_weight.data[6:12] = 0  # no gradient comes to the queries, but to the keys
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.table(ids)
@@ -744,7 +744,7 @@ class Pointer(nn.Module):
         return (y - y.mean(0)) / y.std(0)
 
 
-@pytest.mark.parametrize("by", ["output", "weights"])
+@pytest.mark.parametrize("by", ["output", "weights", "weights, by keys alone"])
 def test_coupling_through_any_of_queries_keys_and_values_is_seen(by: str) -> None:
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randint(0, 50, (40, 4)), torch.zeros(40, dtype=torch.long))

@@ -116,3 +116,12 @@ def test_what_is_not_marked_as_public_is_refused(given: Any) -> None:
     for policy in (Adaptive, Multipliers, ByNorm):
         with pytest.raises(ConfigurationError, match=rf"{policy.__name__}: public must be .*Released\(\)"):
             policy(given)
+
+
+def test_a_list_of_records_is_told_to_be_taken_for_batches() -> None:
+    records = [(x, torch.tensor(0)) for x in rows(3)]
+    given = Public(records, lambda model, x, y: model(x).sum())
+    with pytest.raises(
+        ConfigurationError, match="taken for batches: if it is one of records, give a data set"
+    ):
+        given.losses(nn.Linear(rows(1).shape[1], 2).to(rows(1).dtype), records[0], torch.device("cpu"))

@@ -102,6 +102,11 @@ class Public:
             raise ConfigurationError(
                 "Public: loss(model, *batch) must return one loss an example, with gradients: use reduction='none'; a "
                 "single number will do for norms of mini-sets, of='mini-set'."
+                + (
+                    " The list that was given is taken for batches: if it is one of records, give a data set."
+                    if isinstance(self.data, (list, tuple))
+                    else ""
+                )
             )
         if losses.dim() and not len(losses):
             raise ConfigurationError(f"Public({self.name}): a batch holds no example: leave it out.")

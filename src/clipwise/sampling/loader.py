@@ -121,6 +121,11 @@ class PrivateLoader:
             )
         return self.current
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a piece was handed out whose losses are due."""
+        return self.current is not None and not self.current.consumed
+
     def consume(self) -> Piece:
         """Mark the current piece as used, once, and return it."""
         piece = self.awaited()

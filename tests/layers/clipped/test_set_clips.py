@@ -150,3 +150,20 @@ def test_a_checkpoint_brings_its_constants() -> None:
         again.load_state_dict(state)
     assert again.parts() == parts and bounds(other) == bounds(model)
     assert same(parameters(other), parameters(model))
+
+
+def test_parts_show_new_clips_at_once_but_not_while_a_batch_is_due() -> None:
+    model = layers.clip_inputs(network(), input_norm=2.0, grad_norm=0.5)
+    _, private = private_run(model, clipping=Backprop())
+
+    def told() -> list[float]:
+        return [part.sensitivity for part in private.parts()]
+
+    assert told() == [1.0, 0.5, 1.0, 0.5]
+    layers.set_clips(model, grad_norm=0.25)
+    assert told() == [0.5, 0.25, 0.5, 0.25]
+    batch = next(iter(private.loader))
+    layers.set_clips(model, grad_norm=0.125)
+    assert told() == [0.5, 0.25, 0.5, 0.25]
+    with pytest.raises(StepError, match="given other constants between the draw"):
+        private.step(losses_of(model, batch))
