@@ -92,6 +92,8 @@ def main() -> int:
     made_by = f"python benchmarks/breakdown.py --device {device.type} --method {method} " + " ".join(
         f"--row {row}" for row in options.rows
     )
+    made_by += f" --out {options.out}"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     with at_its_best(device):
         found = environment(device)
     versions = ", ".join(f"{k} {v}" for k, v in found.pop("versions").items())

@@ -526,7 +526,7 @@ def test_paths_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_no_data_set() -> None:
-    with pytest.raises(ConfigurationError, match=r"2 records.*TensorDataset\(x, y\)"):
+    with pytest.raises(ConfigurationError, match=r"tuple of 2 entries.*TensorDataset\(x, y\)"):
         private_run(dataset=data().tensors)
 
 

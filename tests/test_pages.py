@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from clipwise import models
+from clipwise.bench.methods import AUTO, COMPILED
+from clipwise.bench.peers.rows import rows_for
 from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
 from clipwise.errors import ConfigurationError
 from tests.documented import rerun
@@ -75,3 +77,18 @@ def _norms_of(name: str) -> set[str]:
             models.build(name, norm=norm)
             found.add(norm)
     return found
+
+
+def test_profiles_are_made_by_commands_that_run() -> None:
+    """`--row`, which must be a row of that device, and `--out` are required."""
+    text = (FOLDER / "docs" / "performance.md").read_text()
+    commands = re.findall(r"benchmarks/breakdown\.py (.*)", text)
+    assert len(commands) == 4
+    for command in commands:
+        words = command.split()
+        options = list(zip(words[::2], words[1::2], strict=True))
+        named = dict(options)
+        assert set(named) == {"--device", "--method", "--row", "--out"} and named["--out"].endswith(".md")
+        assert named["--method"] in (AUTO, COMPILED, "reweight")
+        wanted = [value for option, value in options if option == "--row"]
+        assert len(rows_for(named["--device"], wanted=wanted)) == len(wanted)

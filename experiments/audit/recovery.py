@@ -5,6 +5,7 @@ One release of per-example clipping, which everyone takes part in: mu = 1 / z is
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ ATTACKS: dict[str, Callable[[float], AuditReport]] = {
 
 def main() -> None:
     """Measure and write."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # there is nothing to choose
     torch.set_num_threads(1)
     lines = ["| attack | runs | mu | measured | epsilon | measured | seconds |\n", "|---" * 7 + "|\n"]
     for name, attack in ATTACKS.items():

@@ -115,9 +115,7 @@ class Private:
             if budget is not None:
                 budget.recompute(ledger.history(), event, goes_on=False)
         self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
-        self._watch = watch.current()  # an audit that looks on: it has a key of its own
-        if self._watch is not None:
-            self._key, self._seeded = self._watch.begins(self), True
+        self._watch = watch.current()  # an audit that looks on
         self._epoch_secret, self._slot = b"", 0
         self._followed = ledger.position  # releases whose update was taken in by what follows the weights
         self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
@@ -142,6 +140,8 @@ class Private:
             prepare=self._hand_out,
             **loader_options,
         )
+        if self._watch is not None:
+            self._key, self._seeded = self._watch.begins(self), True  # it has a key of its own
 
     # ----------------------------------------------------------------- the step
 

@@ -144,6 +144,7 @@ def make_private(
     users = None if group is None else _users(group, strategy)
     unit = strategy.unit if users is None else Unit.USER
     records = Fetcher(dataset, collate_fn).dataset_size
+    _require_records(dataset, records, batch_size)
     size = records if users is None else users.units(records)
     mini_sets = strategy.mini_sets if isinstance(strategy, Batch) else 1
     scheme = make_scheme(
@@ -278,6 +279,16 @@ def _mini_set_size(scheme: Scheme, mini_sets: int, users: ByUser | None, records
     if users is not None:
         return records / users.users
     return scheme.mini_set_size if isinstance(scheme, Partition) else scheme.expected_size / mini_sets
+
+
+def _require_records(dataset: Any, records: int, batch_size: object) -> None:
+    """Refuse what looks like columns where records are expected."""
+    batch_size = plain(batch_size)
+    if isinstance(dataset, (list, tuple)) and isinstance(batch_size, int) and batch_size > records:
+        raise ConfigurationError(
+            f"dataset is a {type(dataset).__name__} of {records} entries, fewer than batch_size={batch_size}. If they "
+            "are the columns of a data set, give TensorDataset(x, y)."
+        )
 
 
 def _require_whole_mini_sets(max_physical_batch_size: int | None, size: float, of_users: bool) -> None:

@@ -64,6 +64,22 @@ def test_mu_is_the_standard_deviation_of_the_likelihood_ratio(z: float) -> None:
     assert mu_of_step(Step(Amplification.DRAW, rate, z)) == pytest.approx(rate * math.sqrt(draw), rel=1e-6)
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
+def test_much_noise_has_no_end(sampling: str) -> None:
+    """mu is rate sqrt(steps) / z there. Accountants go on with less noise, which is a bound; this is none."""
+    for z in (1e5, 1e6, 4e6, 1e7, 1e8, 1e9, 1e12):
+        found = accounting.central_limit(noise_multiplier=z, sample_rate=0.5, steps=10_000, sampling=sampling)
+        assert found.mu * z == pytest.approx(50, rel=1e-4)
+    rare = accounting.central_limit(noise_multiplier=1.0, sample_rate=1e-14, steps=1, sampling=sampling)
+    usual = accounting.central_limit(noise_multiplier=1.0, sample_rate=1e-4, steps=1, sampling=sampling)
+    assert rare.mu == pytest.approx(1e-10 * usual.mu, rel=1e-9)
+
+
+def test_steps_that_were_not_taken_count_nothing() -> None:
+    none = accounting.central_limit(noise_multiplier=0.02, sample_rate=0.1, steps=0)
+    assert none.mu == 0
+
+
 def test_without_amplification_it_is_exact() -> None:
     found = accounting.central_limit(noise_multiplier=4.0, steps=9, sampling="full")
     assert found.mu == pytest.approx(3 / 4)

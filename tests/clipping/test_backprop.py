@@ -741,7 +741,7 @@ class Pointer(nn.Module):
         h = self.table(ids)
         output, weights = self.attention(h, h, h)
         y: Tensor = (output if self.by == "output" else weights).flatten(1)
-        return (y - y.mean(0)) / y.std(0)
+        return 9 * y * y.mean(0)
 
 
 @pytest.mark.parametrize("by", ["output", "weights", "weights, by keys alone"])

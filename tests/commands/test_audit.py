@@ -94,6 +94,34 @@ def test_a_mislabelled_canary_takes_the_loss_of_the_subject(run: Path) -> None:
     refused(clipwise("audit", run, *subject, "loud"), "--kind loud")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--confidence", 2], ["--confidence=2.0", "from 0.5"]),
+        (["--runs", 1], ["--runs=1", "at least 2"]),
+        (["--runs", 30, "--kind", "mislabelled"], ["--runs=30", "--kind mislabelled", "at least 40"]),
+        (["--canaries", 1], ["--canaries=1", "at least 2"]),
+        (["--canaries", 17], ["--canaries=17", "at most", "16"]),
+        (["--delta", 2], ["--delta=2.0"]),
+        (["--runs", 0, "--plot", "a.png"], ["--plot", "--runs 0", "--canaries"]),
+    ],
+)
+def test_what_no_attack_can_use_is_refused_before_any_run(
+    run: Path, options: list[object], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    result = clipwise("audit", run, "--subject", f"{run}/subject.py:with_loss", *options)
+    refused(result, *words)  # with one line on stderr: "Training ..." would be another
+    assert not result.stdout and not (run / "a.png").exists()
+
+
+def test_canaries_alone_are_drawn(run: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = clipwise("audit", run, "--runs", 0, "--canaries", 8, "--plot", run / "audit.png")
+    assert result.exit_code == 0, result.output
+    assert (run / "audit.png").stat().st_size > 1000
+
+
 def test_another_run_than_the_ledgers_is_refused(run: Path) -> None:
     (run / "subject.py").write_text(SUBJECT.format(steps=2))
     refused(clipwise("audit", run, "--runs", 2), "another run than the ledger's")

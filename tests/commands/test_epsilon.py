@@ -127,7 +127,7 @@ def test_delta_at_an_epsilon() -> None:
     exact = accounting.delta(noise_multiplier=1.1, sample_rate=0.01, steps=250, epsilon=0.7)
     result = clipwise("epsilon", *PLAN, "--at-epsilon", 0.7)
     assert exact <= figure(result, "At epsilon 0.7 delta is") <= 1.002 * exact
-    refused(clipwise("epsilon", *PLAN, "--at-epsilon", -1), "epsilon")
+    _refused_at_once(["--at-epsilon", -1], "--at-epsilon=-1.0")
 
 
 def test_the_unit_is_named() -> None:
@@ -141,7 +141,16 @@ def test_a_search_costs_more_than_its_run() -> None:
     other = clipwise("epsilon", *PLAN, "--repetitions", 10, "--repetitions-shape", 0)
     assert figure(other, "is released: epsilon") != whole
     refused(clipwise("epsilon", *PLAN, "--repetitions-shape", 1), "--repetitions")
-    refused(clipwise("epsilon", *PLAN, "--repetitions", 0.5), "mean")
+    _refused_at_once(["--repetitions", 0.5], "--repetitions=0.5", "greater than 1")
+    _refused_at_once(["--repetitions", 3, "--repetitions-shape", -2], "--repetitions-shape=-2", "above -1")
+    few = clipwise("epsilon", *PLAN, "--repetitions", 0.5, "--repetitions-shape", "inf")
+    assert few.exit_code == 0 and "0.5 such runs" in few.stdout  # a Poisson number may be small
+
+
+def _refused_at_once(options: list[Any], *words: str) -> None:
+    result = clipwise("epsilon", *PLAN, *options)
+    refused(result, *words)
+    assert not result.stdout
 
 
 @pytest.mark.parametrize(
@@ -153,6 +162,11 @@ def test_plots(tmp_path: Path, name: str, kind: str, begins: bytes) -> None:
     result = clipwise("epsilon", *PLAN, "--plot", tmp_path / name, "--plot-kind", kind)
     assert result.exit_code == 0, result.output
     assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_kind_of_plot_needs_a_plot() -> None:
+    for kind in ("steps", "profile"):
+        _refused_at_once(["--plot-kind", kind], "--plot-kind needs --plot")
 
 
 def test_other_endings_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
@@ -168,18 +182,25 @@ def test_other_endings_are_refused_before_anything_is_computed(tmp_path: Path) -
         (["--noise-multiplier", 1, "--steps", 1], ["--sample-rate"]),
         (["--noise-multiplier", 1, "--sample-rate", 0.1], ["--steps", "--epochs"]),
         (["--noise-multiplier", 1, "--batch-size", 10, "--steps", 1], ["--dataset-size"]),
-        (["--noise-multiplier", 1, "--sample-rate", 2, "--steps", 1], ["sample_rate"]),
-        (["--noise-multiplier", -1, "--sample-rate", 0.1, "--steps", 1], ["noise_multiplier"]),
-        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 0], ["steps"]),
-        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--epochs", 1], ["epochs", "steps"]),
-        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--delta", 0], ["delta"]),
+        (["--noise-multiplier", 1, "--sample-rate", 2, "--steps", 1], ["--sample-rate must"]),
+        (["--noise-multiplier", -1, "--sample-rate", 0.1, "--steps", 1], ["--noise-multiplier"]),
+        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 0], ["--steps must"]),
+        (
+            ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--epochs", 1],
+            ["--epochs or --steps"],
+        ),
+        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--delta", 0], ["--delta=0.0"]),
         (
             ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--adjacency", "replace-one"],
             ["replace-one", "poisson", "zero-out"],
         ),
         (
             ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--sampling", "shuffled"],
-            ["shuffled", "batch_size"],
+            ["--sampling shuffled", "give --batch-size, not --sample-rate"],
+        ),
+        (
+            ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--sampling", "full"],
+            ["--sampling full takes every unit", "no --batch-size or --sample-rate"],
         ),
         (
             ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--sampling", "truncated-poisson"],
@@ -187,7 +208,7 @@ def test_other_endings_are_refused_before_anything_is_computed(tmp_path: Path) -
         ),
         (
             ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--dataset-size", 0],
-            ["dataset_size"],
+            ["--dataset-size"],
         ),
         (["--ledger", "nowhere", "--steps", 1], ["--ledger", "--delta"]),
         (["--ledger", "nowhere", "--unit", "user"], ["--ledger", "--delta"]),

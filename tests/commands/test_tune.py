@@ -49,6 +49,10 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
         (("digits", "--accounted", "--trials", 5), "--trials does not go with --accounted"),
         (("digits", "--seed", -1), "--seed"),
         (("mine.py", "--accounted"), "takes a data set by name"),
+        (("mine.py", "--method", "dp-sgd"), "--method goes with a data set by name: mine.py chooses"),
+        (("mine.py", "--norm", "none"), "--norm goes with a data set by name"),
+        (("mine.py", "--data", "folder"), "--data goes with a data set by name"),
+        (("mine.py", "--device", "cpu"), "--device goes with a data set by name"),
         (("digits", "--accounted", "--mean-runs", 1), "mean_runs=1.0 is not possible"),
         (("digits", "--accounted", "--mean-runs", "nan"), "mean_runs=nan is not possible"),
         (("digits", "--accounted", "--mean-runs", "inf"), "mean_runs=inf is not possible"),
@@ -80,6 +84,10 @@ SPACE = "from clipwise.tune import Range, Choice\nSPACE = {'x': Choice((1, 2))}\
             "raised ValueError in mine.py, line 3: no luck",
         ),
         (SPACE + "def train(s): return 'good'", "mine.py: train(settings) must return (accuracy, epsilon)"),
+        (
+            SPACE + "def train(s): return 95.0, 1",
+            "mine.py: train(settings) returned an accuracy that is no number",
+        ),
     ],
 )
 def test_what_goes_wrong_in_a_script_is_told_in_a_line(tmp_path, script, message):

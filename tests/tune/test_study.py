@@ -201,13 +201,34 @@ def test_a_script_that_does_not_fit_is_refused(tmp_path, text, message):
         of_script(tmp_path / "mine.py")
 
 
-@pytest.mark.parametrize("returned", ["1", "(1, 2, 3)", "('a', 2)", "(0.5, -1)", "(float('nan'), 1)"])
-def test_what_a_script_returns_is_checked(tmp_path, returned):
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("1", "must return"),
+        ("(1, 2, 3)", "must return"),
+        ("('a', 2)", "must return"),
+        ("(0.5, -1)", "an epsilon"),
+        ("(0.5, float('nan'))", "an epsilon"),
+        ("(float('nan'), 1)", "an accuracy .* from 0 to 1"),
+        ("(95.0, 1)", "an accuracy .* 0.95 for 95%"),
+        ("(-0.5, 1)", "an accuracy .* from 0 to 1"),
+    ],
+)
+def test_what_a_script_returns_is_checked(tmp_path, returned, message):
     (tmp_path / "mine.py").write_text(
         f"from clipwise.tune import Range\nSPACE = {{'x': Range(0, 1)}}\ndef train(s): return {returned}"
     )
-    with pytest.raises(ConfigurationError, match=r"train\(settings\)"):
+    with pytest.raises(ConfigurationError, match=rf"mine.py: train\(settings\) .*{message}"):
         of_script(tmp_path / "mine.py").score({"x": 0.5})
+
+
+@pytest.mark.parametrize("accuracy", [0, 1])
+def test_accuracies_reach_from_0_to_1(tmp_path, accuracy):
+    (tmp_path / "mine.py").write_text(
+        f"from clipwise.tune import Range\nSPACE = {{'x': Range(0, 1)}}\n"
+        f"def train(s): return {accuracy}, float('inf')"
+    )
+    assert of_script(tmp_path / "mine.py").score({"x": 0.5}) == Score(accuracy, float("inf"))
 
 
 def test_a_missing_script_is_refused(tmp_path):

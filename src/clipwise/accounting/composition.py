@@ -93,7 +93,7 @@ def compose(history: Sequence[Entry]) -> Composition:
             raise ConfigurationError("history: the count of an entry is a whole number that is not negative.")
         if entry.count == 0:
             continue
-        step = _amplified_step(entry.event)
+        step = amplified_step(entry.event)
         participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts
         z, cut = entry.event.noise_multiplier, entry.event.excess
         excess[cut] = excess.get(cut, 0) + entry.count
@@ -101,7 +101,8 @@ def compose(history: Sequence[Entry]) -> Composition:
             unamplified[z] = unamplified.get(z, 0) + participations
         else:
             amplified[z] = amplified.get(z, 0) + participations
-            steps[step] = steps.get(step, 0) + entry.count
+            handled = _within_precision(step)
+            steps[handled] = steps.get(handled, 0) + entry.count
         if _is_drawn(entry.event):
             drawn[entry.event.sample_rate, z] = drawn.get((entry.event.sample_rate, z), 0) + entry.count
         else:
@@ -142,8 +143,11 @@ def _is_drawn(event: Event) -> bool:
     return draws and event.sample_rate < 1 and event.noise_multiplier > 0
 
 
-def _amplified_step(event: Event) -> Step | None:
-    """The amplified step that an event is, or None for a Gaussian mechanism that every unit is in."""
+def amplified_step(event: Event) -> Step | None:
+    """The amplified step that an event is, or None for a Gaussian mechanism that every unit is in.
+
+    Its numbers are those of the event: `compose` replaces such that bounds cannot be computed with.
+    """
     if event.sampling in (Sampling.FULL, Sampling.SHUFFLED):
         return None
     if event.sampling in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
@@ -158,6 +162,9 @@ def _amplified_step(event: Event) -> Step | None:
         )
     if event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
         return None
-    return Step(
-        amplification, max(event.sample_rate, SMALLEST_RATE), min(event.noise_multiplier, LARGEST_NOISE)
-    )
+    return Step(amplification, event.sample_rate, event.noise_multiplier)
+
+
+def _within_precision(step: Step) -> Step:
+    """The step, or a worse one that double precision can handle."""
+    return Step(step.amplification, max(step.rate, SMALLEST_RATE), min(step.z, LARGEST_NOISE))

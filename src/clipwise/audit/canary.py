@@ -80,7 +80,7 @@ def canary(
         )
     if kind != "dirac" and loss is None:
         raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) gives one loss an example.")
-    least = 2 if kind == "dirac" else 2 * _PILOTS
+    least = least_runs(kind)
     if isinstance(runs, bool) or not isinstance(runs, int) or runs < least:
         raise ConfigurationError(
             f"runs={runs!r} is not possible: give a whole number of at least {least}, the runs with the canary, which "
@@ -139,10 +139,15 @@ def mislabelled(dataset: Any, record: int) -> Any:
     return (*inputs, torch.as_tensor(label).new_tensor(other) if isinstance(label, Tensor) else other)
 
 
-def require_confidence(confidence: float) -> None:
-    """Refuse what is no probability of being right."""
+def least_runs(kind: str) -> int:
+    """How many runs of each world an attack needs at least: the first ones with a record only set its scale."""
+    return 2 if kind == "dirac" else 2 * _PILOTS
+
+
+def require_confidence(confidence: float, name: str = "confidence") -> None:
+    """Refuse what is no probability of being right; `name` is what the caller calls it."""
     if not 0.5 <= confidence < 1:
-        raise ConfigurationError(f"confidence={confidence!r} is not possible: give a number from 0.5 to 1.")
+        raise ConfigurationError(f"{name}={confidence!r} is not possible: give a number from 0.5 to below 1.")
 
 
 def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:

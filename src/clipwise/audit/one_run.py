@@ -46,11 +46,7 @@ def one_run(
         confidence: with which all bounds hold together.
         seed: of the coins and of the key.
     """
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or not 2 <= canaries <= len(dataset):
-        raise ConfigurationError(
-            f"canaries={canaries!r} is not possible: give at least 2 and at most as many as there are records, "
-            f"{len(dataset)}."
-        )
+    require_canaries(canaries, len(dataset))
     require_confidence(confidence)
     inside = np.random.default_rng(seed).random(canaries) < 0.5
     key = NoiseKey.from_seed(seed, b"clipwise.one-run")
@@ -78,3 +74,11 @@ def one_run(
             best = found
     assert best is not None
     return AuditReport(claim, best)
+
+
+def require_canaries(canaries: int, records: int, name: str = "canaries") -> None:
+    """Refuse a number of canaries that so many records cannot give; `name` is what the caller calls it."""
+    if isinstance(canaries, bool) or not isinstance(canaries, int) or not 2 <= canaries <= records:
+        raise ConfigurationError(
+            f"{name}={canaries!r} is not possible: give at least 2 and at most as many as there are records, {records}."
+        )

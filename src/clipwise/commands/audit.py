@@ -15,6 +15,8 @@ from clipwise import audit as auditing
 from clipwise import ledger
 from clipwise.about import plain
 from clipwise.accounting import arguments
+from clipwise.audit.canary import least_runs, require_confidence
+from clipwise.audit.one_run import require_canaries
 from clipwise.audit.report import AuditReport
 from clipwise.commands.output import remark, rounded_up, say, stdout
 from clipwise.commands.places import require_picture
@@ -82,10 +84,19 @@ def audit(
     claimed = ledger.read(file)
     target = subject if subject is not None else _usual_subject(file.parent / SUBJECT)
     _require_kind(kind)
+    _require_runs(runs, kind)
+    require_confidence(confidence, "--confidence")
     require_picture(plot)
+    if plot is not None and not (runs or canaries):
+        raise ConfigurationError(
+            "--plot draws what an attack measured, and --runs 0 without --canaries makes none: give more runs or "
+            "canaries, or leave out --plot."
+        )
     if delta is not None:
-        arguments.number("delta", delta, above=0, below=1)
+        arguments.number("--delta", delta, above=0, below=1)
     make_run, dataset, loss = _subject(target)
+    if canaries:
+        require_canaries(canaries, len(dataset), "--canaries")
     if kind == "mislabelled" and runs and loss is None:
         raise ConfigurationError(
             f"--kind mislabelled needs a loss: let {target} return (make_run, dataset, loss), where "
@@ -116,7 +127,7 @@ def audit(
                     make_run, dataset, canaries=canaries, delta=delta, confidence=confidence, seed=seed
                 )
             )
-    if plot is not None and reports:
+    if plot is not None:
         max(reports, key=lambda report: report.measured.mu).draw(plot)
         remark(f"Drawn to {plot}")
     ok = compared.ok and all(report.ok for report in reports)
@@ -155,6 +166,15 @@ def _usual_subject(path: Path) -> str:
 def _require_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ConfigurationError(f"--kind {kind} is not known: use one of {', '.join(KINDS)}.")
+
+
+def _require_runs(runs: int, kind: str) -> None:
+    """Refuse fewer runs than the attack takes; 0 is no attack."""
+    if 0 < runs < least_runs(kind):
+        raise ConfigurationError(
+            f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 for no such "
+            "attack."
+        )
 
 
 def _subject(target: str) -> tuple[Any, Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,8 @@ from typing import Annotated
 import typer
 
 from clipwise import accounting, figures
+from clipwise.accounting import arguments
+from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.commands import accountants, plan, subject
 from clipwise.commands.output import in_words, remark, rounded_up, say, stdout
 from clipwise.commands.places import require_picture
@@ -53,8 +56,11 @@ def epsilon(
     second_opinion: accountants.SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Draw to this file, which ends in .png or .svg.")] = None,
     plot_kind: Annotated[
-        Picture, typer.Option(help="Draw epsilon over the steps, or delta for every epsilon.")
-    ] = Picture.STEPS,
+        Picture | None,
+        typer.Option(
+            help="With --plot: draw epsilon over the steps, or delta for every epsilon; steps if left out."
+        ),
+    ] = None,
 ) -> None:
     """What a training run costs: the smallest epsilon at the given delta.
 
@@ -72,6 +78,11 @@ def epsilon(
     counts; RDP is looser and cheap, which is why progress bars show it.
     """
     require_picture(plot)
+    if plot is None and plot_kind is not None:
+        raise ConfigurationError("--plot-kind needs --plot: the file to draw to.")
+    _require_search(repetitions, repetitions_shape)
+    if at_epsilon is not None:
+        arguments.number("--at-epsilon", at_epsilon, above=0, below=math.inf, open_end=False)
     asked = plan.Asked(
         sampling=sampling,
         adjacency=adjacency,
@@ -84,11 +95,9 @@ def epsilon(
         steps=steps,
         epochs=epochs,
     )
-    if repetitions is None and repetitions_shape is not None:
-        raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
     about = subject.subject_of(ledger, noise_multiplier, asked, delta)
     if plot is not None:  # first, because a file that cannot be drawn is refused at once
-        _draw(about, delta, plot_kind, plot)
+        _draw(about, delta, plot_kind or Picture.STEPS, plot)
     about.describe()
     stdout().print(accountants.table_of(about.history, delta, second_opinion))
     _print_each_run(about, delta)
@@ -102,6 +111,20 @@ def epsilon(
         _print_search(
             about.history, delta, repetitions, 1.0 if repetitions_shape is None else repetitions_shape
         )
+
+
+def _require_search(mean: float | None, shape: float | None) -> None:
+    """Refuse --repetitions and its shape where there is no such number of runs."""
+    if mean is None:
+        if shape is not None:
+            raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
+        return
+    if shape is not None and not shape > -1:
+        raise ConfigurationError(
+            f"--repetitions-shape={shape:g} is not possible: give a number above -1: 0 for the logarithmic, 1 for the "
+            "geometric, inf for the Poisson distribution."
+        )
+    arguments.number("--repetitions", mean, above=0 if shape == math.inf else 1, below=LARGEST_MEAN)
 
 
 def _draw(about: subject.Subject, delta: float, kind: Picture, file: Path) -> None:

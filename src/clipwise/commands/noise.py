@@ -12,6 +12,7 @@ import typer
 from clipwise import accounting, figures
 from clipwise.arguments import adjacency_of
 from clipwise.commands import accountants, plan
+from clipwise.commands.naming import naming_options
 from clipwise.commands.output import in_words, remark, rounded_up, say, stdout
 from clipwise.commands.places import require_picture
 from clipwise.errors import ConfigurationError
@@ -66,8 +67,9 @@ def noise(
         steps=steps,
         epochs=epochs,
     )
-    answer, run, multiplier = _solve(asked, epsilon, delta, noise_multiplier)
-    history = run.history(multiplier)
+    with naming_options():
+        answer, run, multiplier = _solve(asked, epsilon, delta, noise_multiplier)
+        history = run.history(multiplier)
     reached = accounting.epsilon_of(history, delta)
     if plot is not None:
         figures.epsilon_over_steps(history, delta, plot)

@@ -9,6 +9,7 @@ import typer
 
 from clipwise.accounting.arguments import MOST_STEPS
 from clipwise.arguments import adjacency_of, delta_of, planned_steps
+from clipwise.commands.naming import naming_options
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Sampling, Unit
 from clipwise.sampling import Scheme, TruncatedPoisson, make_scheme
@@ -144,16 +145,19 @@ def plan_of(asked: Asked, delta: float, steps: int | None = None) -> Plan:
         raise ConfigurationError("Give --sample-rate, or --batch-size and --dataset-size.")
     if not asked.has_length and steps is None:
         raise ConfigurationError("Give --steps or --epochs: every step costs privacy.")
+    if asked.steps is not None and asked.epochs is not None:
+        raise ConfigurationError("Give --epochs or --steps, not both.")
     extras: dict[str, Any] = {"max_batch_size": asked.max_batch_size}
     if asked.mini_sets is not None:
         extras["mini_sets"] = asked.mini_sets
     # A rate alone is enough for the cost: the number of records then plays no part.
     size = 1 if asked.dataset_size is None else asked.dataset_size
-    scheme = make_scheme(asked.sampling, size, asked.batch_size, asked.sample_rate, **extras)
-    _require_epochs(scheme)
-    if asked.dataset_size is not None:  # for its warning: delta may be too large for so many records
-        delta_of(delta, None, asked.dataset_size)
-    planned = _length(asked, scheme) if asked.has_length else steps
+    with naming_options():
+        scheme = make_scheme(asked.sampling, size, asked.batch_size, asked.sample_rate, **extras)
+        _require_epochs(scheme)
+        if asked.dataset_size is not None:  # for its warning: delta may be too large for so many records
+            delta_of(delta, None, asked.dataset_size)
+        planned = _length(asked, scheme) if asked.has_length else steps
     assert planned is not None  # one of them was given
     return Plan(scheme, adjacency_of(asked.adjacency, scheme.sampling), asked.unit, planned)
 

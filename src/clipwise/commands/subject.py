@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from clipwise import runs
+from clipwise.accounting import arguments
+from clipwise.commands.naming import naming_options
 from clipwise.commands.output import say
 from clipwise.commands.plan import Asked, plan_of
 from clipwise.errors import ConfigurationError
@@ -55,6 +57,7 @@ def subject_of(
     ledgers: Sequence[Path] | None, noise_multiplier: float | None, asked: Asked, delta: float
 ) -> Subject:
     """The one of the two that was given."""
+    arguments.number("--delta", delta, above=0, below=1)
     if ledgers:
         if noise_multiplier is not None or not asked.says_nothing:
             raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")
@@ -65,7 +68,9 @@ def subject_of(
     if noise_multiplier is None:
         raise ConfigurationError("Give --noise-multiplier and the run, or --ledger and a file.")
     plan = plan_of(asked, delta)
-    return Subject(plan.history(noise_multiplier), f"{plan}, noise multiplier {noise_multiplier:g}")
+    with naming_options():
+        history = plan.history(noise_multiplier)
+    return Subject(history, f"{plan}, noise multiplier {noise_multiplier:g}")
 
 
 def _print_kinds(history: Sequence[Entry]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,17 +24,23 @@ from clipwise.tune.selection import composed_epsilon
 
 def tune(
     what: Annotated[str, typer.Argument(help="A data set by name, or a script that ends in .py.")],
-    method: Annotated[str, typer.Option(help="For a data set: dp-sgd, lip or fix-lip.")] = "dp-sgd",
+    method: Annotated[
+        str | None, typer.Option(help="For a data set: dp-sgd, lip or fix-lip; dp-sgd if left out.")
+    ] = None,
     norm: Annotated[
-        str, typer.Option(help="For a data set: none, group, or bounded, a group norm with a floor.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="For a data set: none, group, or bounded, a group norm with a floor; none if left out."
+        ),
+    ] = None,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Finished runs that the study shall have; 30 if left out.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="The folder of data sets; if left out, CLIPWISE_DATA names it.")
+        Path | None,
+        typer.Option(help="For a data set: the folder of data sets; if left out, CLIPWISE_DATA names it."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="For a data set: cpu or cuda; cpu if left out.")] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Of the search and of first weights, not of any noise.")
     ] = 0,
@@ -66,7 +73,7 @@ def tune(
 
         clipwise tune digits --trials 20
 
-    Or a script of your own, with SPACE and train(settings) -> (accuracy, epsilon):
+    Or a script of your own, with SPACE and train(settings) -> (accuracy, epsilon), accuracy from 0 to 1:
 
         clipwise tune my_script.py --trials 50
 
@@ -78,7 +85,12 @@ def tune(
     Where it has results of another study, the last three go into a folder below, named after the study. With
     --accounted it gets best.safetensors, the weights of the best run, if --out is given.
     """
-    place = device_of(device)
+    is_script = what.endswith(".py")
+    if is_script:
+        _require_data_set(what, {"method": method, "norm": norm, "data": data, "device": device})
+    method = "dp-sgd" if method is None else method
+    norm = "none" if norm is None else norm
+    place = device_of("cpu" if device is None else device)
     if is_accounted:
         if trials is not None:
             raise ConfigurationError(
@@ -104,7 +116,6 @@ def tune(
     )
     folder = out or Path("runs/tune")
     require_folder(folder)
-    is_script = what.endswith(".py")
     with running(what) if is_script else nullcontext():
         about = (
             subject.of_script(Path(what))
@@ -117,6 +128,16 @@ def tune(
         say(f"wrote {file}")
     for sentence in report.cost_in_words(len(found), composed_epsilon([s for _, s in found])):
         say(sentence)
+
+
+def _require_data_set(script: str, given: Mapping[str, object]) -> None:
+    """Refuse options of named data sets, which a script would not be told of."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"--{name} goes with a data set by name: {Path(script).name} chooses for itself, so leave it out and "
+                "say it in train(settings)."
+            )
 
 
 def _require_accounted(given: dict[str, float | None]) -> None:

@@ -184,7 +184,7 @@ class _OfBatchSize(_Steps):
         if self.batch_size > self.dataset_size:
             raise ConfigurationError(
                 f"batch_size={self.batch_size} must not be larger than the data set, which has {self.dataset_size} "
-                "records (users, with group=). If these are columns of it, give TensorDataset(x, y)."
+                "records (users, with group=)."
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Score:
-    """What a run came to: accuracy on records that it was not trained on, and epsilon at delta.
+    """What a run came to: accuracy on records that it was not trained on, from 0 to 1, and epsilon at delta.
 
     `release`, where it is known, is (noise multiplier, sampling rate, steps): with it many runs are composed.
     """
@@ -82,6 +81,7 @@ def _scored(data: str, method: str, norm: str, at_hand: Records, settings: Setti
 def of_script(file: Path) -> Subject:
     """A Python file with `SPACE`, from names to `Range` or `Choice`, and `train(settings)` -> (accuracy, epsilon).
 
+    Accuracy is a share, from 0 to 1.
     It runs in this process, under the name "clipwise_tune", so that what it does as "__main__" is left out.
     """
     if not file.is_file():
@@ -106,8 +106,14 @@ def _checked(given: Any, name: str) -> Score:
         accuracy, epsilon = (float(value) for value in given)
     except (TypeError, ValueError):
         raise ConfigurationError(f"{name}: train(settings) must return (accuracy, epsilon).") from None
-    if not math.isfinite(accuracy) or math.isnan(epsilon) or epsilon < 0:
+    if not 0 <= accuracy <= 1:
         raise ConfigurationError(
-            f"{name}: train(settings) returned an accuracy or an epsilon that is no such number."
+            f"{name}: train(settings) returned an accuracy that is no number from 0 to 1: return the share of right "
+            "answers, 0.95 for 95%."
+        )
+    if not epsilon >= 0:
+        raise ConfigurationError(
+            f"{name}: train(settings) returned an epsilon that is no number of at least 0: return what the run "
+            "costs, as private.spent().epsilon says it."
         )
     return Score(accuracy, epsilon)

@@ -1,0 +1,25 @@
+"""Who asks an experiment for help gets help, and no page is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from experiments.audit import recovery
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--mu", "3"], 2)])
+def test_recovery_measures_only_when_it_is_told_to(
+    arguments: list[str],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(recovery, "PAGE", tmp_path / "audit.md")
+    monkeypatch.setattr(recovery, "ATTACKS", {})
+    monkeypatch.setattr("sys.argv", ["recovery.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        recovery.main()
+    assert end.value.code == code and "usage: recovery.py" in "".join(capsys.readouterr())
+    assert not (tmp_path / "audit.md").exists()
