@@ -376,7 +376,8 @@ class Private:
 
     def parts(self) -> list[Part]:
         """What the next release holds: names, sensitivity of the *sum*, noise on each coordinate."""
-        if not (self._closed or self.loader.is_awaiting):  # what a batch was drawn for stays
+        # What a batch was drawn for stays; and to look must not change weights.
+        if not (self._closed or self.loader.is_awaiting or self._clipper.moves_weights):
             self._follow_weights(is_updated=False)
         return list(self._parts)
 
@@ -400,7 +401,8 @@ class Private:
         """The average of the released parameters: `with private.averaged.applied(): evaluate(model)`."""
         if self._averages is None:
             raise ConfigurationError("This run keeps no averages: give make_private(..., averaged=0.999).")
-        self._follow_update()
+        if not self._averages.is_applied:
+            self._follow_update()
         return self._averages
 
     def on_limit(self) -> dict[str, bool]:
@@ -440,6 +442,9 @@ class Private:
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
         self._require_own_weights()
+        averaged = (
+            {} if self._averages is None else {"averaged": self.averaged.state_dict()}
+        )  # first: it follows
         state = {
             "format": checkpoint.FORMAT,
             "run": self._ledger.run,
@@ -450,7 +455,7 @@ class Private:
             "seeded": self._seeded,
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
             "optimizer": self.optimizer.state_dict(),
-            **({} if self._averages is None else {"averaged": self.averaged.state_dict()}),
+            **averaged,
         }
         found: dict[str, Any] = plain(state)  # a learning rate may be numpy's
         return found

@@ -202,6 +202,32 @@ def test_it_goes_on_bit_for_bit(tmp_path: Any) -> None:
     second.close()
 
 
+def test_it_goes_on_after_looks_at_averages_and_parts(tmp_path: Any) -> None:
+    """To look changes no weights; a checkpoint says what the run has when it is saved."""
+
+    def steps(model: nn.Module, private: Any, count: int) -> None:
+        for _ in range(count):
+            train(model, private, 1)
+            bounds = private.parts()
+            with private.averaged.applied():
+                assert private.averaged.updates == private.steps and private.parts() == bounds
+
+    whole, private = run(seed=3, averaged=0.5)
+    steps(whole, private, 4)
+    model, first = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
+    steps(model, first, 2)
+    state, weights = first.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    first.close()
+    model, second = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
+    model.load_state_dict(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load_state_dict(state)
+    steps(model, second, 2)
+    assert same(parameters(whole), parameters(model))
+    second.close()
+
+
 def test_norms_of_a_checkpoint_are_not_believed() -> None:
     model, private = run()
     train(model, private, 2)

@@ -209,6 +209,7 @@ class LipschitzClipper(Clipper):
 
     is_capturable = False
     needs_outputs = True
+    moves_weights = True
 
     def __init__(self, strategy: Lipschitz, site: Site, network: Network) -> None:
         self._strategy, self._parameters, self._network = strategy, site.parameters, network

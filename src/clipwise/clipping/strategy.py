@@ -73,6 +73,7 @@ class Clipper(ABC):
         needs_outputs: whether it takes the model's outputs too, by `sum_at_outputs`.
         draws: whether it draws random numbers, from `secret`. The engine sets that for each piece of a batch.
         parts: of the last release, with their noise. The engine sets them before `learn`.
+        moves_weights: whether `follow` may change weights.
         moved: what the last `follow` multiplied parameters by. The network computes the same, with other weights.
     """
 
@@ -85,6 +86,7 @@ class Clipper(ABC):
     draws: bool = False
     secret: bytes = b""
     parts: tuple[Part, ...] = ()
+    moves_weights: bool = False
     moved: Mapping[str, float] = MappingProxyType({})
 
     @property

@@ -514,3 +514,17 @@ def test_a_geometry_that_is_set_by_attributes_is_the_one_that_is_used(
     torch.testing.assert_close(y, still)
     for (parameter, most), g in zip(bounds(model).items(), gradients(model, y[:1], 1e3 * y[:1]), strict=True):
         assert float(g.norm()) <= most, parameter
+
+
+def test_the_kernel_is_that_of_the_weights() -> None:
+    """torch does not ask for `kernel_size`, so neither may the bounds."""
+    layer = nn.Conv2d(1, 4, 1, padding=1).double()
+    layer.weight = nn.Parameter(torch.randn(4, 1, 3, 3).double())
+    model = clip_inputs(layer, input_norm=1.0, grad_norm=0.7)
+    x = torch.randn(2, 1, 6, 6).double()
+    assert Convolution(layer).counts((6, 6)) == (1, 9)
+    layer.kernel_size = (2, 2)
+    y = model(x)
+    assert model._role.map.counts((6, 6)) == (1, 9)  # type: ignore[union-attr, operator]
+    with torch.no_grad():
+        torch.testing.assert_close(y, model(x))

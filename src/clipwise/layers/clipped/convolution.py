@@ -40,7 +40,8 @@ class Convolution(Map):
     """x -> W * x, of one module's geometry."""
 
     def __init__(self, module: AnyConvolution) -> None:
-        self.kernel, self.mode, self.groups = module.kernel_size, module.padding_mode, module.groups
+        self.mode, self.groups = module.padding_mode, module.groups
+        self.kernel = tuple(module.weight.shape[2:])  # as torch has it: it does not ask for kernel_size
         self.stride, self.dilation = (self._each(n) for n in (module.stride, module.dilation))
         self.around = self._padding_of(module)
         # As torch lists it: from the last dimension on.
@@ -194,7 +195,7 @@ class ClippedConvolution(ClippedLayer):
     def _geometry_now(self) -> object:
         layer = self.layer
         padding = layer.padding, layer.padding_mode, tuple(layer._reversed_padding_repeated_twice)
-        return layer.stride, layer.dilation, layer.groups, layer.kernel_size, padding
+        return layer.stride, layer.dilation, layer.groups, layer.weight.shape, padding
 
     def bounds(self) -> Mapping[str, float]:
         c = self.constants
