@@ -442,9 +442,8 @@ class Private:
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
         self._require_own_weights()
-        averaged = (
-            {} if self._averages is None else {"averaged": self.averaged.state_dict()}
-        )  # first: it follows
+        # First, for it follows the weights, and what is told below with it.
+        averaged = {} if self._averages is None else {"averaged": self.averaged.state_dict()}
         state = {
             "format": checkpoint.FORMAT,
             "run": self._ledger.run,

@@ -779,7 +779,11 @@ def test_normalizations_of_few_numbers_are_refused_where_gradients_are_normalize
             continue
         with pytest.raises(UnsupportedModelError, match=rf"{name} has groups of so few numbers \(2\)"):
             Backprop().attach(site(model)).clipped_sum(losses)
-    # Nothing to train lies behind it.
+    # Nothing to train lies behind it; inputs carry gradients while a probe looks.
+    dataset = TensorDataset(torch.randn(40, 4), torch.zeros(40, dtype=torch.long))
+    model = clipped(few_numbers(copy.deepcopy(norm), first=True), mode="normalize")
+    _, private = private_run(model, None, dataset, clipping=Backprop())
+    train(model, private, 3)
     model = clipped(few_numbers(copy.deepcopy(norm), first=True), mode="normalize")
     Backprop().attach(site(model)).clipped_sum(model(x[:, :4]).square().sum(1))
     model = clipped(

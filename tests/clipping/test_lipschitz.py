@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,11 +184,24 @@ def test_an_empty_draw_releases_noise_and_counts() -> None:
     assert private.steps == 1 and not same(before, parameters(model))
 
 
-def test_it_goes_on_bit_for_bit(tmp_path: Any) -> None:
+Steps = Callable[[nn.Module, Private, int], None]
+
+
+def looking(model: nn.Module, private: Private, count: int) -> None:
+    """Steps with looks at averages and parts in between: to look changes no weights."""
+    for _ in range(count):
+        train(model, private, 1)
+        bounds = private.parts()
+        with private.averaged.applied():
+            assert private.averaged.updates == private.steps and private.parts() == bounds
+
+
+@pytest.mark.parametrize("steps", [train, looking])
+def test_it_goes_on_bit_for_bit(steps: Steps, tmp_path: Path) -> None:
     whole, private = run(seed=3, averaged=0.5)
-    train(whole, private, 6)
+    steps(whole, private, 6)
     model, first = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
-    train(model, first, 3)
+    steps(model, first, 3)
     state, weights = first.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
     first.close()
     model, second = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
@@ -195,36 +210,10 @@ def test_it_goes_on_bit_for_bit(tmp_path: Any) -> None:
         warnings.simplefilter("error")
         second.load_state_dict(state)
     assert second.parts() == first.parts()  # at once: they follow from the weights that were loaded
-    train(model, second, 3)
+    steps(model, second, 3)
     assert same(parameters(whole), parameters(model))
     averages = [r.averaged.state_dict()["averages"] for r in (private, second)]
     assert same(*averages)
-    second.close()
-
-
-def test_it_goes_on_after_looks_at_averages_and_parts(tmp_path: Any) -> None:
-    """To look changes no weights; a checkpoint says what the run has when it is saved."""
-
-    def steps(model: nn.Module, private: Any, count: int) -> None:
-        for _ in range(count):
-            train(model, private, 1)
-            bounds = private.parts()
-            with private.averaged.applied():
-                assert private.averaged.updates == private.steps and private.parts() == bounds
-
-    whole, private = run(seed=3, averaged=0.5)
-    steps(whole, private, 4)
-    model, first = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
-    steps(model, first, 2)
-    state, weights = first.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
-    first.close()
-    model, second = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
-    model.load_state_dict(weights)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second.load_state_dict(state)
-    steps(model, second, 2)
-    assert same(parameters(whole), parameters(model))
     second.close()
 
 

@@ -67,9 +67,9 @@ class Backprop(Strategy):
         sizes). It is taken to stay small: a network that makes it large, such as a chaotic recurrent one, moves all
         gradients of a batch with one record. Mode "normalize" scales gradients up, but none by more than C2 2^14: one
         that is nothing but rounding in float32 of a loss of ordinary size, where the true one is 0, stays 2^-10 of a
-        bound. Do not multiply losses by large numbers, or use mode "clip"; under autocast, where rounding is 2^16 times
-        as long, "clip" too where gradients may be 0. Layer and group norms of one or two numbers, behind which
-        there is nothing but rounding, are refused in mode "normalize"; so written by hand, they are not seen.
+        bound. Rounding is 2^13 times as long in TF32 and 2^16 times under autocast, and as much longer as losses are
+        multiplied by: use mode "clip" there if gradients may be 0. Layer and group norms of one or two numbers, behind
+        which there is nothing but rounding, are refused in mode "normalize"; written by hand, they are not seen.
     """
 
     input_norm: Numbers | None = None

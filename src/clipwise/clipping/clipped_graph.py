@@ -35,6 +35,7 @@ def clipped_nodes(
     root: Node = losses.grad_fn
     entered, stack, found = {root}, [root], []
     kinds: list[object] = []
+    few: list[Node] = []
     while stack:
         node = stack.pop()
         layer = _layer_of(node)
@@ -42,8 +43,8 @@ def clipped_nodes(
         kinds.append(node.name() if layer is None else (layer.name, node.role.name))
         if layer is not None:
             found.append(node)
-        if normalizes:
-            _require_gradients_behind(node, layer)
+        if normalizes and _together(node) <= _TOO_FEW:
+            few.append(node)
         for slot, (child, _) in enumerate(node.next_functions):
             if child is None:
                 continue
@@ -68,6 +69,8 @@ def clipped_nodes(
             if child not in entered:
                 entered.add(child)
                 stack.append(child)
+    for node in few:
+        _require_nothing_behind(node, names)
     _require_present(found)
     _require_uses(found)
     _require_examples(found, len(losses))
@@ -95,28 +98,36 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
                 )
 
 
-def _require_gradients_behind(node: Node, layer: ClippedLayer | None) -> None:
+def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
     """Behind a normalization of one or two numbers gradients are 0 but for rounding, which would be made long."""
-    (behind, _), *_ = node.next_functions or [(None, 0)]
-    if behind is None or hasattr(behind, "variable"):  # there is nothing to train
-        return
-    together = getattr(node, "together", None) if layer is not None else _together(node)
-    if together is not None and together <= _TOO_FEW:
-        what = "A normalization" if layer is None else f"Layer {layer.name!r}"
-        raise UnsupportedModelError(
-            f"{what} has groups of so few numbers ({together}) that gradients behind it are 0 but for rounding. "
-            "Rounding depends on the other examples, and mode='normalize' would make it as long as a gradient: take "
-            f"groups of more than {_TOO_FEW} numbers, or mode='clip'."
-        )
+    (first, _), *_ = node.next_functions  # the input
+    entered, stack = {first}, [first]
+    while stack:
+        behind = stack.pop()
+        if behind is None:
+            continue
+        if id(getattr(behind, "variable", None)) in names:
+            layer = _layer_of(node)
+            what = "A normalization" if layer is None else f"Layer {layer.name!r}"
+            raise UnsupportedModelError(
+                f"{what} has groups of so few numbers ({_together(node):g}) that gradients behind it are 0 but for "
+                "rounding. Rounding depends on the other examples, and mode='normalize' would make it as long as a "
+                f"gradient: take groups of more than {_TOO_FEW} numbers, or mode='clip'."
+            )
+        new = {child for child, _ in behind.next_functions} - entered
+        entered |= new
+        stack.extend(new)
 
 
-def _together(node: Node) -> int | None:
-    """How many numbers one of torch's normalizations gives a mean and a variance; None for other nodes."""
+def _together(node: Node) -> float:
+    """How many numbers a normalization gives a mean and a variance; inf for other nodes."""
+    if _layer_of(node) is not None:
+        return float(getattr(node, "together", math.inf))
     if node.name().startswith("NativeLayerNormBackward"):
-        return int(math.prod(node._saved_normalized_shape))
+        return float(math.prod(node._saved_normalized_shape))
     if node.name().startswith("NativeGroupNormBackward"):
-        return int(node._saved_C // node._saved_group * node._saved_HxW)
-    return None
+        return float(node._saved_C // node._saved_group * node._saved_HxW)
+    return math.inf
 
 
 def _layer_of(node: Node) -> ClippedLayer | None:

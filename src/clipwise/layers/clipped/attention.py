@@ -109,8 +109,8 @@ class ClippedAttention(ClippedLayer):
             return [F.linear(clipped_input(x, self.constants.input_norm), w, b) for x, w, b in each]
         if len({len(x) for x in inputs}) > 1:
             raise ConfigurationError(
-                f"Layer {self.name!r} got queries, keys and values of {[len(x) for x in inputs]} examples: give each "
-                "example its own, along the first axis."
+                f"Layer {self.name!r} got queries, keys and values of different numbers of examples: give each example "
+                "its own, along the first axis."  # the numbers are secret
             )
         found: tuple[Tensor, ...] = ClippedProjections.apply(*inputs, weight, bias, self._in)  # type: ignore[no-untyped-call]
         return found
