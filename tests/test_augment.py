@@ -270,6 +270,21 @@ def test_other_views_get_other_noise_from_one_seed():
         )
         == 5
     )
+
+    def brighter(by):
+        return lambda x, random: x + by
+
+    functions = [
+        lambda x, random: 2 * x,
+        lambda x, random: 3 * x,
+        lambda x, random: x.abs(),
+        lambda x, random: x.neg(),
+        lambda x, random: x + x,
+        lambda x, random: x * x,
+        brighter(1),
+        brighter(2),
+    ]
+    assert len({views(f) for f in functions}) == 8 and views(brighter(1)) == views(brighter(1))
     used = Views(2, Crop(8), seed=1)
     used.of(images(3))
     assert used.fingerprint() != views(Crop(8))

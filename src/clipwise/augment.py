@@ -18,6 +18,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from hashlib import blake2b
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -105,12 +106,9 @@ class Views:
         """Of what is drawn from here on: other views make other sums, which must not get the same noise."""
         if not self._draws:
             return b""
-        told = [
-            (getattr(d, "__qualname__", type(d).__qualname__), repr(getattr(d, "__dict__", {})))
-            for d in self._draws
-        ]
         state: bytes = self._random.get_state().numpy().tobytes()
-        return blake2b(repr((self.count, told)).encode() + state, digest_size=32).digest()
+        told = repr((self.count, [_told(draw) for draw in self._draws]))
+        return blake2b(told.encode() + state, digest_size=32).digest()
 
     def of(self, x_BCHW: Tensor) -> Tensor:
         """[B, C, H, W] to [B K, C, H', W']: the views of an example are K rows in a row."""
@@ -153,3 +151,18 @@ def _require_images(draw: Draw, x: Tensor) -> None:
             f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} "
             "dimensions: give images, or another function of rows and a generator."
         )
+
+
+_PLAIN = (int, float, str, bytes, type(None))  # what reads the same in every process
+
+
+def _told(draw: Draw) -> tuple[object, ...]:
+    """What tells a draw from another: its name and settings; of a function what it does, and with which numbers."""
+    name = getattr(draw, "__qualname__", type(draw).__qualname__)
+    settings = repr(getattr(draw, "__dict__", {}))
+    if not isinstance(draw, FunctionType):
+        return name, settings
+    around = [cell.cell_contents for cell in draw.__closure__ or ()]
+    numbers = (*draw.__code__.co_consts, *(draw.__defaults__ or ()), *around)
+    code = draw.__code__
+    return name, settings, code.co_code, code.co_names, [n for n in numbers if isinstance(n, _PLAIN)]
