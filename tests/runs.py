@@ -17,7 +17,6 @@ SIZE, FEATURES, HIDDEN, CLASSES = 40, 5, 4, 3
 SCHEMES: dict[str, dict[str, Any]] = {  # arguments of `private_run`
     "poisson": {"sampling": "poisson"},
     "fixed-size": {"sampling": "fixed-size"},
-    "partition": {"sampling": "partition", "batch_size": 7},
     "shuffled": {"sampling": "shuffled", "batch_size": 7},
     "full": {"sampling": "full"},
 }

@@ -65,7 +65,7 @@ def test_a_step_without_noise_is_the_clipped_sum_over_a_constant(scheme: str, me
         clipping=PerExample(0.7, method=method),
         **SCHEMES[scheme],
     )
-    expected_size = {"partition": SIZE / 6, "shuffled": SIZE / 6, "full": SIZE}.get(scheme, 8)
+    expected_size = {"shuffled": SIZE / 6, "full": SIZE}.get(scheme, 8)
     for batch in private.loader:
         indices = private.loader.current.indices.tolist()  # type: ignore[union-attr]
         total = clipped_sum_by_hand(model, dataset, indices, {ALL: 0.7})
@@ -109,7 +109,7 @@ def test_the_noise_has_the_stated_size(scheme: str) -> None:
     model, private = private_run(
         wide_network(), noise_multiplier=1.3, clipping=PerExample(0.5), seed=5, **SCHEMES[scheme]
     )
-    doubled = scheme in ("fixed-size", "partition")  # replacing a record moves a sum by 2C
+    doubled = scheme == "fixed-size"  # replacing a record moves a sum by 2C
     (part,) = private.parts()
     assert part.sensitivity == (1.0 if doubled else 0.5)
     assert part.noise_std == pytest.approx(1.3 * part.sensitivity)

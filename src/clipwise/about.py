@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from clipwise.privacy import Part
+from clipwise.privacy import Event, Part, Sampling, Unit
 
 PACKAGES = ("clipwise", "torch", "numpy", "scipy", "dp-accounting")
 
@@ -76,6 +76,26 @@ class About:
                 for p in known["parts"]
             )
         return cls(**known)
+
+
+# Older versions also ran this, and accounted for it as if each block were clipped as a whole.
+UNDERSTATED = (
+    "releases with sampling='partition' whose blocks are not known to have been clipped as a whole: their strategy was "
+    "not Batch, or users were protected, or it is not recorded. Older versions of clipwise understated the cost of "
+    "that, so no figure is given. The true cost of T such steps at rate p and noise multiplier z is delta(epsilon) = "
+    "sum_k Binomial(k; T, p) delta_Gauss(epsilon; mu = sqrt(k) / z)"
+)
+
+
+def is_understated(event: Event, strategy: Mapping[str, Any] | None) -> bool:
+    """Whether an event is a step of a partition whose blocks are not known to have been clipped as a whole.
+
+    Args:
+        event: the step.
+        strategy: how its run clipped, as it described itself; None if that is not recorded.
+    """
+    is_whole = event.unit is Unit.RECORD and (strategy or {}).get("strategy") == "batch"
+    return event.sampling is Sampling.PARTITION and not is_whole
 
 
 def versions() -> dict[str, str]:

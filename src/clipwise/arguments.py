@@ -7,8 +7,9 @@ import warnings
 from typing import TypeGuard
 
 from clipwise import accounting
+from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
-from clipwise.privacy import SUPPORTED, Adjacency, Sampling
+from clipwise.privacy import SUPPORTED, Adjacency, Sampling, Unit
 from clipwise.sampling import Scheme
 from clipwise.secure import require_cipher
 
@@ -44,6 +45,28 @@ def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
         raise ConfigurationError(
             f"adjacency={str(adjacency)!r} is not supported with sampling={str(sampling)!r}: use {usable}."
         )
+
+
+def require_whole_blocks(sampling: Sampling, strategy: Strategy, unit: Unit) -> None:
+    """Refuse a partition unless each block is clipped as a whole.
+
+    C_p compares the drawn unit with another *unit* that stands in for it. In a partition another *block* stands in. If
+    the block is clipped as a whole, that moves the release by one sensitivity, and C_p holds. If records or users are
+    clipped one by one, it moves by as many as a block has: the drawn block can be recognised, and delta(epsilon) of a
+    step is p delta_Gauss(epsilon).
+    """
+    if sampling is not Sampling.PARTITION or (strategy.clips_whole_blocks and unit is Unit.RECORD):
+        return
+    what = (
+        f"{type(strategy).__name__}, which clips single records"
+        if unit is Unit.RECORD
+        else "group=, which clips each user alone"
+    )
+    raise ConfigurationError(
+        f"sampling='partition' does not go with {what}: which block was drawn may show in the sum, so drawing it at "
+        "random hides nothing. Use sampling='fixed-size' or 'shuffled'. (Batch(max_norm=...) without group= clips each "
+        "block as a whole, and takes a partition.)"
+    )
 
 
 def noise_kind_of(noise: object) -> str:

@@ -29,6 +29,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from clipwise.about import UNDERSTATED, is_understated
 from clipwise.errors import ConfigurationError, LedgerError
 from clipwise.privacy import Entry, Event
 
@@ -49,6 +50,7 @@ class Book:
         self.ids: dict[Event, int] = {}
         self.latest: Event | None = None  # the event last named
         self.entries: list[Entry] = []
+        self.charged: set[tuple[Event, int]] = set()  # each event, and how many `about` lines came before it
         self.total = 0
         self.reserved = 0  # the size of the open reservation, all of which is in the last entry
         self.parted = True  # the next release begins an entry of its own
@@ -139,6 +141,7 @@ class Book:
         else:
             self.entries.append(Entry(event, count))
         self.total += count
+        self.charged.add((event, len(self.about)))
         self.latest, self.parted = event, False
 
     def _part(self) -> None:
@@ -176,8 +179,17 @@ def replay(data: bytes, path: Path) -> tuple[Book, Record | None, bool]:
             ) from error
     if bad:
         _require_torn(book, bad, number + 1 - len(bad), path)
+    _require_whole_blocks(book, path)
     clean = not (rest or bad or book.reserved)
     return book, None if clean else book.recovery(torn=bool(bad)), bool(bad)
+
+
+def _require_whole_blocks(book: Book, path: Path) -> None:
+    """Refuse a history whose cost an older version understated. A run describes itself before its first release; what
+    is imported belongs to the first run of a file, which has not described itself yet."""
+    strategies = [about.get("strategy") for about in book.about] or [None]
+    if any(is_understated(event, strategies[max(told - 1, 0)]) for event, told in book.charged):
+        raise LedgerError(f"{path} has {UNDERSTATED}.")
 
 
 def _require_torn(book: Book, lines: list[bytes], number: int, path: Path) -> None:

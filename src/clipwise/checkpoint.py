@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import torch
 
+from clipwise.about import UNDERSTATED, is_understated
 from clipwise.errors import CheckpointError
 from clipwise.files import replace_file, sync_folder
 from clipwise.given import plain, require_path
@@ -73,6 +74,8 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
         complete = False
     if not complete:
         raise CheckpointError("This state_dict of a private run is damaged: use the one saved before it.")
+    if any(is_understated(entry.event, state["configuration"].get("strategy")) for entry in history):
+        raise CheckpointError(f"The checkpoint's run has {UNDERSTATED}.")
     return history
 
 

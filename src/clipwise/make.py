@@ -20,6 +20,7 @@ from clipwise.arguments import (
     noise_kind_of,
     planned_steps,
     require_for_a_run,
+    require_whole_blocks,
 )
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
@@ -97,7 +98,8 @@ def make_private(
             steps just fit; a step beyond what fits raises `BudgetExhausted`.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
             debugging, and reports epsilon = inf.
-        sampling: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or "full".
+        sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),
+            "shuffled" or "full".
         adjacency: by default the one that the sampling scheme goes with.
         noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
             exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
@@ -163,6 +165,7 @@ def make_private(
         )
     relation = adjacency_of(adjacency, scheme.sampling)
     require_for_a_run(relation, scheme.sampling)
+    require_whole_blocks(scheme.sampling, strategy, unit)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
     z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)

@@ -51,7 +51,8 @@ class Sampling(str, Enum):
     POISSON: every unit by its own coin.
     TRUNCATED_POISSON: the same, but of more units than a public limit a uniform subset of that size is kept.
     FIXED_SIZE: a uniform subset of constant size.
-    PARTITION: one block or several, uniformly, of a partition fixed beforehand and independent of the data.
+    PARTITION: one block or several, uniformly, of a partition fixed beforehand and independent of the data. Its
+    accounting holds where each block is clipped as a whole.
     SHUFFLED: each unit once an epoch, in random order; no amplification is claimed.
     FULL: every unit in every step.
     """

@@ -90,7 +90,7 @@ _SAMPLING: Mapping[str, str] = {
     "poisson": "every {unit} by its own coin",
     "truncated-poisson": "every {unit} by its own coin; a batch above a public limit is cut at random",
     "fixed-size": "a random subset of constant size",
-    "partition": "blocks of a partition that was fixed beforehand, independent of the data",
+    "partition": "blocks of a partition that was fixed beforehand, independent of the data; each is clipped as a whole",
     "shuffled": "each {unit} once an epoch, in random order; nothing is claimed for the order",
     "full": "every {unit} in every step",
 }

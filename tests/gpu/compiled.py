@@ -280,7 +280,7 @@ def check_sizes() -> Verdicts:
     for size, physical in ((2, None), (7, None), (200, None), (None, 9), (4, 9)):
         what = f"pieces of {size}, physical {physical}"
         yield from compared(what, "perceptron", size=size, max_physical_batch_size=physical)
-    for sampling in ("fixed-size", "partition", "shuffled"):
+    for sampling in ("fixed-size", "shuffled"):
         yield from compared(sampling, "perceptron", sampling=sampling)
     yield from compared("rare and empty draws", "perceptron", batch_size=2)
     yield from compared(

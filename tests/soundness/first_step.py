@@ -28,6 +28,9 @@ DRAWS = [
     ("full", "zero-out"),
     ("full", "replace-one"),
 ]
+# A partition is for blocks that are clipped as a whole, and not for single records or users.
+ONE_BY_ONE = [draw for draw in DRAWS if draw[0] != "partition"]
+OF_BATCH = [(*draw, "record") for draw in DRAWS] + [(*draw, "user") for draw in ONE_BY_ONE]
 SCALES = [0.0, 1e-30, 1e-3, 1.0, 1e3, 1e18, 1e30, math.inf, math.nan]
 
 

@@ -12,7 +12,7 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from clipwise import Private, accounting, ledger
+from clipwise import Batch, PerExample, Private, accounting, ledger
 from clipwise.privacy import Adjacency, Sampling
 from tests.runs import SIZE, losses_of, private_run, train
 
@@ -67,7 +67,8 @@ def test_poisson(z: float, steps: int) -> None:
 @pytest.mark.parametrize("sampling", ["fixed-size", "partition"])
 def test_fixed_size_and_partition(sampling: str) -> None:
     """For epsilon, amplification by a drawn subset is that of the same rate, with noise relative to 2C."""
-    private = run(4, sampling=sampling, noise_multiplier=1.2)
+    clipping = Batch(1.0) if sampling == "partition" else PerExample(1.0)
+    private = run(4, sampling=sampling, noise_multiplier=1.2, clipping=clipping)
     (part,) = private.parts()
     assert part.noise_std == pytest.approx(1.2 * 2 * 1.0)
     spent = private.spent()

@@ -4,7 +4,6 @@ and what the layers keep follows from what was released."""
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -24,6 +23,8 @@ from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
 from tests.soundness.first_step import (
     DRAWS,
+    OF_BATCH,
+    ONE_BY_ONE,
     SCALES,
     C,
     D,
@@ -132,7 +133,7 @@ def settings_of(sampling: str, adjacency: str, unit: str) -> list[Setting]:
     ]
 
 
-ALL = [s for (draw, unit) in itertools.product(DRAWS, ("record", "user")) for s in settings_of(*draw, unit)]
+ALL = [s for draw in OF_BATCH for s in settings_of(*draw)]
 
 
 @pytest.mark.parametrize("setting", ALL, ids=repr)
@@ -162,6 +163,7 @@ def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
 def test_no_neighbour_passes_the_bound(
     draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
 ) -> None:
+    assume(k != "user" or draw in ONE_BY_ONE)
     setting, pair = any_neighbours(draw, k, record, scale, seed, parts=parts, running_statistics=RULE)
     shares = neighbours(setting, deep(seed), pair)
     jointly = shares.pop("jointly")
@@ -177,7 +179,7 @@ def deep(seed: int) -> nn.Module:
         return nn.Sequential(layers.without_running_statistics(head), coupled(seed))
 
 
-@pytest.mark.parametrize("setting", ALL[:3], ids=repr)
+@pytest.mark.parametrize("setting", [*ALL[:2], ALL[-1]], ids=repr)
 def test_without_the_clip_it_is_caught(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "clipped_sum", lambda vectors, bound: vectors.sum(0))
     pair = turned(setting.unit_of(int(setting.largest_piece(Adversarial())[0])))
@@ -220,7 +222,7 @@ def by_row(sampling: str, adjacency: str, split: str = "optimal", **options: Any
     return Setting(strategy, sampling, adjacency)
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", ONE_BY_ONE)
 @pytest.mark.parametrize("split", ["optimal", "equal"])
 def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> None:
     setting = by_row(*draw, split)
@@ -236,7 +238,7 @@ def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> No
 
 @QUICK
 @given(
-    st.sampled_from(DRAWS),
+    st.sampled_from(ONE_BY_ONE),
     st.sampled_from(["all", "layer", RandomLayer()]),
     st.sampled_from(METHODS),
     st.integers(0, N - 1),

@@ -78,7 +78,7 @@ def epsilon(
         steps: how many steps; may be left out for a schedule.
         delta: the delta of the guarantee.
         sampling: how batches are drawn: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or
-            "full".
+            "full". The figure for "partition" holds only where each block is clipped as a whole, as `Batch` does.
         adjacency: "zero-out", "add-remove" or "replace-one"; by default that of the scheme.
         unit: what is protected: "record", "mini-set" or "user". It does not change the figure, because the
             multiplier and the rate are those of the unit.
@@ -192,7 +192,7 @@ def sample_rate(
         noise_multiplier: as for `epsilon`.
         steps: how many steps the run has, whatever the rate; or
         epochs: how many passes over the data it makes: epochs / rate steps.
-        sampling: "poisson", "fixed-size" or "partition".
+        sampling: "poisson", "fixed-size" or "partition" (where each block is clipped as a whole, as `Batch` does).
         adjacency: as for `epsilon`.
         unit: as for `epsilon`.
     """

@@ -31,8 +31,9 @@ class Amplification(Enum):
 
     COIN: the unit is in the batch by its own coin, and adds nothing if not. Worst pairs: (P, Q) and (Q, P)
     of gaussian.py, which are two directions to be composed each on its own.
-    DRAW: another unit stands in if it is not drawn (replace-one). The worst pair is the subsampling operator
-    C_p(G_{1/z}), which is symmetric: one pair that dominates both directions at once.
+    DRAW: another unit stands in if it is not drawn (replace-one), and moves the release by one sensitivity at most. The
+    worst pair is the subsampling operator C_p(G_{1/z}), which is symmetric: one pair that dominates both directions at
+    once. In a partition a whole block stands in, so each block must be clipped as a whole.
     """
 
     COIN = "coin"

@@ -47,7 +47,8 @@ class Backprop(Strategy):
 
     Guarantee:
         Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the uses that
-        the layer was allowed) and replace-one (twice as much), under every sampling scheme that knows the adjacency.
+        the layer was allowed) and replace-one (twice as much), under every sampling scheme that knows the adjacency
+        but "partition".
         Constants that change while it trains must be chosen by what is public or was released.
         Unit: one record. All parts come from one sample and are one Gaussian release.
         Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i (both

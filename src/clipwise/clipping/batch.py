@@ -74,10 +74,10 @@ class Batch(Strategy):
             evaluation.
 
     Guarantee:
-        Adjacency: zero-out and replace-one, under every sampling scheme that knows the adjacency. Sensitivity of
-        part k: 2 C_k for a record, under both, because a record that comes or goes can turn the clipped mean of its
-        mini-set round; it moves no other mini-set. If the unit is the mini-set itself (a user, or a record with
-        none beside it in its mini-set), C_k under zero-out and 2 C_k under replace-one.
+        Adjacency: zero-out and replace-one, under every sampling scheme that knows the adjacency ("partition" not with
+        `group=`). Sensitivity of part k: 2 C_k for a record, under both, because a record that comes or goes can turn
+        the clipped mean of its mini-set round; it moves no other mini-set. If the unit is the mini-set itself (a
+        user, or a record with none beside it in its mini-set), C_k under zero-out and 2 C_k under replace-one.
         Assumptions: mini-sets are fixed beforehand by index, block or user, whatever the draw; an empty one adds
         nothing; what is computed of a mini-set depends on that mini-set, on what was released and on fresh random
         numbers, and on no other mini-set (buffers of the model are watched; a list that your code keeps is not).
@@ -95,6 +95,7 @@ class Batch(Strategy):
     running_statistics: NoisedStatistics | None = None
 
     is_coupled = True
+    clips_whole_blocks = True
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)

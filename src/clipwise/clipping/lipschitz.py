@@ -87,8 +87,9 @@ class Lipschitz(Strategy):
 
     Guarantee:
         Adjacency: zero-out (sensitivity Delta_k of part k) and replace-one (2 Delta_k), under every sampling scheme
-        that knows the adjacency. Unit: one record. Delta_k follows from the weights before the step, which were
-        released, and from public constants. It may change from step to step; the noise follows, the multiplier stays.
+        that knows the adjacency but "partition". Unit: one record. Delta_k follows from the weights before the step,
+        which were released, and from public constants. It may change from step to step; the noise follows, the
+        multiplier stays.
         Assumptions: an example's row of the model's input depends on that example only (probed on the first batches,
         not proven). That the model treats each row by itself is shown by its trace. Every step compares the graph that
         ran, and what the model reads, with the trace; what it reads stays the same from its forward pass to the step.

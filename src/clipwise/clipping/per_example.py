@@ -66,8 +66,8 @@ class PerExample(Strategy):
 
     Guarantee:
         Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
-        scheme that knows the adjacency. Unit: one record. Where a policy scales gradients, both are those of
-        the scaled sum.
+        scheme that knows the adjacency but "partition". Unit: one record. Where a policy scales gradients, both are
+        those of the scaled sum.
         Assumptions: each loss depends on its own example only (checked by a probe, which is a lint and no
         proof); norms are upper bounds in the arithmetic used; an example whose gradient is not finite
         counts as 0, and so does one that is 1e38 times longer than C; sums run in IEEE float32 or better,

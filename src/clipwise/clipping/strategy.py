@@ -165,6 +165,8 @@ class Strategy(ABC):
         is_coupled: whether the bound holds although examples of a batch depend on one another.
         bounds_inside: whether it bounds gradients inside the network, so that a loss must come from its outputs.
         takes_views: whether an example may have several rows in a batch.
+        clips_whole_blocks: whether everything that a mini-set of records adds to the release is clipped as a whole.
+            Only then can another block of a partition stand in for the one that holds a record.
     """
 
     unit: Unit = Unit.RECORD
@@ -172,6 +174,7 @@ class Strategy(ABC):
     is_coupled: bool = False
     bounds_inside: bool = False
     takes_views: bool = True
+    clips_whole_blocks: bool = False
 
     @abstractmethod
     def attach(self, site: Site) -> Clipper:

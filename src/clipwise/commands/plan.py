@@ -37,7 +37,8 @@ MaxBatchSize = Annotated[
     ),
 ]
 MiniSets = Annotated[
-    int | None, typer.Option(help="For partition: how many mini-sets make a batch; 1 by default.")
+    int | None,
+    typer.Option(help="For partition and fixed-size: how many mini-sets make a batch; 1 by default."),
 ]
 Steps = Annotated[int | None, typer.Option(help="The number of batches to train on.")]
 Epochs = Annotated[
@@ -47,7 +48,11 @@ Epochs = Annotated[
 Delta = Annotated[float, typer.Option(help="The delta of (epsilon, delta); choose it well below 1/records.")]
 HowSampled = Annotated[
     Sampling,
-    typer.Option("--sampling", help="How batches are drawn. An ordinary shuffled loader is 'shuffled'."),
+    typer.Option(
+        "--sampling",
+        help="How batches are drawn. An ordinary shuffled loader is 'shuffled'. 'partition' is for Batch, which clips "
+        "each block as a whole: for any other clipping the figure would be too low.",
+    ),
 ]
 Neighbours = Annotated[
     Adjacency | None,
@@ -121,7 +126,13 @@ class Plan:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps, {self.scheme.sampling} sampling at rate {self.scheme.sample_rate:.6g}, "
-            f"{self.adjacency}" + ("" if self.unit is Unit.RECORD else f" of one {self.unit}")
+            f"{self.adjacency}"
+            + ("" if self.unit is Unit.RECORD else f" of one {self.unit}")
+            + (
+                ", each block clipped as a whole (Batch)"
+                if self.scheme.sampling is Sampling.PARTITION
+                else ""
+            )
         )
 
 

@@ -234,8 +234,9 @@ class Partition(_OfBatchSize):
     """A uniform choice, in each step, of `mini_sets` blocks of a partition into blocks of B / mini_sets units.
 
     The blocks are the units 0..b-1, b..2b-1, and so on: they depend on positions alone. When b does not
-    divide N the last block is shorter. A unit changes one block only, so choosing k of n blocks is choosing k
-    of n units: the subsampling operator at rate k / n covers it.
+    divide N the last block is shorter. A unit changes one block only. If each block is clipped as a whole, choosing k
+    of n blocks is choosing k of n units, and the subsampling operator at rate k / n covers it. If units are clipped one
+    by one it does not: `make_private` refuses that.
     """
 
     sampling: ClassVar[Sampling] = Sampling.PARTITION
