@@ -808,3 +808,61 @@ def test_what_cannot_be_read_is_refused(path: Path) -> None:
     ):
         with pytest.raises(LedgerError, match=reason):
             read(path / name)
+
+
+# A partition whose blocks were not clipped as a whole: older versions understated its cost
+
+BLOCKS = Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.RECORD, 1.1, 0.1)
+DRAWN = Event(Sampling.FIXED_SIZE, Adjacency.REPLACE_ONE, Unit.RECORD, 1.1, 0.1)
+
+
+def strategy(name: str) -> dict[str, dict[str, str]]:
+    return {"strategy": {"strategy": name}}
+
+
+@pytest.mark.parametrize("name", ["per-example", "lipschitz", "backprop", None])
+def test_a_partition_of_records_that_were_clipped_one_by_one_is_refused(path: Path, name: str | None) -> None:
+    with FileLedger(path) as book:
+        if name is not None:
+            book.describe(strategy(name))
+        charge(book, BLOCKS, 3)
+    for open_ in (read, FileLedger):
+        with pytest.raises(LedgerError, match=r"sampling='partition'.*clipped as a whole.*understated"):
+            open_(path)
+
+
+def test_a_partition_of_users_is_refused(path: Path) -> None:
+    with FileLedger(path) as book:
+        book.describe(strategy("batch"))
+        book.charge(Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.USER, 1.1, 0.1))
+    with pytest.raises(LedgerError, match="users were protected"):
+        read(path)
+
+
+def test_a_partition_of_whole_blocks_is_counted_beside_other_runs(path: Path) -> None:
+    with FileLedger(path) as book:
+        book.describe(strategy("batch"))
+        charge(book, BLOCKS, 3)
+    with FileLedger(path, join=True) as book:  # what another run does with its own draws changes nothing
+        book.describe(strategy("per-example"))
+        charge(book, DRAWN, 2)
+    assert read(path).history == [Entry(BLOCKS, 3), Entry(DRAWN, 2)]
+    with FileLedger(path, join=True) as book:
+        charge(book, BLOCKS, 1)
+    with pytest.raises(LedgerError, match="partition"):
+        read(path)
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("batch", False), ("per-example", True)])
+def test_an_imported_partition_belongs_to_the_run_that_goes_on(
+    path: Path, name: str, is_refused: bool
+) -> None:
+    with FileLedger(path) as book:
+        book.import_history([Entry(BLOCKS, 3)])
+        book.describe(strategy(name))
+        book.charge(BLOCKS)
+    if is_refused:
+        with pytest.raises(LedgerError, match="partition"):
+            read(path)
+    else:
+        assert read(path).position == 4

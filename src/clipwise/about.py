@@ -94,8 +94,10 @@ def is_understated(event: Event, strategy: Mapping[str, Any] | None) -> bool:
         event: the step.
         strategy: how its run clipped, as it described itself; None if that is not recorded.
     """
-    is_whole = event.unit is Unit.RECORD and (strategy or {}).get("strategy") == "batch"
-    return event.sampling is Sampling.PARTITION and not is_whole
+    if event.sampling is not Sampling.PARTITION:
+        return False
+    is_batch = isinstance(strategy, Mapping) and strategy.get("strategy") == "batch"
+    return not (is_batch and event.unit is Unit.RECORD)
 
 
 def versions() -> dict[str, str]:

@@ -76,6 +76,14 @@ def test_it_agrees_with_the_accountants(options: list[Any], arguments: dict[str,
     assert "the one that counts" in line(result, "PLD")
 
 
+@pytest.mark.parametrize("command", [["epsilon"], ["tradeoff"]])
+def test_it_says_what_the_figure_of_a_partition_is_for(command: list[str]) -> None:
+    plan = ["--noise-multiplier", 1.1, "--batch-size", 40, "--dataset-size", 1000, "--steps", 5]
+    said = clipwise(*command, *plan, "--sampling", "partition").stdout
+    assert "each block clipped as a whole (Batch)" in said
+    assert "Batch" not in clipwise(*command, *plan, "--sampling", "fixed-size").stdout
+
+
 def test_an_accountant_without_a_bound_says_so() -> None:
     sampled = clipwise("epsilon", *PLAN)
     for accountant in ("zCDP", "GDP"):
