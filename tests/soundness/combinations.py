@@ -175,3 +175,11 @@ def _strategy(clipping: str, option: str, size: Size, unit: str) -> tuple[Any, n
 def losses(model: nn.Module, x: Tensor) -> Tensor:
     """For a model that is one layer without bias: the gradient of each loss is its row."""
     return F.linear(x, next(model.parameters())).squeeze(1)
+
+
+def bound_of(combination: Combination) -> float:
+    """C, the most that one clipped vector can be."""
+    if combination.clipping not in ("Lipschitz", "Backprop"):
+        return 1.0
+    alone = combination._replace(sampling="full", adjacency="zero-out")
+    return small(alone).parts()[0].sensitivity
