@@ -38,7 +38,7 @@ def test_it_prints_a_table_and_the_statement(first):
         assert words in result.stdout
     assert "chosen by looking at these digits" in result.stdout
     assert "none is claimed: noise and samples" in " ".join(result.stdout.split())
-    assert "no guarantee" in result.stdout  # in the table
+    assert "(seeded)" in result.stdout  # in the table
     assert "\x1b" not in result.output and "step 1 of" not in result.output  # no live bar in a pipe
 
 

@@ -111,5 +111,4 @@ def _table(results: list[Result]) -> Table:
 def _epsilon(result: Result) -> str:
     if result.epsilon is None or result.statement is None:
         return "none"
-    mark = "\nseeded: no guarantee" if result.statement.seeded else ""
-    return rounded_up(result.epsilon) + mark
+    return rounded_up(result.epsilon) + ("\n(seeded)" if result.statement.seeded else "")
