@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from clipwise import Private, make_private
-from clipwise.errors import PrivacyWarning
+from clipwise.errors import PrivacyWarning, StepError
 from clipwise.randomness import generator_from, is_seeded_by_hand, private_generator
 from tests.runs import private_run
 
@@ -121,6 +121,12 @@ def test_random_layers_draw_from_the_run_s_key() -> None:
         assert "random layers drew from the run's key" in str(private.statement())
         assert len(seed_warnings(model, private)) == 1  # a step outside of such a block
         assert "seeded by hand while random layers" in str(private.statement())
+
+
+def test_it_is_for_a_batch_that_was_handed_out() -> None:
+    _, private = dropout_run()
+    with pytest.raises(StepError, match="inside of the loop"), private.randomness():
+        pass
 
 
 def test_a_seeded_run_with_private_randomness_repeats_whole() -> None:

@@ -305,7 +305,12 @@ class Private:
         whatever `torch.manual_seed` was called with, and are put back afterwards. A second block for the same batch has
         the same random numbers.
         """
-        piece = self._require_open().awaited()
+        if not self._require_open().is_awaiting:
+            raise StepError(
+                "private.randomness() draws from the key of one step: use it inside of the loop over private.loader, "
+                "around the forward pass of each batch."
+            )
+        piece = self.loader.awaited()
         devices = {p.device for p in self._parameters.values()}
         randomness.require_known_generators(devices)
         self._hands.draws_from_key = True

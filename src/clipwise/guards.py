@@ -22,12 +22,8 @@ from clipwise.randomness import is_seeded_by_hand
 if TYPE_CHECKING:
     from clipwise.engine import Private
 
-_SOURCES = (
-    "",
-    "key",
-    "torch",
-    "seeded",
-)  # of random layers' draws, from the strongest; none before the first step
+# Of random layers' draws, from the strongest to the weakest; none before the first step.
+_SOURCES = ("", "key", "torch", "seeded")
 _LOOKED_AT = 2  # updates after which contents are compared: that costs a pass over the parameters
 
 

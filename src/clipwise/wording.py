@@ -77,7 +77,8 @@ KEY_IS_GIVEN = (
 
 # With a known seed, which numbers a record's rows get depends on who else was drawn.
 RANDOM_LAYERS: Mapping[str | None, str] = {
-    None: "random layers and augmentations, such as dropout, draw from a generator whose seed is secret",
+    None: "random layers and augmentations, such as dropout, draw from a generator whose seed is secret (torch's own "
+    "keeps 32 bits of it on a CPU; private.randomness() draws from the run's key)",
     "key": "random layers drew from the run's key; augmentations outside of private.randomness() draw from a generator "
     "whose seed is secret",
     "seeded": "torch's generator was seeded by hand while random layers, such as dropout, drew from it: that seed is "
