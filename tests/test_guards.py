@@ -155,6 +155,7 @@ def with_dropout(layer: nn.Module | None = None) -> nn.Sequential:
 
 
 def test_eval_left_on_is_warned_of_once() -> None:
+    torch.seed()  # one that was set by hand is warned of too
     model, private = private_run(with_dropout(), sampling="fixed-size")
     with silent():
         train(model, private, 1)

@@ -334,6 +334,10 @@ def test_the_construction_is_the_stated_one() -> None:
     key.advance()
     assert key.secret_bytes() == blake(b"clipwise.advance", b"", SECRET)
     assert NoiseKey.from_seed(7, b"run").secret_bytes() == blake(b"clipwise.seed", b"7:run")
+    assert NoiseKey.from_seed(7).secret_bytes() == blake(b"clipwise.seed", b"7:")
+    name = hashlib.blake2b(digest_size=16, key=SECRET, person=b"clipwise.key-id").hexdigest()
+    assert NoiseKey(SECRET).id == key.id == key.copy().id == name  # the same at every step
+    assert NoiseKey.from_secret_bytes(key.secret_bytes(), key.id).id == name
 
 
 def test_advance_overwrites_the_old_secret_in_place() -> None:

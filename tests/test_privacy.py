@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -201,7 +202,8 @@ def test_the_words_are_those_of_the_interface() -> None:
     assert [str(s) for s in Sampling] == schemes
     assert [str(a) for a in Adjacency] == ["zero-out", "add-remove", "replace-one"]
     spent = Spent(1.5, 1e-5, Adjacency.ZERO_OUT, Unit.RECORD, Sampling.POISSON, 7, "pld")
-    assert str(spent) == "epsilon=1.5 at delta=1e-05 (zero-out of one record, poisson sampling, 7 steps, pld)"
+    text = "epsilon=1.5 at delta=1e-05 (zero-out of one record, poisson sampling, 7 steps, pld)"
+    assert str(spent) == text and str(replace(spent, reproducible=True)).endswith(f" with a fresh key {text}")
 
 
 def test_of_parts_that_are_moved_alone_the_worst_one_counts() -> None:

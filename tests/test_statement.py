@@ -143,7 +143,7 @@ def test_it_says_what_is_only_assumed() -> None:
     assert "not probed" in str(statement(about=replace(ABOUT, probed=False)))
     assert "given seed" not in str(statement()) and "dropout" in str(statement())
     seeded = statement(sittings=(replace(ABOUT, seeded=True), ABOUT))  # once is enough
-    assert "only while that seed is secret" in str(seeded) and seeded.to_dict()["seeded"] is True
+    assert "come from a given seed" in str(seeded) and seeded.to_dict()["seeded"] is True
     partly = statement(sittings=(replace(ABOUT, probed=False), ABOUT))  # all of them, or it does not count
     assert "not probed" in str(partly) and partly.to_dict()["independence_probed"] is False
     unknown = statement(sittings=(About(), ABOUT)).to_dict()
@@ -242,7 +242,7 @@ def test_the_statement_of_a_run(tmp_path: Path) -> None:
     train(model, private, 2)
     text = str(private.statement())
     assert "3 steps, poisson" in text and "2 steps, shuffled" in text and "not probed" in text
-    assert "seed is secret" in text  # of the run that joined first
+    assert "none is claimed: noise and samples come from a given seed" in text  # of the run that joined first
 
 
 def test_a_run_has_a_tradeoff_curve() -> None:

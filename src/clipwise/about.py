@@ -33,6 +33,8 @@ class About:
         delta: of the guarantee that the run was made for.
         budget: the epsilon that it may not pass.
         seeded: whether noise and sampling come from a given seed.
+        key: the public id of the noise key that it began with.
+        draws: where random layers drew from: "key" of the run, "torch", or "seeded": torch with a seed set by hand.
         probed: whether the first batches were examined for losses that depend on other examples.
         followed_metric: whether a scheduler that is fed a metric has set the learning rate.
         penalised: whether a penalty was added to the gradient after the noise.
@@ -48,6 +50,8 @@ class About:
     delta: float | None = None
     budget: float | None = None
     seeded: bool | None = None
+    key: str | None = None
+    draws: str | None = None
     probed: bool | None = None
     followed_metric: bool | None = None
     penalised: bool | None = None

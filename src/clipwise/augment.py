@@ -9,16 +9,14 @@ Guarantee:
     An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so
     one record moves the sum as far as without views: the sensitivity is unchanged, for any K.
     The draws must be as secret as the noise. If somebody knew them, taking a record out of a batch would visibly
-    shift the draws of those behind it, and no clip bounds that. So they come from the operating system; a `seed` is for
-    tests, and the guarantee then holds only while it is secret.
+    shift the draws of those behind it, and no clip bounds that. So they come from the key of the run: a generator for
+    each piece of a batch, whose whole state is filled from the key. A batch that is handed out again, before its
+    release, has the same views again.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
-from hashlib import blake2b
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.given import plain
+from clipwise.randomness import private_generator
 from clipwise.sampling.schemes import whole
 from clipwise.structure import map_tensors
 
@@ -83,10 +82,9 @@ class Views:
         count: K.
         draws: what is done to a row, one after another: `Crop`, `Flip`, or any function of rows and a generator
             that treats each row on its own.
-        seed: for tests; see the module.
     """
 
-    def __init__(self, count: int, *draws: Draw, seed: int | None = None) -> None:
+    def __init__(self, count: int, *draws: Draw) -> None:
         count = plain(count)
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_VIEWS:
             raise ConfigurationError(
@@ -100,31 +98,26 @@ class Views:
                 )
         self.count = count
         self._draws = draws
-        self._random = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
 
-    def fingerprint(self) -> bytes:
-        """Of what is drawn from here on: other views make other sums, which must not get the same noise."""
-        if not self._draws:
-            return b""
-        state: bytes = self._random.get_state().numpy().tobytes()
-        told = repr((self.count, [_told(draw) for draw in self._draws]))
-        return blake2b(told.encode() + state, digest_size=32).digest()
+    def of(self, x_BCHW: Tensor, random: torch.Generator | None = None) -> Tensor:
+        """[B, C, H, W] to [B K, C, H', W']: the views of an example are K rows in a row.
 
-    def of(self, x_BCHW: Tensor) -> Tensor:
-        """[B, C, H, W] to [B K, C, H', W']: the views of an example are K rows in a row."""
+        `random` is a generator of the CPU. By default it is a new one, from the operating system's randomness.
+        """
+        random = private_generator() if random is None else random
         rows = x_BCHW.repeat_interleave(self.count, 0)
         for draw in self._draws:
-            rows = draw(rows, self._random)
+            rows = draw(rows, random)
         return rows
 
     def labels(self, y_B: Tensor) -> Tensor:
         """[B, ...] to [B K, ...]: each view has its example's label."""
         return y_B.repeat_interleave(self.count, 0)
 
-    def of_batch(self, batch: Any) -> Any:
+    def of_batch(self, batch: Any, random: torch.Generator | None = None) -> Any:
         """The views of a whole batch: of its inputs, which come first, with everything else for each view."""
         if isinstance(batch, Tensor):
-            return self.of(batch)
+            return self.of(batch, random)
         if not self._draws:
             return map_tensors(self.labels, batch)
         if not isinstance(batch, (tuple, list)) or not batch or not isinstance(batch[0], Tensor):
@@ -133,7 +126,7 @@ class Views:
                 "labels): let collate_fn make such, or give averaged_views=K and change the rows in your loop."
             )
         first, *others = batch
-        return type(batch)([self.of(first), *(map_tensors(self.labels, other) for other in others)])
+        return type(batch)([self.of(first, random), *(map_tensors(self.labels, other) for other in others)])
 
     def mean(self, losses: Tensor) -> Tensor:
         """[B K] losses of views to [B] losses of examples."""
@@ -151,18 +144,3 @@ def _require_images(draw: Draw, x: Tensor) -> None:
             f"augment.{type(draw).__name__} takes images of shape [B, C, H, W], and these rows have {x.dim()} "
             "dimensions: give images, or another function of rows and a generator."
         )
-
-
-_PLAIN = (int, float, str, bytes, type(None))  # what reads the same in every process
-
-
-def _told(draw: Draw) -> tuple[object, ...]:
-    """What tells a draw from another: its name and settings; of a function what it does, and with which numbers."""
-    name = getattr(draw, "__qualname__", type(draw).__qualname__)
-    settings = repr(getattr(draw, "__dict__", {}))
-    if not isinstance(draw, FunctionType):
-        return name, settings
-    around = [cell.cell_contents for cell in draw.__closure__ or ()]
-    numbers = (*draw.__code__.co_consts, *(draw.__defaults__ or ()), *around)
-    code = draw.__code__
-    return name, settings, code.co_code, code.co_names, [n for n in numbers if isinstance(n, _PLAIN)]

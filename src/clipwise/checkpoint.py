@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any
 
 import torch
@@ -90,16 +91,13 @@ class Secrets:
     model: str
     key: str
     epoch: str
+    key_id: str = ""  # not in files of older versions
 
     def __repr__(self) -> str:
         return "Secrets(<secret>)"
 
     def matches(self, run: str, position: int, fingerprint: str, data: str, model: str) -> bool:
-        """Whether they belong to exactly this run, position, configuration, data set and model.
-
-        A resume file can be copied before it is read. Two runs that go on from it may have the same noise only if
-        they have the same sums.
-        """
+        """Whether they belong to exactly this run, position, configuration, data set and model."""
         mine = self.run, self.position, self.fingerprint, self.data, self.model
         return mine == (run, position, fingerprint, data, model)
 
@@ -119,13 +117,20 @@ def _replace(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> None:
 
 
 def take_secrets(path: Path) -> Secrets | None:
-    """Read the resume file and delete it for good, so that nobody can use it again."""
+    """Read the resume file and delete it for good, so that nobody can use it again.
+
+    Of several processes that try at the same time one gets it: only one of them can rename it.
+    """
+    own = path.with_name(f"{path.name}.{token_hex(8)}")
     try:
-        text = path.read_bytes()
+        path.rename(own)
     except FileNotFoundError:
         return None
-    path.unlink()
-    sync_folder(path.parent)
+    try:
+        text = own.read_bytes()
+    finally:
+        own.unlink()
+        sync_folder(path.parent)
     try:
         return Secrets(**json.loads(text))
     except (ValueError, TypeError):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from clipwise import guards
 from clipwise.drawn_size import DrawnSize
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
-from clipwise.gradients.layout import Probe, private_generator, probe_weights
+from clipwise.gradients.layout import Probe, probe_weights
 from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
@@ -20,6 +20,7 @@ from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.observed import observations
+from clipwise.randomness import private_generator
 from clipwise.structure import map_tensors, tensors_in
 
 _PROBED_BATCHES = 2

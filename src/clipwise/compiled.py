@@ -30,7 +30,7 @@ from clipwise import checks, faults
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise import key_words
-from clipwise.release import buckets, in_order_of, laid_as, memory_order, noised, scales_of
+from clipwise.release import buckets, in_order_of, laid_as, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import map_tensors, tensors_in
@@ -220,7 +220,7 @@ class _Captured:
         for number, part in enumerate(parts):
             sums = [by_name[name] for name in part.parameters]
             drawn = range(len(buckets([t.numel() for t in sums])))
-            found.append([f"noise/{number}/0{memory_order(sums)}/{bucket}" for bucket in drawn])
+            found.append([f"noise/{number}/0/{bucket}" for bucket in drawn])
         return found
 
     def step(self, batch: Sequence[Any], piece: Piece) -> bool:

@@ -109,7 +109,7 @@ def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Resu
     Args:
         recipe: what to do.
         folder: gets metrics and weights and, from a private run, ledger, checkpoint and statement.
-        seed: for a run that can be repeated; the privacy statement then says what that means.
+        seed: for a run that can be repeated; its privacy statement then claims no guarantee.
         watch: told after every step.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,6 +254,7 @@ def _write_metrics(path: Path, recipe: Recipe, result: Result) -> None:
         "delta": result.delta,
         "accountant": None if result.epsilon is None else "pld",
         "noise_multiplier": result.noise_multiplier,
+        "seeded": None if result.statement is None else result.statement.seeded,
         "notes": [NOTE],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
+from clipwise import (
+    accounting,
+    checkpoint,
+    checks,
+    faults,
+    fingerprint,
+    guards,
+    randomness,
+    runs,
+    statement,
+    watch,
+)
 from clipwise.about import About, versions
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
@@ -50,7 +62,7 @@ from clipwise.privacy import (
     Sampling,
     Spent,
 )
-from clipwise.release import in_order_of, laid_as, memory_order
+from clipwise.release import in_order_of, laid_as
 from clipwise.sampling import (
     ByUser,
     Cut,
@@ -114,7 +126,9 @@ class Private:
             ledger.restart()  # the key of this run is not that of the releases before it
             if budget is not None:
                 budget.recompute(ledger.history(), event, goes_on=False)
-        self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
+        self._key = NoiseKey.fresh() if seed is None or self._must_load else NoiseKey.from_seed(seed)
+        self._key_is_new = True  # the ledger does not have its id
+        runs.require_unused(self._key.id, ledger)
         self._watch = watch.current()  # an audit that looks on
         self._epoch_secret, self._slot = b"", 0
         self._followed = ledger.position  # releases whose update was taken in by what follows the weights
@@ -142,6 +156,7 @@ class Private:
         )
         if self._watch is not None:
             self._key, self._seeded = self._watch.begins(self), True  # it has a key of its own
+        self._hands.is_reproducible = self._seeded
 
     # ----------------------------------------------------------------- the step
 
@@ -277,6 +292,31 @@ class Private:
             if self._told_strategy != self._strategy_to_tell():
                 self._described = False  # constants were set anew: the next release says so in the ledger
 
+    @contextmanager
+    def randomness(self) -> Iterator[None]:
+        """A block in which random layers, such as dropout, draw from the run's key, as secret as the noise.
+
+            for x, y in private.loader:
+                with private.randomness():
+                    losses = F.cross_entropy(model(x), y, reduction="none")
+                private.step(losses)
+
+        Torch's global generators, of the CPU and of the parameters' CUDA devices, are set from the key of the step,
+        whatever `torch.manual_seed` was called with, and are put back afterwards. A second block for the same batch has
+        the same random numbers.
+        """
+        if not self._require_open().is_awaiting:
+            raise StepError(
+                "private.randomness() draws from the key of one step: use it inside of the loop over private.loader, "
+                "around the forward pass of each batch."
+            )
+        piece = self.loader.awaited()
+        devices = {p.device for p in self._parameters.values()}
+        randomness.require_known_generators(devices)
+        self._hands.draws_from_key = True
+        with randomness.drawing_from(self._key.derive(f"randomness/{piece.index_in_batch}"), devices):
+            yield
+
     def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
 
@@ -325,8 +365,11 @@ class Private:
     def _charge(self) -> None:
         """Count a release, before any of it is visible; with the first one, say what kind of run it is of."""
         if not self._described:
+            if self._key_is_new:
+                runs.require_unused(self._key.id, self._ledger)
             self._ledger.describe(self._about().to_dict())
             self._described, self._told_strategy = True, self._strategy_to_tell()
+            self._key_is_new = False
         if self._budget is not None:
             self._budget.left -= 1  # first: an interrupt in between may only make the budget smaller
         self._ledger.charge(self._event)
@@ -372,6 +415,7 @@ class Private:
             sampling=self._event.sampling,
             steps=self._ledger.position,
             accountant=accountant,
+            reproducible=self._is_reproducible(),
         )
 
     def parts(self) -> list[Part]:
@@ -451,7 +495,7 @@ class Private:
             "slot": self._slot,
             "configuration": self._configuration(),
             "fingerprint": self._fingerprint(),
-            "seeded": self._seeded,
+            "seeded": self._is_reproducible(),
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
             "optimizer": self.optimizer.state_dict(),
             **averaged,
@@ -501,7 +545,7 @@ class Private:
             )
         )
         if secrets is not None and goes_on:
-            self._key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key))
+            self._key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
             self._epoch_secret = bytes.fromhex(secrets.epoch)
         else:
             self._key = NoiseKey.fresh()
@@ -521,6 +565,7 @@ class Private:
             in_epoch = goes_on and not is_new and self._slot > 0
             self._budget.recompute(self._ledger.history(), self._event, goes_on=in_epoch)
         self._must_load, self._partial = False, None
+        self._described, self._key_is_new = False, is_new or not goes_on
         self._followed = self._ledger.position
         self._follow_weights(is_updated=False)  # those that were loaded before
         self._hands.forget()
@@ -564,11 +609,9 @@ class Private:
 
     # ------------------------------------------------------------------ inside
 
-    def _key_from(self, seed: int) -> NoiseKey:
-        """The same seed under another configuration, model or data set must give other noise."""
-        model, data = bytes.fromhex(self._model_digest()), bytes.fromhex(self._data_digest())
-        views = b"" if self._views is None else self._views.fingerprint()
-        return NoiseKey.from_seed(seed, self._fingerprint().encode() + model + data + views)
+    def _is_reproducible(self) -> bool:
+        """Whether noise and samples of any release in the ledger came from a given seed."""
+        return self._seeded or any(about.get("seeded") is True for about in self._ledger.about)
 
     def _secrets(self) -> checkpoint.Secrets:
         """What going on from here takes."""
@@ -580,6 +623,7 @@ class Private:
             model=self._model_digest(),
             key=self._key.secret_bytes().hex(),
             epoch=self._epoch_secret.hex(),
+            key_id=self._key.id,
         )
 
     def _secrets_ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
@@ -593,7 +637,7 @@ class Private:
             key.advance()
             slot = (slot + 1) % self._scheme.steps_per_epoch
 
-    def _hand_out(self, batch: Any) -> Any:
+    def _hand_out(self, batch: Any, piece: Piece) -> Any:
         self._require_open()
         self._require_loaded()
         self._hands.at_draw()
@@ -609,7 +653,11 @@ class Private:
         self._buffers.remember()
         if self._independence is not None:
             batch = self._independence.mark(batch)
-        return batch if self._views is None else self._views.of_batch(batch)
+        if self._views is None:
+            return batch
+        return self._views.of_batch(
+            batch, randomness.generator_from(self._key.derive(f"views/{piece.index_in_batch}"))
+        )
 
     def _over_views(self, losses: Tensor, size: int) -> Tensor:
         """One loss an example from those of its views."""
@@ -738,7 +786,6 @@ class Private:
             "parameters": fingerprint.of_parameters(self._parameters),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
-            **({"memory_order": order} if (order := memory_order(self._parameters.values())) else {}),
             **({} if self._views is None else {"averaged_views": self._views.count}),
             **({} if self._penalty is None else {"penalty": getattr(self._penalty, "__qualname__", "given")}),
             **(
@@ -758,6 +805,8 @@ class Private:
             delta=self._delta,
             budget=None if self._budget is None else self._budget.epsilon,
             seeded=self._seeded,
+            key=self._key.id,
+            draws=self._hands.draws or None,
             probed=self._independence is not None,
             followed_metric=self._hands.follows_metric,
             penalised=self._penalty is not None,

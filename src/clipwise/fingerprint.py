@@ -1,7 +1,7 @@
 """Whether two runs are the same: short digests of a configuration and of a data set.
 
 A digest of the data is itself a function of private data, and would let anyone test a guess of it. It is
-therefore never published: it goes into the derivation of a key, or into the resume file, and nowhere else.
+therefore never published: it goes into the resume file and nowhere else.
 """
 
 from __future__ import annotations

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.randomness import is_seeded_by_hand
 
 if TYPE_CHECKING:
     from clipwise.engine import Private
 
+# Of random layers' draws, from the strongest to the weakest; none before the first step.
+_SOURCES = ("", "key", "torch", "seeded")
 _LOOKED_AT = 2  # updates after which contents are compared: that costs a pass over the parameters
 
 
@@ -58,10 +61,16 @@ class Watch:
 
     Attributes:
         follows_metric: whether the learning rate is set by a scheduler that is fed a metric.
+        draws: the weakest source that random layers drew from so far: the run's "key", "torch", or "seeded".
+        draws_from_key: whether those of the batch at hand draw from the run's key.
+        is_reproducible: whether the run has a given seed and so makes no claim that another seed could spoil.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.follows_metric = False
+        self.follows_metric = self.draws_from_key = self.is_reproducible = False
+        self.draws = ""
+        self._looked_at = (False, 0, "torch")
+        self._devices = {p.device for p in model.parameters()}
         self._model, self._optimizer = model, optimizer
         self._rates = self._rates_now()
         self._changes = 0
@@ -74,7 +83,7 @@ class Watch:
         """Called with the losses of a batch; returns whether there is something new for a statement."""
         if not self._model.training and not self._said_mode:
             self._look_at_mode()
-        return self._look_at_rates()
+        return self._look_at_rates() | self._look_at_draws()
 
     def released(self) -> None:
         """Called when a released gradient was written, which an update should use."""
@@ -104,6 +113,7 @@ class Watch:
 
     def at_draw(self) -> None:
         """Called before the next batch is handed out: since the update nobody should have written to parameters."""
+        self.draws_from_key = False
         then, self._contents = self._contents, {}
         if not then or self._said_foreign:
             return
@@ -152,6 +162,33 @@ class Watch:
                 depth=7,
             )
         return self.follows_metric
+
+    def _look_at_draws(self) -> bool:
+        """Whether random layers draw from a weaker source than before; a seed that was set by hand is warned of."""
+        found = "key" if self.draws_from_key else "torch"
+        if found == "torch" and not self.is_reproducible and is_seeded_by_hand(self._devices):
+            found = self._seeded_or_torch()
+        if _SOURCES.index(found) <= _SOURCES.index(self.draws):
+            return False
+        self.draws = found
+        if found == "seeded":
+            _warn(
+                "torch's generator was seeded by hand (torch.manual_seed), and the model has random layers, such as "
+                "dropout, that draw from it. Which numbers a record gets depends on the records drawn before it, so to "
+                "someone who knows that seed the removal of one record shows in the draws of others, and no clip "
+                "bounds that. Compute the losses inside `with private.randomness():`, or call torch.seed() after the "
+                "first weights are made. The privacy statement names it.",
+                depth=7,
+            )
+        return True
+
+    def _seeded_or_torch(self) -> str:
+        """Whether a random layer draws; looked up again when the model's mode or the seed has changed."""
+        now = self._model.training, torch.initial_seed()
+        if now != self._looked_at[:2]:
+            is_random = any(m.training and _is_random_in_training(m) for m in self._model.modules())
+            self._looked_at = (*now, "seeded" if is_random else "torch")
+        return self._looked_at[2]
 
     def _rates_now(self) -> list[float]:
         """Numbers only: to read a tensor would wait for its device, and a scheduler that is fed sets numbers."""

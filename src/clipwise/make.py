@@ -109,15 +109,15 @@ def make_private(
             random draw makes larger comes as a whole.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
             each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
-            of one example. A number K hands each row out K times, for draws of your own. Views come from the operating
-            system, whatever `seed` is.
+            of one example. A number K hands each row out K times, for draws of your own. Views are drawn from the
+            run's key. (`with private.randomness():` does the same for dropout and other random layers.)
         averaged: keep an average of the released parameters, `private.averaged`: the largest weight that the past has
             in it, such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
         penalty: a function from the model to a number, such as a norm of its weights, whose gradient is added after the
             noise, over no batch size. It must not look at the data.
-        seed: for a reproducible run; the guarantee then holds only while the seed is secret. Another
-            configuration, model or data set gets other noise from it, as far as those can be seen (of a data
-            set that is not made of tensors, some records); another loss function does not: take a new seed.
+        seed: for tests and reproduction: noise and samples are the same in every run with this seed. No guarantee is
+            claimed for such a run: `spent()` and the statement say so, and give the figures that it would have without
+            a seed. By default the key comes from the operating system.
         ledger: a path for the ledger file; in memory if left out.
         resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
         collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.

@@ -62,6 +62,7 @@ class NoiseKey:
         step key   k_{t+1} = BLAKE2b(key=k_t, person="clipwise.advance", data="")
         sub-key            = BLAKE2b(key=k_t, person="clipwise.derive",  data=label)
         from seed  k_0     = BLAKE2b(         person="clipwise.seed",    data=seed ":" context)
+        public id          = BLAKE2b(key=k_0, person="clipwise.key-id",  data=""), 16 bytes
 
     `advance` overwrites k_t in place. Whoever later reads the object, or the resume file that
     `secret_bytes` is written to, cannot get back to k_t, and so not to noise that was already released.
@@ -72,15 +73,17 @@ class NoiseKey:
     would put the same noise on two sums.
     """
 
-    __slots__ = ("_process", "_secret")
+    __slots__ = ("_process", "_secret", "id")
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, id: str = "") -> None:
         # All zeros is what `wipe` leaves behind: never a secret.
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES or not any(secret):
             raise ConfigurationError(
                 f"secret must be {KEY_BYTES} bytes that are not all zero: use NoiseKey.fresh() or from_seed(...)."
             )
         self._secret, self._process = bytearray(secret), os.getpid()
+        # Public, and the same for every step: ledgers hold it, so that a key that served two runs is found.
+        self.id = id or blake2b(digest_size=16, key=secret, person=b"clipwise.key-id").hexdigest()
 
     @classmethod
     def fresh(cls) -> NoiseKey:
@@ -88,11 +91,11 @@ class NoiseKey:
         return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
-    def from_seed(cls, seed: int, context: bytes) -> NoiseKey:
-        """A reproducible key. The noise is then only as secret as the seed.
+    def from_seed(cls, seed: int, context: bytes = b"") -> NoiseKey:
+        """A reproducible key, for tests and reproduction: no guarantee holds for what it is used for.
 
-        `context` is a fingerprint of configuration and data. The same noise on two different sums
-        reveals their difference, so the same seed must not give the same noise to another run.
+        The same noise on two different sums reveals their difference, and every run with this seed has the same
+        noise. `context` gives one seed several keys, such as those of the runs of an audit.
         """
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ConfigurationError("seed must be an int: give a whole number, or no seed at all.")
@@ -101,9 +104,9 @@ class NoiseKey:
         return cls(blake2b(data, digest_size=KEY_BYTES, person=b"clipwise.seed").digest())
 
     @classmethod
-    def from_secret_bytes(cls, secret: bytes) -> NoiseKey:
-        """The inverse of `secret_bytes`."""
-        return cls(secret)
+    def from_secret_bytes(cls, secret: bytes, id: str = "") -> NoiseKey:
+        """The inverse of `secret_bytes`, for the key with this id."""
+        return cls(secret, id)
 
     def secret_bytes(self) -> bytes:
         """The secret itself, for the resume file that only its owner can read, and for nothing else."""
@@ -119,7 +122,7 @@ class NoiseKey:
 
     def copy(self) -> NoiseKey:
         """An independent key at the same step, for a reader that runs ahead."""
-        return NoiseKey(self.secret_bytes())
+        return NoiseKey(self.secret_bytes(), self.id)
 
     def wipe(self) -> None:
         """Overwrite the secret. The key refuses to work afterwards, rather than give predictable noise."""

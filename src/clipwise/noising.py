@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clipwise.noise import NoiseKey, gaussian, gaussian_in_pieces
 from clipwise.privacy import Part
-from clipwise.release import fit_together, memory_order, noised, noised_together, scales_of
+from clipwise.release import fit_together, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
 
 
@@ -38,7 +38,7 @@ def noised_sums(
         for place, (device, names) in enumerate(by_device.items()):
             scales = scales_of(part, names)
             sums = [total.pop(n) for n in names]
-            here = f"{number}/{place}{memory_order(sums)}"
+            here = f"{number}/{place}"
             if part.grid:
                 steps = partial(_draw_steps, key, part.noise_std / part.grid, f"secure/{here}")
                 released = noised_on_grid(sums, steps, divisor, part.grid, scales)
@@ -64,9 +64,9 @@ def _draw(
     return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
 
 
-def _draw_together(key: NoiseKey, order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+def _draw_together(key: NoiseKey, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
     """Plain noise of all parts, one after another in one stream, on the CPU."""
-    return gaussian_in_pieces(key.derive(f"noise/together{order}"), sizes, stds)
+    return gaussian_in_pieces(key.derive("noise/together"), sizes, stds)
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -233,7 +233,11 @@ def rounded_up(epsilon: float) -> str:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has cost so far: the answer of `Private.spent()`."""
+    """What a run has cost so far: the answer of `Private.spent()`.
+
+    `reproducible` marks a run whose noise and samples come from a given seed: no guarantee is claimed for it, and the
+    figures are those that it would have with a key from the operating system.
+    """
 
     epsilon: float
     delta: float
@@ -242,9 +246,11 @@ class Spent:
     sampling: Sampling
     steps: int
     accountant: str
+    reproducible: bool = False
 
     def __str__(self) -> str:
+        mark = "no guarantee: seeded; with a fresh key " if self.reproducible else ""
         return (
-            f"epsilon={rounded_up(self.epsilon)} at delta={self.delta:g} ({self.adjacency} of one {self.unit}, "
+            f"{mark}epsilon={rounded_up(self.epsilon)} at delta={self.delta:g} ({self.adjacency} of one {self.unit}, "
             f"{self.sampling} sampling, {self.steps} steps, {self.accountant})"
         )

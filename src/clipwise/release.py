@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,9 +22,9 @@ class Draw(Protocol):
 
 
 class DrawTogether(Protocol):
-    """Noise of several sums, flat, for how they lie in memory, from their sizes and standard deviations."""
+    """Noise of several sums, flat, from their sizes and standard deviations."""
 
-    def __call__(self, order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor: ...
+    def __call__(self, sizes: Sequence[int], stds: Sequence[float]) -> Tensor: ...
 
 
 def buckets(sizes: Sequence[int]) -> list[int]:
@@ -61,7 +61,7 @@ def noised_together(
     stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
     those = [sums[name] for name in stds]
     sizes = [t.numel() for t in those]
-    noise = draw(memory_order(those), sizes, list(stds.values()))
+    noise = draw(sizes, list(stds.values()))
     views = [_shaped(piece, t) for piece, t in zip(torch.split(noise, sizes), those, strict=True)]
     torch._foreach_add_(views, those)
     noise.div_(divisor)
@@ -110,20 +110,6 @@ def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
     if _is_dense(total) and _is_dense(parameter) and _order(total) == _order(parameter):
         return total.as_strided(parameter.shape, parameter.stride())  # only axes of size 1 have other strides
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
-
-
-def memory_order(sums: Iterable[Tensor]) -> str:
-    """How sums lie in memory, for the label of their noise; nothing where all lie as torch makes them.
-
-    One stream put onto the same sums in two orders would tell itself by the difference.
-    """
-    sums = list(sums)
-    if all(t.is_contiguous() for t in sums):
-        return ""
-    orders = [_order(t) for t in sums]
-    if all(order == sorted(order) for order in orders):
-        return ""
-    return "/" + ",".join(".".join(map(str, order)) for order in orders)
 
 
 @torch.no_grad()

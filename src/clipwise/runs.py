@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clipwise import ledger
 from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning
-from clipwise.ledger import Snapshot
+from clipwise.ledger import JSON, Ledger, Snapshot
 from clipwise.privacy import Entry
+
+_SERVED_TWICE = (
+    "the noise of both cancels in the difference of what they release, and both draw the same batches. No guarantee "
+    "covers them together."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ def history(runs: Sequence[Run]) -> list[Entry]:
     return [entry for run in runs for entry in run.found.history]
 
 
+def are_seeded(runs: Sequence[Run]) -> bool:
+    """Whether noise and samples of any of them came from a given seed, so that no guarantee is claimed."""
+    return any(about.get("seeded") is True for run in runs for about in run.found.about)
+
+
 def _require_another(first: Run, second: Run) -> None:
     """Counting one run twice would say too much; two copies that differ, and nobody knows which to believe."""
     if os.path.samefile(first.path, second.path):
@@ -65,6 +75,25 @@ def _require_another(first: Run, second: Run) -> None:
             f"{first.path} and {second.path} are copies of one ledger (run {first.found.run}): give only the one "
             "that the run has written to last."
         )
+    if _keys(first.found.about) & _keys(second.found.about):
+        raise LedgerError(
+            f"{first.path} and {second.path} have releases with the noise of one key: {_SERVED_TWICE} (If one of them "
+            "goes on with the run of the other, it counts the releases of both: give only that one.)"
+        )
+
+
+def require_unused(key: str, ledger: Ledger) -> None:
+    """Refuse a noise key, given by its id, that has served another run in this ledger."""
+    if ledger.position and key in _keys(ledger.about):
+        raise LedgerError(
+            f"The ledger has releases of another run with the same noise key: {_SERVED_TWICE} Leave `seed` out, so "
+            "that each run has a key of its own; or, for a test, give a ledger of its own."
+        )
+
+
+def _keys(about: Iterable[Mapping[str, JSON]]) -> set[JSON]:
+    """The ids of the keys that runs have used; older versions recorded none."""
+    return {key for each in about if isinstance(key := each.get("key"), str)}
 
 
 def _require_one_guarantee(runs: Sequence[Run]) -> None:

@@ -59,6 +59,12 @@ class Statement:
         return True if True in told else None if None in told or not told else False
 
     @property
+    def draws(self) -> str | None:
+        """The weakest source that random layers drew from: the run's "key", or torch "seeded" by hand; else None."""
+        told = {sitting.draws for sitting in self.sittings}
+        return "seeded" if "seeded" in told else "key" if told == {"key"} else None
+
+    @property
     def probed(self) -> bool | None:
         """Whether every sitting was examined for coupled losses; None if that is not recorded."""
         told = [sitting.probed for sitting in self.sittings]
@@ -84,11 +90,8 @@ class Statement:
         found = [
             wording.SEPARATE if self._is_coupled() else f"{wording.INDEPENDENT}: {probed}",
             wording.OWNED if self.spent.unit is Unit.USER else owned,
-            "noise and sampling come from a given seed: the guarantee holds only while that seed is secret, and "
-            "no changed program uses it on the same data"
-            if self.seeded
-            else "noise and sampling are as random as the operating system, and their key stays secret",
-            wording.RANDOM_LAYERS,
+            wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
+            wording.RANDOM_LAYERS[self.draws],
         ]
         if (self.about.strategy or {}).get("strategy") == "lipschitz":
             found.append(wording.AS_TRACED)
@@ -107,9 +110,12 @@ class Statement:
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON; what is infinite or not recorded is None."""
         s, about = self.spent, self.about
+        figures = {"epsilon": s.epsilon, "delta": s.delta}
         content = {
             "format": FORMAT,
             "run": self.run,
+            "guarantee": None if self.seeded else figures,
+            "figures_with_a_fresh_key": figures if self.seeded else None,
             "count_is_exact": self.exact,
             "definition": wording.DEFINITION,
             "setting": wording.SETTING,
@@ -139,10 +145,11 @@ class Statement:
     def __str__(self) -> str:
         s = self.spent
         size = "" if self.dataset_size is None else f", {self.dataset_size} of them"
+        figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model"
         lines = [
             (
                 "guarantee",
-                f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model",
+                f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}" if self.seeded else figures,
             ),
             ("setting", wording.SETTING),
             ("released", wording.released(self.about.strategy or {})),
@@ -232,9 +239,10 @@ class Statement:
 
     def _attacker(self) -> str:
         found = ", ".join(f"{percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
+        claim = f"{wording.WITH_A_FRESH_KEY} this bound: " if self.seeded else ""
         return (
-            f"who knows all other {self.spent.unit}s detects the change with probability at most {found} false alarms; "
-            f"advantage at most {percent(self.risk.advantage)}"
+            f"{claim}who knows all other {self.spent.unit}s detects the change with probability at most {found} false "
+            f"alarms; advantage at most {percent(self.risk.advantage)}"
         )
 
     def _software(self) -> list[dict[str, str]]:
@@ -266,6 +274,7 @@ def of_releases(
         sampling=event.sampling,
         steps=sum(entry.count for entry in history),
         accountant=accountant,
+        reproducible=any(sitting.seeded is True for sitting in facts.get("sittings", ())),
     )
     return Statement(spent=spent, history=tuple(history), risk=Risk.of(history), **facts)
 

@@ -65,8 +65,25 @@ SEPARATE = (
     "not proven (examples of a mini-set may depend on one another)"
 )
 
+# Noise and samples of a run with a given seed are those of every other run with it.
+NO_GUARANTEE = "none is claimed: noise and samples come from a given seed and are reproducible"
+WITH_A_FRESH_KEY = "with a key from the operating system the same run would have"
+
+KEY_IS_SECRET = "noise and sampling are as random as the operating system, and their key stays secret"
+KEY_IS_GIVEN = (
+    "noise and sampling come from a given seed, so that this run can be repeated: whoever knows the seed can take the "
+    "noise off, and a second run with it has the same noise on another sum"
+)
+
 # With a known seed, which numbers a record's rows get depends on who else was drawn.
-RANDOM_LAYERS = "random layers and augmentations, such as dropout, draw from a generator whose seed is secret"
+RANDOM_LAYERS: Mapping[str | None, str] = {
+    None: "random layers and augmentations, such as dropout, draw from a generator whose seed is secret (torch's own "
+    "keeps 32 bits of it on a CPU; private.randomness() draws from the run's key)",
+    "key": "random layers drew from the run's key; augmentations outside of private.randomness() draw from a generator "
+    "whose seed is secret",
+    "seeded": "torch's generator was seeded by hand while random layers, such as dropout, drew from it: that seed is "
+    "secret, and nobody can guess it",
+}
 
 PENALISED = "the penalty that is added after the noise looks at the weights alone, and at no record"
 

@@ -30,7 +30,7 @@ from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
 
 
 def test_one_stream_for_two_parts_is_found_in_every_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_for_all(key: NoiseKey, order: str, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
+    def one_for_all(key: NoiseKey, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
         secret = key.derive("noise/0")
         return torch.cat([gaussian(secret, size, std) for size, std in zip(sizes, stds, strict=True)])
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,3 +108,34 @@ def test_a_total_is_divided_so_that_the_whole_stays_within_it() -> None:
 def test_norms_that_do_not_fit_the_parts_are_refused(norms: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match="'a', 'b'"):
         norms_of_parts(norms, ["a", "b"])
+
+
+_IN_ANOTHER_PROCESS = """
+import torch
+from clipwise import Batch, PerExample, RandomLayer
+from tests.runs import parameters, private_run, train
+
+some = {"0.weight", "0.bias", "2.weight"}
+parts = [some, {"2.bias"}]
+for strategy in (PerExample(1.0, parts), PerExample(1.0, {"a": some, "b": {"2.bias"}}), Batch(1.0, parts=parts),
+                 PerExample(1.0, RandomLayer(parts))):
+    model, private = private_run(clipping=strategy, seed=3)
+    train(model, private, 2)
+    print(private._fingerprint(), {name: p.sum().item() for name, p in parameters(model).items()})
+"""
+
+
+def test_sets_of_names_have_one_order_in_every_process() -> None:
+    """Else a seeded run could not be repeated, and no run with such parts could go on where it stopped."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _IN_ANOTHER_PROCESS],
+            env=os.environ
+            | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    texts = [process.communicate()[0] for process in started]
+    assert texts[0].count("\n") == 4 and texts[0] == texts[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from clipwise.clipping.constants import Constants
 from clipwise.clipping.decay import Decay, Decaying
-from clipwise.clipping.parts import Groups, Policy, group_parameters, norms_of_parts
+from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters, norms_of_parts
 from clipwise.clipping.quantile import Quantile, QuantileNorms
 from clipwise.clipping.strategy import Site
 from clipwise.errors import ConfigurationError
@@ -72,4 +72,4 @@ def described_parts(parts: Groups | Policy) -> Any:
     """In plain types."""
     if isinstance(parts, Policy):
         return parts.describe()
-    return parts if isinstance(parts, str) else repr(parts)
+    return parts if isinstance(parts, str) else repr(described_groups(parts))

@@ -20,7 +20,7 @@ def demo(
     ] = Path("runs/demo"),
     seed: Annotated[
         int | None,
-        typer.Option(help="Repeat a demo exactly. Noise from a known seed protects nobody, and is said so."),
+        typer.Option(help="Repeat a demo exactly. No guarantee is claimed for a run with a given seed."),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -101,8 +101,14 @@ def _table(results: list[Result]) -> Table:
         table.add_row(
             result.name,
             f"{result.accuracy:.1%}",
-            "none" if result.epsilon is None else rounded_up(result.epsilon),
+            _epsilon(result),
             f"{1000 * result.seconds_per_step:.1f} ms",
             f"{result.seconds_per_step / results[0].seconds_per_step:.2f}",
         )
     return table
+
+
+def _epsilon(result: Result) -> str:
+    if result.epsilon is None or result.statement is None:
+        return "none"
+    return rounded_up(result.epsilon) + ("\n(seeded)" if result.statement.seeded else "")

@@ -106,7 +106,8 @@ def epsilon(
         say(f"At epsilon {at_epsilon:g} delta is {rounded_up(found)} (PLD).")
     cost = accounting.epsilon_of(about.history, delta)
     curve = accounting.tradeoff_of(about.history)
-    say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
+    if not about.is_seeded:
+        say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
     if repetitions is not None:
         _print_search(
             about.history, delta, repetitions, 1.0 if repetitions_shape is None else repetitions_shape

@@ -17,6 +17,7 @@ from clipwise.commands.plan import Asked, plan_of
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import Snapshot
 from clipwise.privacy import Entry, Event
+from clipwise.wording import NO_GUARANTEE
 
 Ledgers = Annotated[
     list[Path] | None,
@@ -43,6 +44,11 @@ class Subject:
         """One of the events: all have the same adjacency and unit, or no accountant takes them."""
         return self.history[0].event
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether any of the runs had a given seed, so that no guarantee is claimed."""
+        return runs.are_seeded(self.runs)
+
     def describe(self) -> None:
         """Print what there is in ledgers, and then the heading."""
         for run in self.runs:
@@ -50,6 +56,10 @@ class Subject:
                 say(f"{run.path}: {run.found.position} releases of run {run.found.run}")
             _print_kinds(run.found.history)
             _explain_end(run.found)
+        if self.is_seeded:
+            say(
+                f"Guarantee: {NO_GUARANTEE}. All figures are those that the same runs would have with fresh keys."
+            )
         say(self.heading)
 
 

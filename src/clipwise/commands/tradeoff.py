@@ -75,6 +75,7 @@ def tradeoff(
             "steps": sum(entry.count for entry in about.history),
             "adjacency": str(event.adjacency),
             "unit": str(event.unit),
+            "seeded": about.is_seeded,  # then no guarantee is claimed, and these are the figures with fresh keys
             **risk.to_dict(),
         }
         say(json.dumps(plain(content), indent=2))

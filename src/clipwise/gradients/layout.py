@@ -15,7 +15,6 @@ Legend: B examples in the batch; an axis of size outer * B * inner holds example
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +22,8 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+
+from clipwise.randomness import private_generator
 
 LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot push a gradient into the denormals
 LARGEST_WEIGHT = 2.0 ** (LEVELS - 1)
@@ -105,11 +106,6 @@ def hypotheses(shape: torch.Size, batch: int) -> Iterator[Layout]:
         for outer in range(1, k + 1):
             if k % outer == 0:
                 yield Layout(axis, outer, batch, k // outer)
-
-
-def private_generator() -> torch.Generator:
-    """Randomness that nobody can foresee, and that leaves the user's own random state alone."""
-    return torch.Generator().manual_seed(secrets.randbits(63))
 
 
 def probe_weights(batch: int, like: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.gradients.layout import LEVELS, Layout, Probe, private_generator
+from clipwise.gradients.layout import LEVELS, Layout, Probe
+from clipwise.randomness import private_generator
 
 
 @dataclass(frozen=True, eq=False)

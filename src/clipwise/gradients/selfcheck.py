@@ -14,8 +14,8 @@ from torch import Tensor
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.forms import roundoff
-from clipwise.gradients.layout import private_generator
 from clipwise.gradients.plain import single
+from clipwise.randomness import private_generator
 
 # A norm of a single number, say, is all rounding, divided by a small epsilon. But no precision excuses more than a
 # thousandth of what arrives.

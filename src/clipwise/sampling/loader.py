@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
+from clipwise.randomness import generator_from
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.mini_sets import BySize, Cut
 from clipwise.sampling.schemes import Indices, Scheme, whole
@@ -60,7 +66,7 @@ class PrivateLoader:
         num_workers: processes that fetch ahead; 0 fetches in this one.
         pin_memory: hand out batches in page-locked memory, for faster copies to an accelerator.
         prefetch_factor: pieces that each worker fetches ahead.
-        prepare: applied to each batch just before it is handed out.
+        prepare: applied to each batch and its piece just before it is handed out.
     """
 
     def __init__(
@@ -74,7 +80,7 @@ class PrivateLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        prepare: Callable[[Any], Any] | None = None,
+        prepare: Callable[[Any, Piece], Any] | None = None,
     ) -> None:
         self._cut = BySize(max_physical_batch_size) if cut is None else cut
         if scheme.dataset_size != self._cut.units(fetcher.dataset_size):
@@ -137,7 +143,7 @@ class PrivateLoader:
         fetched = self._fetch_ahead() if self._num_workers or self._pin_memory else self._fetch()
         for piece, batch in fetched:
             if self._prepare is not None:
-                batch = self._prepare(batch)
+                batch = self._prepare(batch, piece)
             self.current = piece
             yield batch
             self._require_turn(turn)
@@ -171,6 +177,7 @@ class PrivateLoader:
     def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
         """The same, through a `DataLoader`, which asks for pieces before it gives earlier ones, in order."""
         asked: deque[Piece] = deque()
+        secret = blake2b(next(self._secrets())[0], digest_size=32, person=b"clipwise.workers").digest()
 
         def ask() -> Iterator[Indices]:
             for piece in self._schedule():
@@ -185,6 +192,8 @@ class PrivateLoader:
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
+            worker_init_fn=partial(_seed_worker, secret),
+            generator=generator_from(secret),  # torch's own would give workers a seed that may be known
         )
         arriving = iter(batches)
         while True:
@@ -201,6 +210,14 @@ class PrivateLoader:
                     "num_workers."
                 ) from error
             yield asked.popleft(), batch
+
+
+def _seed_worker(secret: bytes, number: int) -> None:
+    """Let what a data set draws in this worker, such as augmentations, come from the run's key."""
+    own = blake2b(number.to_bytes(8, "little"), digest_size=32, key=secret).digest()
+    torch.set_rng_state(generator_from(own).get_state())
+    np.random.seed(np.frombuffer(own, dtype=np.uint32))
+    random.seed(own)
 
 
 def _is_of_a_dead_worker(error: Exception) -> bool:

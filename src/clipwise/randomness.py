@@ -1,0 +1,67 @@
+"""Torch generators that are as wide as the key that they draw from.
+
+torch's CPU generator is a Mersenne twister with 624 words of state, but `manual_seed` keeps 32 bits of its seed: all
+streams can be tried. Here the whole state is filled from a 32-byte key (SHAKE-256), so that what is drawn is as secret
+as the key. CUDA's generator (Philox) takes a 64-bit seed, and all of it counts.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import shake_256
+
+import numpy as np
+import torch
+
+from clipwise.errors import ConfigurationError
+
+_WORDS = 624  # of 32 bits, each of which `get_state` keeps in 64
+_FIRST_BYTE = 24  # before them: the seed, which has no effect here, and where in the words the generator is
+
+
+def generator_from(key: bytes) -> torch.Generator:
+    """A CPU generator whose whole state comes from `key`, 32 secret bytes."""
+    words = np.frombuffer(shake_256(key).digest(4 * _WORDS), dtype="<u4").astype(np.uint64)
+    generator = torch.Generator().manual_seed(0)  # at the beginning of its words
+    state = generator.get_state()
+    state[_FIRST_BYTE : _FIRST_BYTE + 8 * _WORDS] = torch.from_numpy(words.view(np.uint8))
+    return generator.set_state(state)
+
+
+def private_generator() -> torch.Generator:
+    """A generator from the operating system's randomness, which leaves the user's own random state alone."""
+    return generator_from(secrets.token_bytes(32))
+
+
+@contextmanager
+def drawing_from(key: bytes, devices: Iterable[torch.device]) -> Iterator[None]:
+    """In this block torch's global generators, of the CPU and of these devices, draw from `key`."""
+    places = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    with torch.random.fork_rng(places):
+        torch.set_rng_state(generator_from(key).get_state())
+        for place in places:
+            seed = shake_256(key + b"cuda" + place.to_bytes(4, "little")).digest(8)
+            torch.cuda.default_generators[place].manual_seed(int.from_bytes(seed, "little"))
+        yield
+
+
+def require_known_generators(devices: Iterable[torch.device]) -> None:
+    """Refuse devices whose generator `drawing_from` does not set."""
+    for device in devices:
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigurationError(
+                f"private.randomness() sets the generators of the CPU and of CUDA, and the model is on {device.type!r}."
+            )
+
+
+def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
+    """Whether a global generator of these devices has a seed such as people choose.
+
+    Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
+    """
+    by_kind = {"cpu": (torch.default_generator,), "cuda": torch.cuda.default_generators}
+    return any(
+        0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind
+    )
