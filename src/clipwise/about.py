@@ -32,6 +32,9 @@ class About:
         noise: its kind, "standard" or "secure".
         delta: of the guarantee that the run was made for.
         budget: the epsilon that it may not pass.
+        run: the tag of the run in its ledger.
+        planned: for how many steps its noise was calibrated, or how many it was said to take.
+        noise_multiplier: of all parts together, as it was given or calibrated.
         seeded: whether noise and sampling come from a given seed.
         probed: whether the first batches were examined for losses that depend on other examples.
         followed_metric: whether a scheduler that is fed a metric has set the learning rate.
@@ -47,6 +50,9 @@ class About:
     noise: str | None = None
     delta: float | None = None
     budget: float | None = None
+    run: str | None = None
+    planned: int | None = None
+    noise_multiplier: float | None = None
     seeded: bool | None = None
     probed: bool | None = None
     followed_metric: bool | None = None
