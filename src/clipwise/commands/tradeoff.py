@@ -76,13 +76,15 @@ def tradeoff(
             "adjacency": str(event.adjacency),
             "unit": str(event.unit),
             **risk.to_dict(),
+            **({"assumption": about.assumption} if about.assumption else {}),
         }
         say(json.dumps(plain(content), indent=2))
     else:
         about.describe()
         say(f"Two data sets to tell apart: {neighbours(event.adjacency, event.unit)}.")
         stdout().print(_table(risk))
-        stdout().print(accountants.table_of(about.history, delta, second_opinion))
+        stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+        about.explain_runs()
         say(_in_terms_of_mu(risk.mu))
 
 
