@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -810,3 +811,188 @@ def test_what_cannot_be_read_is_refused(path: Path) -> None:
     ):
         with pytest.raises(LedgerError, match=reason):
             read(path / name)
+
+
+# Several runs
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_runs_in_turns_have_an_entry_each(kind: str, path: Path) -> None:
+    with MemoryLedger() if kind == "memory" else FileLedger(path) as book:
+        for _ in range(30):
+            book.charge(B, "a")
+            book.charge(B, "b")
+        assert book.history() == [Entry(B, 30), Entry(B, 30)]
+        assert [entry.run for entry in book.history()] == ["a", "b"]
+        assert (book.made("a"), book.made("b"), book.made("c"), book.position) == (30, 30, 0, 60)
+        book.restart("a")
+        book.charge(B, "a")
+        book.charge(B, "b")
+        expected = [("a", 30), ("b", 31), ("a", 1)]
+        assert [(entry.run, entry.count) for entry in book.history()] == expected
+    if kind == "file":
+        assert [(entry.run, entry.count) for entry in read(path).history] == expected
+
+
+def test_runs_in_turns_do_not_cost_an_fsync_each(path: Path, instant: list[int]) -> None:
+    with FileLedger(path) as book:
+        instant.clear()
+        for _ in range(100):
+            book.charge(A, "a")
+            book.charge(A, "b")
+        assert len(instant) <= 2 * (3 + 100 / LEAST_BLOCK) + 1
+
+
+def test_a_crash_spends_the_reservations_of_all_runs(path: Path) -> None:
+    book = FileLedger(path)
+    for _ in range(4):
+        book.charge(B, "a")
+        book.charge(B, "b")
+    crash(book)
+    assert read(path).history == [Entry(B, 7), Entry(B, 7)] and not read(path).clean
+    put(path, path.read_bytes() + b'{"kind":"rese')
+    torn = [Entry(B, 7 + LEAST_BLOCK), Entry(B, 7 + LEAST_BLOCK)]  # whichever of them the line was of
+    assert read(path).history == torn
+    with FileLedger(path) as again:
+        again.charge(B, "a")
+    assert read(path).history == [*torn, Entry(B, 1)]
+
+
+def test_the_last_user_closes(path: Path) -> None:
+    class User:
+        pass
+
+    book, one, other = FileLedger(path), User(), User()
+    assert book.enter("a", one) and book.enter("b", other) and not book.enter("a", other)
+    charge(book, A, 5)
+    book.charge(A, "a")
+    book.leave("a", one)
+    book.charge(A, "b")
+    book.leave("b", other)
+    with pytest.raises(LedgerError, match="closed"):
+        book.charge(A)
+    assert read(path).clean and read(path).position == 7
+
+
+# What a crash costs
+
+
+@settings(max_examples=20, deadline=None)
+@given(n=st.integers(1, 8000))
+def test_a_crash_overstates_by_at_most_two_percent_or_four(n: int) -> None:
+    book = MemoryLedger()
+    charge(book, A, n)
+    reserved = book._book.total
+    assert n <= reserved <= n + max(4, n / 50)
+
+
+def test_a_short_run_loses_little(path: Path, instant: list[int]) -> None:
+    """Killed at step 68 of 141."""
+    file_of(path, (A, 68), close=False)
+    assert read(path).position <= 72
+
+
+# Whether the count is exact
+
+
+def test_a_clean_end_is_exact(path: Path) -> None:
+    file_of(path, (A, 70), (B, 2))
+    assert read(path).exact
+    with FileLedger(path) as book:
+        assert book.exact
+        charge(book, A, 3)
+        assert book.exact and not read(path).exact  # whoever reads it now counts a reservation
+    assert read(path).exact
+
+
+@pytest.mark.parametrize("end", [b"", b'{"kind":"rese'])
+def test_what_a_crash_overstates_is_never_called_exact(path: Path, end: bytes) -> None:
+    data = file_of(path, (A, 82), close=False)
+    put(path, data + end)
+    assert not read(path).exact
+    with FileLedger(path) as book:  # and a clean end afterwards does not change that
+        assert not book.exact
+        charge(book, A, 3)
+    assert read(path).clean and not read(path).exact
+
+
+@pytest.mark.parametrize("later", ["close", "restart", "more"])
+def test_a_charge_in_doubt_is_written_down(later: str, path: Path) -> None:
+    book = FileLedger(path)
+    charge(book, A, 2)
+    book.doubt(book.run)
+    assert not book.exact
+    if later == "restart":
+        book.restart()
+    charge(book, A, 9 if later == "more" else 0)
+    book.close()
+    assert read(path).clean and not read(path).exact
+    with FileLedger(path) as again:
+        assert not again.exact
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_import_is_as_exact_as_what_it_brings(exact: bool, path: Path) -> None:
+    with FileLedger(path) as book:
+        book.import_history([Entry(A, 5)], exact=exact)
+        assert book.exact is exact
+    assert read(path).exact is exact
+
+
+# The file stays where it is
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def replaced(path: Path) -> None:
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+
+
+def shortened(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("harm", [removed, replaced, shortened, moved])
+def test_a_file_that_is_no_longer_there_is_noticed(harm: Callable[[Path], None], path: Path) -> None:
+    book = FileLedger(path)
+    charge(book, A, 4)  # 3 of the block are left: the next ones write nothing
+    harm(path)
+    for call in (
+        lambda: book.charge(A),
+        book.require_in_place,
+        book.restart,
+        lambda: book.describe({"a": 1}),
+    ):
+        with pytest.raises(LedgerError, match=r"run\.ledger was removed, replaced or shortened.*state_dict"):
+            call()
+    assert book.position == 4
+    if harm is moved:
+        path.with_name("elsewhere").rename(path)
+        charge(book, A, 4)
+        book.close()
+        assert read(path).position == 8
+        return
+    with pytest.raises(LedgerError, match="was removed, replaced or shortened"):
+        book.close()
+    with pytest.raises(LedgerError, match="closed"):
+        book.charge(A)
+    FileLedger(path.with_name("new")).close()
+
+
+def test_a_change_of_folder_is_no_change_of_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(path.parent)
+    with FileLedger(path.name) as book:
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        charge(book, A, 9)
+    assert read(path).position == 9

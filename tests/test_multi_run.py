@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import warnings
@@ -165,10 +166,8 @@ def test_threads_cannot_pass_the_budget_together() -> None:
     runs = [private_run(ledger=book, **BUDGET) for _ in range(3)]
 
     def exhaust(model: nn.Module, private: Private) -> None:
-        try:
+        with contextlib.suppress(BudgetExhausted):
             train(model, private, 20)
-        except BudgetExhausted:
-            pass
 
     workers = [threading.Thread(target=exhaust, args=run) for run in runs]
     for worker in workers:
