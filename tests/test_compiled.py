@@ -868,10 +868,10 @@ class Watched(MemoryLedger):
         super().__init__()
         self.model, self.seen, self.refuses = model, [], False
 
-    def charge(self, event: Any) -> None:
+    def charge(self, *arguments: Any) -> None:
         if self.refuses:
             raise OSError("disk full")
-        super().charge(event)
+        super().charge(*arguments)
         self.seen.append(gradients(self.model))
 
 

@@ -32,6 +32,9 @@ class About:
         noise: its kind, "standard" or "secure".
         delta: of the guarantee that the run was made for.
         budget: the epsilon that it may not pass.
+        run: the tag of the run in its ledger.
+        planned: for how many steps its noise was calibrated, or how many it was said to take.
+        noise_multiplier: of all parts together, as it was given or calibrated.
         seeded: whether noise and sampling come from a given seed.
         key: the public id of the noise key that it began with.
         draws: where random layers drew from: "key" of the run, "torch", or "seeded": torch with a seed set by hand.
@@ -49,6 +52,9 @@ class About:
     noise: str | None = None
     delta: float | None = None
     budget: float | None = None
+    run: str | None = None
+    planned: int | None = None
+    noise_multiplier: float | None = None
     seeded: bool | None = None
     key: str | None = None
     draws: str | None = None

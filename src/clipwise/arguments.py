@@ -9,6 +9,7 @@ from typing import TypeGuard
 from clipwise import accounting
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.multi_run import Held
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, Unit
 from clipwise.sampling import Scheme
 from clipwise.secure import require_cipher
@@ -116,8 +117,10 @@ def multiplier_of(
     planned: int | None,
     scheme: Scheme,
     adjacency: Adjacency,
+    unit: Unit,
+    held: Held,
 ) -> float:
-    """z: as given, or the smallest that keeps the planned steps within the budget."""
+    """z: as given, or the smallest that keeps the planned steps, after what the ledger holds, within the budget."""
     if (noise_multiplier is None) == (epsilon is None):
         raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
     if noise_multiplier is not None:
@@ -132,4 +135,7 @@ def multiplier_of(
         raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
     if planned is None:
         raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
-    return accounting.smallest_noise(scheme.event(1.0, adjacency), planned, float(epsilon), delta)
+    event = scheme.event(1.0, adjacency, unit)
+    held.require_fitting(event, epsilon, delta)
+    found = held.noise_for(event, planned, float(epsilon), delta)
+    return accounting.smallest_noise(event, planned, float(epsilon), delta) if found is None else found

@@ -34,6 +34,7 @@ _KINDS = {
     "configuration": Mapping,
     "optimizer": Mapping,
 }
+_NEWER = {"tag", "made", "exact", "plan"}  # older checkpoints have none of these
 _FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", "history", "optimizer"}
 
 
@@ -67,10 +68,14 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
     if not isinstance(stated, int) or stated != FORMAT:
         raise CheckpointError("This is no state_dict of a private run, or one of another format.")
     try:
-        history = [Entry(Event.from_dict(e["event"]), int(e["count"])) for e in state["history"]]
+        history = [
+            Entry(Event.from_dict(e["event"]), int(e["count"]), str(e.get("run", state["run"])))
+            for e in state["history"]
+        ]
         complete = state.keys() >= _FIELDS and sum(e.count for e in history) == state["position"]
         complete = complete and all(isinstance(state[name], kind) for name, kind in _KINDS.items())
         complete = complete and state["optimizer"].keys() >= {"state", "param_groups"}
+        complete = complete and len(state.keys() & _NEWER) in (0, len(_NEWER))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # also from tensors and arrays
         complete = False
     if not complete:

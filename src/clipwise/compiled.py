@@ -226,6 +226,7 @@ class _Captured:
     def step(self, batch: Sequence[Any], piece: Piece) -> bool:
         """Gather a piece that the loader handed out; after the last one of a batch, release and update."""
         private = self._private
+        private._in_step = True
         before = self._begin(piece)
         for rows, count in self._cut(batch, piece.size):
             self._add(rows, count)
@@ -250,13 +251,11 @@ class _Captured:
             self._gather_again(batch, piece.size, before)
         private.loader.consume()
         if not piece.last:
-            self._awaited = private.steps, piece.index_in_batch + 1
+            self._awaited = private._ledger.made(private._tag), piece.index_in_batch + 1
+            private._in_step = False
             return False
-        try:
+        with private._releasing():
             self._release()
-        except BaseException:
-            private.loader.reset()
-            raise
         return True
 
     def _begin(self, piece: Piece) -> list[Tensor] | None:
@@ -268,7 +267,7 @@ class _Captured:
         private, awaited = self._private, self._awaited
         private._partial = None  # nor may an ordinary step go on with what it gathered
         self._awaited = None
-        goes_on = awaited == (private.steps, piece.index_in_batch)
+        goes_on = awaited == (private._ledger.made(private._tag), piece.index_in_batch)
         if piece.index_in_batch == 0:
             if not goes_on:
                 self._clear()
@@ -363,7 +362,7 @@ class _Captured:
         private._advance()
         faults.reached("step.before-grad")
         self._release_graph.replay()
-        self._awaited, self._holds_any = (private.steps, 0), False
+        self._awaited, self._holds_any = (private._ledger.made(private._tag), 0), False
         for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
             if p.grad is not grad:
                 p.grad = grad

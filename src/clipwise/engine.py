@@ -8,11 +8,13 @@ make.py, makes one.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, NoReturn
 from weakref import ref
@@ -28,6 +30,7 @@ from clipwise import (
     faults,
     fingerprint,
     guards,
+    multi_run,
     randomness,
     runs,
     statement,
@@ -98,6 +101,8 @@ class Private:
         noise: str,
         budget: Budget | None,
         delta: float,
+        planned: int | None,
+        multiplier: float,
         ledger: Ledger,
         resume_file: Path | None,
         seed: int | None,
@@ -118,20 +123,20 @@ class Private:
         self._public_statistics, self._views = public_statistics, views
         self._averages, self._penalty = averages, penalty
         self._budget, self._delta = budget, delta
+        self._planned, self._multiplier = planned, multiplier
         self._ledger, self._resume_file = ledger, resume_file
         self._seeded = seed is not None
         # A run that released nothing has nothing to go on with.
         self._must_load = isinstance(ledger, FileLedger) and ledger.existing and ledger.position > 0
-        if ledger.position and not self._must_load:
-            ledger.restart()  # the key of this run is not that of the releases before it
-            if budget is not None:
-                budget.recompute(ledger.history(), event, goes_on=False)
         self._key = NoiseKey.fresh() if seed is None or self._must_load else NoiseKey.from_seed(seed)
         self._key_is_new = True  # the ledger does not have its id
         runs.require_unused(self._key.id, ledger)
+        self._tag = token_hex(8)  # under which this run charges the ledger
+        ledger.enter(self._tag, self)
         self._watch = watch.current()  # an audit that looks on
         self._epoch_secret, self._slot = b"", 0
-        self._followed = ledger.position  # releases whose update was taken in by what follows the weights
+        self._followed = 0  # releases of this run whose update was taken in by what follows the weights
+        self._in_step = False  # a batch is being used, or a step on it has failed
         self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
         self._partial_bounds = self._clipper.bounds
         self._written: dict[str, tuple[Tensor, int]] = {}
@@ -248,14 +253,26 @@ class Private:
                 gathered += clipped[name]
         self.loader.consume()
         if not piece.last:
+            self._in_step = False
             return False
         total, self._partial = self._partial, None
-        try:
+        with self._releasing():
             self._release(total)
+        return True
+
+    @contextmanager
+    def _releasing(self) -> Iterator[None]:
+        """Around a release. If it fails after it was charged, nobody knows how much of it was seen."""
+        made = self._ledger.made(self._tag)
+        try:
+            yield
         except BaseException:
             self.loader.reset()  # the iterator is a step ahead of the key: going on with it would mix them up
+            if self._ledger.made(self._tag) != made:
+                self._ledger.doubt(self._tag)
             raise
-        return True
+        finally:
+            self._in_step = False
 
     def _updated(self, is_released: bool) -> bool:
         """Let the optimizer step on what was released."""
@@ -274,9 +291,10 @@ class Private:
             has_stepped: whether the optimizer says so itself. Fused ones leave no trace that torch counts.
         """
         self._clipper.settle()
-        is_new = self._followed != self._ledger.position
+        made = self._ledger.made(self._tag)
+        is_new = self._followed != made
         is_updated = is_new or has_stepped
-        self._followed = self._ledger.position
+        self._followed = made
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=is_updated)
         self._follow_weights(is_updated)
@@ -370,9 +388,7 @@ class Private:
             self._ledger.describe(self._about().to_dict())
             self._described, self._told_strategy = True, self._strategy_to_tell()
             self._key_is_new = False
-        if self._budget is not None:
-            self._budget.left -= 1  # first: an interrupt in between may only make the budget smaller
-        self._ledger.charge(self._event)
+        self._ledger.charge(self._event, self._tag, self._budget)
 
     def _advance(self) -> None:
         """Forget the secret of this step."""
@@ -394,28 +410,35 @@ class Private:
 
     # ------------------------------------------------------------- what it cost
 
-    def spent(self, delta: float | None = None, accountant: str = "pld") -> Spent:
-        """What all releases so far have cost.
+    def spent(self, delta: float | None = None, accountant: str | None = None) -> Spent:
+        """What all releases so far have cost, of all runs that share the ledger.
 
         Args:
             delta: by default that of the run.
-            accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step.
+            accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step. By default
+                "pld", and "renyi-filter" if other runs have charged the ledger as well: it holds for runs that were
+                configured after releases of others were seen, the others only if all runs were fixed beforehand.
         """
+        self._ledger.require_in_place()
         delta = (
             self._delta if delta is None else accounting.arguments.number("delta", delta, above=0, below=1)
         )
-        key = (self._ledger.position, delta, accountant)
+        history = self._ledger.history()
+        accountant = multi_run.accountant_of(history) if accountant is None else accountant
+        key = (sum(entry.count for entry in history), delta, accountant)
         if key not in self._spent_cache:
-            self._spent_cache = {key: accounting.epsilon_of(self._ledger.history(), delta, accountant)}
+            epsilon = multi_run.epsilon_of(history, delta, accountant, self._ledger.plan)
+            self._spent_cache = {key: epsilon}
         return Spent(
             epsilon=self._spent_cache[key],
             delta=delta,
             adjacency=self._event.adjacency,
             unit=self._event.unit,
             sampling=self._event.sampling,
-            steps=self._ledger.position,
+            steps=sum(entry.count for entry in history),
             accountant=accountant,
             reproducible=self._is_reproducible(),
+            assumption=multi_run.assumption_of(history, accountant),
         )
 
     def parts(self) -> list[Part]:
@@ -462,20 +485,27 @@ class Private:
         return self._clipper.divisor
 
     def tradeoff(self) -> accounting.Tradeoff:
-        """What all releases so far leave to an attacker: the trade-off between false alarms and misses."""
+        """What all releases so far leave to an attacker: the trade-off between false alarms and misses.
+
+        If other runs have charged the ledger as well, it holds if all of them were fixed before the first release.
+        """
         return accounting.tradeoff_of(self._ledger.history())
 
     def statement(self) -> Statement:
         """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file."""
+        self._ledger.require_in_place()
         told = [About.from_dict(about) for about in self._ledger.about]
-        before = told[:-1] if self._described else told  # the last one is of this sitting
+        if self._described:  # the last one of this run is of this sitting
+            told.remove([about for about in told if about.run == self._tag][-1])
         return statement.of_releases(
             self._ledger.history(),
             self._event,
             self._delta,
+            plan=self._ledger.plan,
             run=self._ledger.run,
-            sittings=(*before, self._about()),
+            sittings=(*told, self._about()),
             dataset_size=self._scheme.dataset_size,
+            exact=self._ledger.exact,
         )
 
     # ------------------------------------------------- stopping and going on
@@ -491,12 +521,18 @@ class Private:
         state = {
             "format": checkpoint.FORMAT,
             "run": self._ledger.run,
+            "tag": self._tag,
             "position": self._ledger.position,
+            "made": self._ledger.made(self._tag),
             "slot": self._slot,
             "configuration": self._configuration(),
             "fingerprint": self._fingerprint(),
             "seeded": self._is_reproducible(),
-            "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
+            "history": [
+                {"event": e.event.to_dict(), "count": e.count, "run": e.run} for e in self._ledger.history()
+            ],
+            "exact": self._ledger.exact,
+            "plan": None if self._ledger.plan is None else dict(self._ledger.plan),
             "optimizer": self.optimizer.state_dict(),
             **averaged,
         }
@@ -532,24 +568,23 @@ class Private:
         if self._averages is not None and "averaged" in state:
             self._averages.load_state_dict(state["averaged"])
         if is_new:
-            self._ledger.import_history(history)
+            self._ledger.import_history(history, exact=state.get("exact") is True, plan=state.get("plan"))
+        made = self._take_tag(state)
         self._slot, self._seeded = int(state["slot"]), self._seeded or bool(state["seeded"])
         now = self._fingerprint()
         secrets = checkpoint.take_secrets(self._resume_file) if self._resume_file else None
         goes_on = (
             secrets is not None
-            and self._ledger.position == state["position"]
+            and self._ledger.made(self._tag) == made
             and now == state["fingerprint"]
-            and secrets.matches(
-                state["run"], state["position"], now, self._data_digest(), self._model_digest()
-            )
+            and secrets.matches(state["run"], made, now, self._data_digest(), self._model_digest())
         )
         if secrets is not None and goes_on:
             self._key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
             self._epoch_secret = bytes.fromhex(secrets.epoch)
         else:
             self._key = NoiseKey.fresh()
-            self._ledger.restart()
+            self._ledger.restart(self._tag)
             if self._scheme.sampling is Sampling.SHUFFLED:
                 self._slot = 0
             again = self._ledger.position - int(state["position"])
@@ -560,36 +595,63 @@ class Private:
                 PrivacyWarning,
                 stacklevel=2,
             )
-        if self._budget is not None:
-            # In the middle of an epoch the last entry is that of this key; imported ones are closed.
-            in_epoch = goes_on and not is_new and self._slot > 0
-            self._budget.recompute(self._ledger.history(), self._event, goes_on=in_epoch)
-        self._must_load, self._partial = False, None
         self._described, self._key_is_new = False, is_new or not goes_on
-        self._followed = self._ledger.position
+        self._must_load, self._partial, self._in_step = False, None, False
+        self._followed = self._ledger.made(self._tag)
         self._follow_weights(is_updated=False)  # those that were loaded before
         self._hands.forget()
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=True)  # the model's own state was loaded before
         self.loader.reset()
 
+    def _take_tag(self, state: Mapping[str, Any]) -> int:
+        """Charge under the tag of the run that goes on, and return how many releases the checkpoint has of it.
+
+        A run that releases something else than before was configured anew: it keeps a tag of its own, and so does one
+        whose tag is in use (the run in the checkpoint is still open).
+        """
+        older = state["run"] if self._ledger.run != state["run"] else self._ledger.untagged
+        tag = str(state.get("tag", older))
+        is_same = all(entry.event == self._event for entry in self._ledger.history() if entry.run == tag)
+        if tag != self._tag and is_same and self._ledger.enter(tag, self):
+            self._ledger.leave(self._tag, self)
+            self._tag, self._described = tag, False
+        return int(state.get("made", state["position"]))
+
     def close(self) -> None:
-        """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there."""
+        """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there.
+
+        While an exception is handled, a batch that was drawn and not released stays counted as a step: what it holds
+        may be why there was one.
+        """
+        self._close(sys.exc_info()[1])
+
+    def _close(self, error: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
         if self._stepped is not None:
             self._stepped.remove()
         try:
-            begun = not self._must_load and self._ledger.position > 0
+            self._count_broken_step(error)
+            begun = not self._must_load and self._ledger.made(self._tag) > 0
             # (A forked copy has nothing to leave behind: the run and its secrets are the other process's.)
             if self._resume_file is not None and begun and not self._key.is_forked:
                 checkpoint.write_secrets(self._resume_file, self._secrets())
         finally:
-            self._ledger.close()
             self._key.wipe()
             self._epoch_secret = b""
             self.loader.reset()
+            self._ledger.leave(self._tag, self)
+
+    def _count_broken_step(self, error: BaseException | None) -> None:
+        """Charge the batch that was drawn and not released, if there was an error that it may have led to."""
+        has_failed = self._in_step or self.loader.is_fetching or (error and self.loader.has_open_batch)
+        if not has_failed or self._must_load or self._key.is_forked or isinstance(error, BudgetExhausted):
+            return
+        with suppress(BudgetExhausted):  # nothing is released for it: it must not pass the budget either
+            self._charge()
+        self._ledger.doubt(self._tag)
 
     def __enter__(self) -> Private:
         return self
@@ -597,7 +659,7 @@ class Private:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(error)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Neither copy nor pickle: two runs with one key would put the same noise on two sums."""
@@ -617,7 +679,7 @@ class Private:
         """What going on from here takes."""
         return checkpoint.Secrets(
             run=self._ledger.run,
-            position=self._ledger.position,
+            position=self._ledger.made(self._tag),
             fingerprint=self._fingerprint(),
             data=self._data_digest(),
             model=self._model_digest(),
@@ -751,11 +813,10 @@ class Private:
         }
 
     def _require_budget(self) -> None:
-        if self._budget is not None and self._budget.is_exhausted(self._ledger.history, self._event):
-            raise BudgetExhausted(
-                f"One more step would pass epsilon={self._budget.epsilon:g} at delta={self._budget.delta:g} "
-                f"after {self._ledger.position} steps. Nothing was released for it."
-            )
+        self._in_step = False  # a refusal here has nothing to do with the batch
+        if self._budget is not None:
+            self._ledger.require_allowed(self._budget, self._event, self._tag)
+        self._in_step = True
 
     def _require_fitting(self, configuration: Mapping[str, Any]) -> None:
         """A checkpoint's optimizer state must belong to such parameters and such an optimizer."""
@@ -804,6 +865,9 @@ class Private:
             noise=self._noise,
             delta=self._delta,
             budget=None if self._budget is None else self._budget.epsilon,
+            run=self._tag,
+            planned=self._planned,
+            noise_multiplier=self._multiplier,
             seeded=self._seeded,
             key=self._key.id,
             draws=self._hands.draws or None,

@@ -1,164 +1,29 @@
-"""What has been released. A crash can make the ledger say too much, never too little.
-
-A release is charged *before* any noised value becomes visible. So that a step need not wait for the
-disk, one line reserves a block of releases, which is then used up without touching the file. A clean end
-settles: it states how much of the last block was used. After any other end the whole block is spent.
-"""
+"""Where a ledger is kept: in memory, or in a file. What is charged and how is in ledger_base.py."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TypeAlias, TypeVar
 
 from clipwise import faults
-from clipwise.book import Book, Record, encode, header_line, replay, require_same_run
+from clipwise.book import FORMAT, Book, Record, encode, header_line, replay, require_same_run
 from clipwise.errors import ConfigurationError, LedgerBusyError, LedgerError
 from clipwise.files import sync_folder
-from clipwise.privacy import Entry, Event
+from clipwise.ledger_base import JSON, Ledger
+from clipwise.privacy import Entry
 
-JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
-SomeLedger = TypeVar("SomeLedger", bound="Ledger")
+__all__ = ["JSON", "LARGEST_BLOCK", "FileLedger", "Ledger", "MemoryLedger", "Snapshot", "read"]
 
-# An fsync takes 0.1 ms on the disks tried, and seldom over 1 ms. Shared by 64 steps that is less than 20
-# microseconds a step: 2% of a step of 1 ms. Blocks are 1, 2, 4, ... up to this, so n releases in a row
-# have reserved fewer than 2n and fewer than n + 64. The size follows the count alone: were it chosen by
-# how long steps take, the file would hold something that depends on the batches drawn.
+# The most releases to reserve at once. Until then a reservation is at most 4 releases, or 2% of what its run has
+# made (`Book.next_block`), so a crash after n releases overstates by at most max(4, n / 50). One step in 4 waits for
+# an fsync at first, one in 64 from 3,200 steps on.
 LARGEST_BLOCK = 64
-
-
-class Ledger(ABC):
-    """What has been released, in order. For one process, whose threads may share it."""
-
-    def __init__(self, book: Book) -> None:
-        self._book = book
-        self._event: Event | None = None  # what the reservation in use is for,
-        self._size = 0  # its size,
-        self._left = 0  # and how much of it is not used: it is in the book, but not yet charged
-        self._closed = False
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-
-    @property
-    def run(self) -> str:
-        """The id of the run, random hex."""
-        return self._book.run
-
-    @property
-    def position(self) -> int:
-        """How many releases have been charged, those found when the ledger was opened included."""
-        with self._lock:
-            return self._book.total - self._left
-
-    @property
-    def about(self) -> tuple[Mapping[str, JSON], ...]:
-        """What runs said about themselves with `describe`, in order."""
-        with self._lock:
-            return tuple(self._book.about)
-
-    def history(self) -> list[Entry]:
-        """The releases charged so far, run-length coded, never merged across a restart."""
-        with self._lock:
-            return self._book.entries_without(self._left)
-
-    def charge(self, event: Event) -> None:
-        """Count one release of `event`: when this returns, no crash can undo it.
-
-        Call it before any noised value becomes visible. If it raises, release nothing.
-        """
-        with self._usable():
-            same = event is self._event or event == self._event
-            if not (same and self._left):
-                self._reserve(event, min(2 * self._size, self._book.block) if same else 1)
-            self._left -= 1
-
-    def describe(self, about: Mapping[str, JSON]) -> None:
-        """Keep what a run says about itself: `about` is public, compared with nothing, and charges nothing."""
-        with self._usable():
-            told = json.loads(encode(about))
-            if self._book.about[-1:] != [told]:
-                self._append({"kind": "about", "about": told})
-
-    def restart(self) -> None:
-        """A new noise key begins: what follows is not merged with what came before."""
-        with self._usable():
-            if not self._book.parted:
-                self._give_back()
-                self._append({"kind": "restart"})
-
-    def import_history(self, entries: Sequence[Entry]) -> None:
-        """Charge, all or nothing, what a run released before it goes on in this empty ledger.
-
-        The entries stay as they are, and nothing that follows is merged with them: this ledger was not
-        there, so it cannot know whether the same noise key goes on.
-        """
-        with self._usable():
-            if self._book.total:
-                raise LedgerError(
-                    "import_history: this ledger already holds releases. Continue the checkpoint with a "
-                    "new ledger, or with the one that it was made with."
-                )
-            if any(entry.count < 1 for entry in entries):
-                raise LedgerError("import_history: every entry must count at least one release.")
-            if entries:
-                self._append({"kind": "import", "entries": [[e.event.to_dict(), e.count] for e in entries]})
-
-    def close(self) -> None:
-        """End cleanly: what was reserved and not used is given back. Later charges are refused."""
-        with self._lock:
-            if not self._closed and os.getpid() == self._process:
-                if self._book.reserved:
-                    self._settle()
-                self._release()
-            self._closed = True
-
-    def __enter__(self: SomeLedger) -> SomeLedger:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _usable(self) -> threading.Lock:
-        """The lock to hold while writing, unless nothing may be written."""
-        if os.getpid() != self._process:
-            raise LedgerError(
-                "this ledger was opened by another process, and a forked copy of it (in a data loader's "
-                "worker, say) counts for nobody: charge in the process that opened it."
-            )
-        if self._closed:
-            raise LedgerError("this ledger is closed: open it again before the next release.")
-        return self._lock
-
-    def _reserve(self, event: Event, count: int) -> None:
-        self._give_back()
-        if event not in self._book.ids:
-            self._append({"kind": "event", "id": len(self._book.ids), "event": event.to_dict()})
-        self._append({"kind": "reserve", "event": self._book.ids[event], "count": count})
-        self._event, self._size, self._left = event, count, count
-
-    def _give_back(self) -> None:
-        self._event = None
-        if self._left:
-            self._settle()
-
-    def _settle(self) -> None:
-        left, self._left = self._left, 0  # first: if the line does not get written, the whole block counts
-        self._append({"kind": "settle", "used": self._book.reserved - left})
-
-    @abstractmethod
-    def _append(self, record: Record) -> None:
-        """Make the record last, and only then put it in the book."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Let go of what the ledger is kept in."""
 
 
 class MemoryLedger(Ledger):
@@ -167,6 +32,9 @@ class MemoryLedger(Ledger):
     def __init__(self, run: str | None = None) -> None:
         super().__init__(Book())
         self._append(header_line(run, LARGEST_BLOCK, {}))
+
+    def require_in_place(self) -> None:
+        """A ledger in memory is always in place."""
 
     def _append(self, record: Record) -> None:
         self._book.apply(record)
@@ -183,8 +51,8 @@ class FileLedger(Ledger):
             end cleanly, all that it may have released is counted.
         header: public configuration to keep in the file; must equal that of a run found there.
         join: begin a new run in the file of another: its releases compose with those there.
-        block: for a file that is begun, the most releases to reserve at once, and so the most that a
-            crash overstates by.
+        block: for a file that is begun, the most releases that a run reserves at once, and so the most that a
+            crash overstates it by. It is at most 4 or 2% of what the run has made in any case.
     """
 
     def __init__(
@@ -200,8 +68,12 @@ class FileLedger(Ledger):
         given: Record | None = None if header is None else json.loads(encode(header))
         self.path = Path(path)
         self._file = _open_locked(self.path)
+        self._where = os.path.abspath(path)  # also after a change of the working folder
+        self._identity = os.fstat(self._file.fileno())
+        self._length = 0
         try:
             data = self._file.readall()
+            self._length = len(data)
             self.existing = bool(data) and not join  # a run was found, and is the one to go on with
             book, recovery, _ = replay(data, self.path) if data else (Book(), None, False)
             super().__init__(book)
@@ -212,6 +84,8 @@ class FileLedger(Ledger):
                 require_same_run(book.header, given, self.path)
             if recovery is not None:
                 self._append(recovery, after=b"" if data.endswith(b"\n") else b"\n")
+            if book.format < FORMAT:
+                self._append({"kind": "format", "format": FORMAT})
             if data and join:
                 self._append({"kind": "join", "header": book.header if given is None else given})
         except BaseException:
@@ -223,12 +97,27 @@ class FileLedger(Ledger):
         """The public configuration in the file; the latest, if runs have joined."""
         return self._book.header
 
+    def require_in_place(self) -> None:
+        """Raise LedgerError if the path no longer names the file that is written to, or that has become shorter."""
+        length, there = self._length, None  # first the length: another thread may be writing
+        with contextlib.suppress(OSError):
+            there = os.stat(self._where)
+        if self._closed:
+            return
+        if there is None or not os.path.samestat(there, self._identity) or there.st_size < length:
+            raise LedgerError(
+                f"{self.path} was removed, replaced or shortened while a run writes to it, so what is released would "
+                "be on no file: nothing may be released. Put the file back, and go on. If it is lost, save "
+                "private.state_dict() and load it into a run with a new ledger, which takes over all that was counted."
+            )
+
     def _append(self, record: Record, after: bytes = b"") -> None:
         line = self._book.seal(record)
         data = after + line + b"\n"
         try:
             if self._file.write(data) != len(data):
                 raise OSError("the disk is full")
+            self._length += len(data)
             if record["kind"] == "reserve":
                 faults.reached("ledger.before-fsync")
             os.fsync(self._file.fileno())
@@ -262,8 +151,10 @@ class Snapshot:
         history: the releases, run-length coded, with reservations in full until they are settled.
         position: their number.
         clean: whether the last writer has ended cleanly.
-        torn: whether the last line is torn; if so, the largest block is counted for it.
+        torn: whether the last line is torn; if so, the most that it may stand for is counted.
         about: what the run said about itself each time it began or went on; empty in older files.
+        exact: whether everything that is counted was released.
+        plan: what the first run had planned; None in older files.
     """
 
     run: str
@@ -273,6 +164,8 @@ class Snapshot:
     clean: bool
     torn: bool
     about: tuple[Mapping[str, JSON], ...] = ()
+    exact: bool = True
+    plan: Mapping[str, JSON] | None = None
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
@@ -290,8 +183,10 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     book, recovery, torn = replay(data, path)
     if recovery is not None:
         book.apply(recovery)
-    about = tuple(book.about)
-    return Snapshot(book.run, book.header, book.entries, book.total, recovery is None, torn, about)
+    clean, about = recovery is None, tuple(book.about)
+    return Snapshot(
+        book.run, book.header, book.entries, book.total, clean, torn, about, book.exact and clean, book.plan
+    )
 
 
 def _open_locked(path: Path) -> FileIO:

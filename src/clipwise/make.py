@@ -3,6 +3,7 @@ depend on; what a run does is in engine.py."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import checks, fingerprint, watch
+from clipwise.about import About
 from clipwise.apart import require_apart
 from clipwise.arguments import (
     adjacency_of,
@@ -31,7 +33,8 @@ from clipwise.errors import ConfigurationError, LedgerError
 from clipwise.files import require_writable
 from clipwise.given import plain, require_path
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.ledger import FileLedger, Ledger, MemoryLedger
+from clipwise.ledger import FileLedger, Ledger, MemoryLedger, read
+from clipwise.multi_run import Held
 from clipwise.parts import parts_of
 from clipwise.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
@@ -95,7 +98,8 @@ def make_private(
             part is left out. By default so high that this costs no privacy.
         epochs: how long you will train, or `steps`: what the noise is calibrated for.
         epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned
-            steps just fit; a step beyond what fits raises `BudgetExhausted`.
+            steps just fit; a step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what
+            other runs have charged there, before or meanwhile, counts as well, by a Renyi filter.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
             debugging, and reports epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),
@@ -168,7 +172,10 @@ def make_private(
     require_whole_blocks(scheme.sampling, strategy, unit)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, size)
-    z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation)
+    if watch.current() is not None:  # nothing of a watched run stays
+        ledger = resume_file = None
+    held = _held(ledger)
+    z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation, unit, held)
     statistics = AllPublicStatistics(model)
     statistics.require_complete()
     require_apart(dataset, strategy, statistics)
@@ -180,9 +187,8 @@ def make_private(
     views = _views(averaged_views, strategy)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
+    held.require_fitting(event, epsilon, delta)
     header = {"dataset_size": size, "parameters": fingerprint.of_parameters(parameters)}
-    if watch.current() is not None:  # nothing of a watched run stays
-        ledger = resume_file = None
     if resume_file is not None:
         require_path("resume_file", resume_file)
         require_writable("resume_file", Path(resume_file))
@@ -203,6 +209,8 @@ def make_private(
             noise=noise,
             budget=Budget(epsilon, delta, planned) if epsilon is not None and planned is not None else None,
             delta=delta,
+            planned=planned,
+            multiplier=z,
             ledger=book,
             resume_file=None if resume_file is None else Path(resume_file),
             seed=seed,
@@ -307,6 +315,20 @@ def _require_whole_mini_sets(max_physical_batch_size: int | None, size: float, o
                 else " and use Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
             )
         )
+
+
+def _held(ledger: str | os.PathLike[str] | Ledger | None) -> Held:
+    """What the ledger holds already. One that cannot be read is refused when it is opened."""
+    if isinstance(ledger, Ledger):
+        goes_on = isinstance(ledger, FileLedger) and ledger.existing
+        history, about, plan = ledger.history(), ledger.about, ledger.plan
+    else:
+        goes_on, history, about, plan = True, [], (), None
+        with contextlib.suppress(LedgerError, TypeError, ValueError):
+            if ledger is not None and Path(ledger).is_file():
+                found = read(ledger)
+                history, about, plan = found.history, found.about, found.plan
+    return Held(tuple(history), tuple(About.from_dict(told) for told in about), plan, goes_on)
 
 
 def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str, Any]) -> Ledger:

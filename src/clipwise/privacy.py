@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -153,14 +153,21 @@ class Event:
 
 @dataclass(frozen=True)
 class Entry:
-    """`count` releases of one event in a row.
+    """`count` releases of one event in a row, by one run.
 
-    Two entries are never merged across a change of key: a shuffled epoch that is broken off and begun
+    Two entries are never merged across a change of key or of the run: a shuffled epoch that is broken off and begun
     again takes its units part twice, so each entry of a shuffled event counts ceil(count / period) passes.
+
+    Args:
+        event: the kind of step.
+        count: how many of them.
+        run: the tag of the run that made them; "" if nobody said. It does not take part in comparisons, since a
+            release costs the same whichever run made it.
     """
 
     event: Event
     count: int
+    run: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -237,6 +244,9 @@ class Spent:
 
     `reproducible` marks a run whose noise and samples come from a given seed: no guarantee is claimed for it, and the
     figures are those that it would have with a key from the operating system.
+
+    `assumption` says what the figure rests on besides the accountant: where several runs share a ledger, most
+    accountants need all of them to be fixed before the first release.
     """
 
     epsilon: float
@@ -247,10 +257,12 @@ class Spent:
     steps: int
     accountant: str
     reproducible: bool = False
+    assumption: str = ""
 
     def __str__(self) -> str:
         mark = "no guarantee: seeded; with a fresh key " if self.reproducible else ""
         return (
             f"{mark}epsilon={rounded_up(self.epsilon)} at delta={self.delta:g} ({self.adjacency} of one {self.unit}, "
             f"{self.sampling} sampling, {self.steps} steps, {self.accountant})"
+            + (f", {self.assumption}" if self.assumption else "")
         )

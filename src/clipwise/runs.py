@@ -1,7 +1,7 @@
 """Several runs on the same data: what their ledgers say together.
 
 Whoever sees the releases of two runs sees the releases of both, so their histories compose. That is right if the
-runs share records, and says too much if they share none.
+runs share records, and says too much if they share none. How they are accounted for is in multi_run.py.
 """
 
 from __future__ import annotations

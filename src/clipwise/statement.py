@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from clipwise import accounting, ledger, wording
+from clipwise import ledger, multi_run, wording
 from clipwise.about import About, plain, versions
+from clipwise.accounting.arguments import number
 from clipwise.arguments import delta_of
 from clipwise.errors import LedgerError
 from clipwise.privacy import Entry, Event, Spent, Unit, rounded_up
@@ -37,6 +38,8 @@ class Statement:
         dataset_size: the number of units, which is public; None if not recorded.
         exact: whether just what was released is counted. If a run goes on, or did not end cleanly, its ledger
             counts all that it may have released.
+        if_fixed: epsilon by PLD where several runs share the ledger: it holds if all of them were fixed before the
+            first release. None for a single run.
     """
 
     run: str
@@ -46,6 +49,7 @@ class Statement:
     sittings: tuple[About, ...]
     dataset_size: int | None = None
     exact: bool = True
+    if_fixed: float | None = None
 
     @property
     def about(self) -> About:
@@ -76,6 +80,20 @@ class Statement:
         told = [sitting.noise for sitting in self.sittings]
         return "standard" if "standard" in told else None if None in told or not told else told[-1]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several runs have charged the ledger."""
+        return multi_run.is_shared(self.history)
+
+    @property
+    def budget(self) -> float | None:
+        """The epsilon that no step of any run could pass; None if a run in the ledger has no budget."""
+        if not self.is_shared:
+            return self.about.budget
+        latest = {sitting.run: sitting.budget for sitting in self.sittings}
+        found = [latest.get(entry.run) for entry in self.history]
+        return None if None in found else max(budget for budget in found if budget is not None)
+
     def assumptions(self) -> tuple[str, ...]:
         """What the guarantee rests on and no computation has shown."""
         probed = {
@@ -101,7 +119,9 @@ class Statement:
             found.append(wording.FOLLOWED_METRIC)
         if any(sitting.penalised for sitting in self.sittings):
             found.append(wording.PENALISED)
-        if len(self._releases()) > 1:
+        if self.is_shared:
+            found.append(wording.FIXED_RUNS)
+        elif len(self._releases()) > 1:
             found.append(
                 "how many steps of each kind to take was not decided by looking at what was released"
             )
@@ -121,16 +141,20 @@ class Statement:
             "setting": wording.SETTING,
             "released": wording.released(about.strategy or {}),
             "spent": {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(s).items()},
+            "epsilon_if_runs_were_fixed": self.if_fixed,
             "neighbours": wording.neighbours(s.adjacency, s.unit),
             "dataset_size": self.dataset_size,
-            "history": [{"event": e.event.to_dict(), "count": e.count} for e in self.history],
+            "history": [
+                {"event": e.event.to_dict(), "count": e.count, **({"run": e.run} if self.is_shared else {})}
+                for e in self.history
+            ],
             "attacker": self.risk.to_dict(),
             "parts": None if about.parts is None else [asdict(p) for p in about.parts],
             "expected_batch_size": about.divisor,
             "strategy": about.strategy,
             "arithmetic": about.arithmetic,
             "noise": self.noise,
-            "budget": about.budget,
+            "budget": self.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
             "tuning": wording.TUNING,
@@ -163,6 +187,7 @@ class Statement:
                 "accountant",
                 f"{s.accountant}, an upper bound; steps add up, all parts of a step are one release",
             ),
+            *(("accountant", text) for text in self._of_several_runs()),
             *self._budget(),
             ("attacker", self._attacker()),
             ("tuning", wording.TUNING),
@@ -173,8 +198,8 @@ class Statement:
             ("read with", _listed(versions())),
         ]
         if not self.exact:
-            state = "the run goes on or did not end cleanly: all that it may have released is counted"
-            lines.insert(1, ("state", state))
+            state = "the run goes on or did not end cleanly, or a step failed"
+            lines.insert(1, ("state", f"{state}: all that may have been released is counted"))
         return "\n".join(["Privacy statement", *_labelled(lines)])
 
     def _is_coupled(self) -> bool:
@@ -229,13 +254,28 @@ class Statement:
         divisor = self.about.divisor
         return NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"
 
+    def _of_several_runs(self) -> list[str]:
+        """Which figure holds for runs that share a ledger, and which one under an assumption."""
+        if not self.is_shared:
+            return []
+        runs = len({entry.run for entry in self.history})
+        found = [
+            f"{runs} runs have charged this ledger. The Renyi filter holds also where a run was configured after "
+            "releases of others were seen; its order was fixed before the first release"
+        ]
+        if self.if_fixed is not None:
+            found.append(f"pld: epsilon {rounded_up(self.if_fixed)} {multi_run.IF_FIXED}")
+        return found
+
     def _budget(self) -> list[tuple[str, str]]:
-        budget = self.about.budget
-        return (
-            []
-            if budget is None
-            else [("budget", f"epsilon {budget:g}: a step that would pass it is refused")]
-        )
+        if self.budget is not None:
+            whose = " for all runs together: a step of any of them" if self.is_shared else ": a step"
+            return [("budget", f"epsilon {self.budget:g}{whose} that would pass it is refused")]
+        if self.is_shared and any(sitting.budget is not None for sitting in self.sittings):
+            return [
+                ("budget", "none for the whole ledger: some of its runs have no budget, and are not refused")
+            ]
+        return []
 
     def _attacker(self) -> str:
         found = ", ".join(f"{percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
@@ -255,7 +295,12 @@ class Statement:
 
 
 def of_releases(
-    history: Sequence[Entry], event: Event, delta: float, accountant: str = "pld", **facts: Any
+    history: Sequence[Entry],
+    event: Event,
+    delta: float,
+    accountant: str | None = None,
+    plan: Mapping[str, Any] | None = None,
+    **facts: Any,
 ) -> Statement:
     """The statement of what was released: the figures, and the facts that `Statement` takes besides.
 
@@ -263,11 +308,14 @@ def of_releases(
         history: all releases.
         event: the kind of step to name if there are none yet.
         delta: of the guarantee.
-        accountant: by which it is stated.
+        accountant: by which it is stated; by default PLD for a single run, and the Renyi filter for several.
+        plan: of the first run, for the filter.
     """
     event = history[-1].event if history else event
+    accountant = multi_run.accountant_of(history) if accountant is None else accountant
+    delta = number("delta", delta, above=0, below=1)
     spent = Spent(
-        epsilon=accounting.epsilon_of(history, delta, accountant),
+        epsilon=multi_run.epsilon_of(history, delta, accountant, plan),
         delta=delta,
         adjacency=event.adjacency,
         unit=event.unit,
@@ -275,7 +323,10 @@ def of_releases(
         steps=sum(entry.count for entry in history),
         accountant=accountant,
         reproducible=any(sitting.seeded is True for sitting in facts.get("sittings", ())),
+        assumption=multi_run.assumption_of(history, accountant),
     )
+    if multi_run.is_shared(history):
+        facts["if_fixed"] = multi_run.epsilon_of(history, delta, "pld")
     return Statement(spent=spent, history=tuple(history), risk=Risk.of(history), **facts)
 
 
@@ -300,10 +351,11 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
         found.history,
         found.history[-1].event,
         delta,
+        plan=found.plan,
         run=found.run,
         sittings=sittings,
         dataset_size=size,
-        exact=found.clean,
+        exact=found.exact,
     )
 
 

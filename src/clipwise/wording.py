@@ -26,6 +26,12 @@ TUNING = (
     "well (`clipwise epsilon` counts several ledgers, or a search)"
 )
 
+# Of runs that share a ledger.
+FIXED_RUNS = (
+    "the attacker's figures, and the PLD figure, hold if all runs were fixed before the first release; the guarantee "
+    "holds also for runs that were configured after releases of others were seen"
+)
+
 NO_PUBLIC_DATA = "none is known here"
 TAKEN_AS_PUBLIC = "first weights and constants that come from other data are taken as public"
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise import accounting
-from clipwise.accounting import arguments, calibrate, gaussian, interpret, pld
+from clipwise.accounting import arguments, calibrate, filter, gaussian, interpret, pld
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry
 
@@ -39,6 +39,37 @@ def test_noise_is_enough_and_not_too_much(
     assert interpret.epsilon([Entry(replace(event, noise_multiplier=z), steps)], DELTA) <= epsilon
     assert interpret.epsilon([Entry(replace(event, noise_multiplier=0.995 * z), steps)], DELTA) > epsilon
     assert z == float(f"{z:.4e}")  # rounded to a few digits, as it will be written down
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rate", "steps", "period", "used"),
+    [
+        ("poisson", 0.01, 500, 1, 0.5),
+        ("poisson", 0.2, 10, 1, 0.99),
+        ("fixed-size", 0.01, 500, 1, 0.1),
+        ("shuffled", 0.1, 25, 10, 0.7),
+        ("full", 1.0, 10, 1, 0.999),
+    ],
+)
+def test_noise_after_other_releases_fits_under_the_filter(
+    entry: Make, sampling: str, rate: float, steps: int, period: int, used: float
+) -> None:
+    """The other releases have used such a part of what the filter has for divergences."""
+    event, order, epsilon = entry(sampling, rate, 1.0, 1, period=period).event, 8.0, 2.0
+    has = epsilon - filter.conversion_at(order, DELTA)
+    quiet = entry("full", 1.0, math.sqrt(order / (2 * used * has)), 1, adjacency=event.adjacency)
+    z = calibrate.smallest_noise_after([quiet], event, steps, epsilon, DELTA, order)
+    assert z is not None
+
+    def cost(z: float) -> float:
+        return filter.epsilon_at(order, [quiet, Entry(replace(event, noise_multiplier=z), steps)], DELTA)
+
+    assert cost(z) <= epsilon < cost(0.99 * z)
+
+
+def test_no_noise_is_enough_where_nothing_is_left(entry: Make) -> None:
+    loud = entry("full", 1.0, 0.5, 1)
+    assert calibrate.smallest_noise_after([loud], loud.event, 1, 2.0, DELTA, 8.0) is None
 
 
 def test_without_amplification_the_closed_form_is_met(entry: Make) -> None:

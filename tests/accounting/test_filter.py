@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from clipwise.accounting import Filter, interpret, rdp
 from clipwise.accounting.composition import compose
+from clipwise.accounting.filter import best_order
+from clipwise.accounting.filter import epsilon_at as history_at
 from clipwise.errors import BudgetExhausted, ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
 
@@ -78,6 +80,55 @@ def test_a_shuffled_epoch_is_charged_once(entry: Make) -> None:
     assert (
         budget.allows(replace(event, noise_multiplier=1e3)) is False
     )  # another z begins an epoch of its own
+
+
+def test_an_epoch_that_is_broken_off_is_not_merged_with_the_next(entry: Make) -> None:
+    """Four runs of two steps of an epoch of four: each begins a pass of its own."""
+    event = entry("shuffled", 0.25, 2.0, 1, period=4).event
+    whole, broken = (Filter(50.0, DELTA, order=4) for _ in range(2))
+    for _ in range(4):
+        for _ in range(2):
+            whole.charge(event)
+            broken.charge(event)
+        broken.restart()
+        broken.restart()  # nothing to part
+    assert whole.history == [Entry(event, 8)] and broken.history == [Entry(event, 2)] * 4
+    assert whole.spent == pytest.approx(epsilon_at(4, [Entry(event, 8)]))  # two passes
+    assert broken.spent == pytest.approx(epsilon_at(4, [Entry(event, 16)]))  # four
+    tight = Filter(broken.spent, DELTA, order=4)
+    for _ in range(4):
+        assert tight.allows(event, 2)
+        tight.charge(event, 2)
+        tight.restart()
+    assert not tight.allows(event)
+    with pytest.raises(UnsupportedEventError, match="mixes"):
+        broken.allows(replace(event, adjacency=Adjacency.REPLACE_ONE))
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size", "shuffled"])
+def test_a_history_costs_what_a_filter_was_charged(entry: Make, sampling: str) -> None:
+    one = entry(sampling, 0.1, 2.0, 7, period=10 if sampling == "shuffled" else 1)
+    other = Entry(replace(one.event, noise_multiplier=3.0), 20)
+    budget = Filter(50.0, DELTA, order=6)
+    for part in (one, other, other):
+        budget.charge(part.event, part.count)
+        budget.restart()
+    found = history_at(6, [one, other, other], DELTA)
+    assert budget.spent < found < 1.001 * budget.spent  # a part of delta is kept for cut batches
+    assert history_at(6, [], DELTA) == 0
+    cut = Entry(replace(entry("truncated-poisson", 0.1, 2.0, 9).event, excess=1e-4), 9)
+    assert history_at(6, [cut], DELTA) == math.inf
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.5, 8.0])
+def test_the_best_order_is_that_of_the_plan(entry: Make, epsilon: float | None) -> None:
+    plan = entry("poisson", 0.02, 1.0, 300)
+    order = best_order(plan, DELTA, epsilon)
+    if epsilon is None:
+        assert order == min(rdp.ORDERS, key=lambda o: epsilon_at(o, [plan]))
+    else:
+        assert order == Filter(epsilon, DELTA, plan=[plan]).order
+    assert best_order(Entry(replace(plan.event, noise_multiplier=0.0), 3), DELTA, epsilon) in rdp.ORDERS
 
 
 def test_cut_batches_need_a_plan_that_has_them(entry: Make) -> None:

@@ -38,6 +38,8 @@ _BOOKKEEPING = {
         "engine.py",
         "budget.py",
         "ledger.py",
+        "ledger_base.py",
+        "multi_run.py",
         "book.py",
         "files.py",
         "checkpoint.py",

@@ -12,7 +12,7 @@ STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4  # of the first life, between checkpoi
 
 # How often a point is reached in the first life, with blocks of one release. The fifth checkpoint is the resume file.
 REACHED = {"checkpoint.during-write": STEPS // SAVE_EVERY + 1}
-RESERVATIONS = 4  # with growing blocks: of 1, 2, 4 and 8 releases
+RESERVATIONS = 5  # with growing blocks: of 1, 2, 4, 4 and 4 releases
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,10 @@ def charge_late(private: Private) -> None:
 
     def released(total: Any) -> None:
         waiting: list[Any] = []
-        private._ledger.charge = waiting.append  # type: ignore[method-assign]
+        private._ledger.charge = lambda *charged: waiting.append(charged)  # type: ignore[method-assign,assignment]
         release(total)
         private._ledger.charge = charge  # type: ignore[method-assign]
-        charge(*waiting)
+        charge(*waiting[0])
 
     private._release = released  # type: ignore[method-assign]
 

@@ -1,6 +1,6 @@
 """The inverse questions: how much noise for a budget, how many steps within one, how large a sampling rate.
 
-Every answer is checked with the PLD accountant itself: what is returned satisfies the budget, not what was
+Every answer is checked with the accountant itself: what is returned satisfies the budget, not what was
 searched for. A privacy loss distribution costs up to 0.2 s, so a search begins at a guess and narrows its
 bracket by interpolation: four to ten of them are enough.
 """
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from clipwise.accounting import filter as renyi
 from clipwise.accounting import gaussian, interpret
 from clipwise.accounting.arguments import MOST_STEPS
 from clipwise.accounting.composition import LARGEST_NOISE, compose
@@ -40,9 +41,49 @@ def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> fl
     def cost(z: float) -> float:
         return interpret.epsilon([Entry(replace(event, noise_multiplier=z), steps)], delta)
 
-    good, bad = _around(cost, epsilon, _up(_guess(event, steps, epsilon, delta)), _up)
+    good, bad = _around(cost, epsilon, _up(_guess(event, steps, gaussian.largest_mu(epsilon, delta))), _up)
     assert good is not None  # there is always noise enough
     return _narrow(cost, epsilon, good, bad, _up, _close)
+
+
+def smallest_noise_after(
+    history: Sequence[Entry], event: Event, steps: int, epsilon: float, delta: float, order: float
+) -> float | None:
+    """The smallest noise multiplier with which `steps` events like `event` fit into what a history leaves of a budget.
+
+    By the Renyi filter at `order`, so that the answer holds if the run is planned after earlier releases were seen.
+    None if the history leaves nothing that any noise could do with.
+
+    Args:
+        history: what was released already.
+        event: the kind of step; its own noise multiplier does not matter.
+        steps: how many of them, in a row.
+        epsilon: the budget of all releases together.
+        delta: its delta.
+        order: of the filter.
+    """
+
+    def planned(z: float) -> Entry:
+        return Entry(replace(event, noise_multiplier=z), steps)
+
+    def total(z: float) -> float:
+        return renyi.epsilon_at(order, [*history, planned(z)], delta, budget=epsilon)
+
+    # Divergences add up, so this one may cost what the others leave: nearly a power of z, which the search is made for.
+    held = sum(renyi.divergence_at(order, entry) for entry in history)
+    left = epsilon - renyi.conversion_at(order, delta) - held
+    if not left > 0 or total(LARGEST_NOISE) > epsilon:
+        return None
+
+    def cost(z: float) -> float:
+        return renyi.divergence_at(order, planned(z))
+
+    good, bad = _around(cost, left, _up(_guess(event, steps, math.sqrt(2 * left / order))), _up)
+    assert good is not None  # LARGEST_NOISE is one
+    found = _narrow(cost, left, good, bad, _up, _close)
+    while total(found) > epsilon:  # rounding at most
+        found = _up(found * (1 + TOLERANCE))
+    return found
 
 
 def most_steps(event: Event, epsilon: float, delta: float) -> int:
@@ -160,13 +201,12 @@ def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: 
     return int(_narrow(cost, epsilon, none_of_them, all_of_them, round, lambda a, b: abs(a - b) <= 1))
 
 
-def _guess(event: Event, steps: int, epsilon: float, delta: float) -> float:
-    """The noise at which the privacy losses have the variance of the Gaussian mechanism on the budget.
+def _guess(event: Event, steps: int, mu: float) -> float:
+    """The noise at which the privacy losses have the variance of the Gaussian mechanism with this mu.
 
     Exact if nothing is amplified. Else it is the central limit theorem, which bounds nothing: the search only
     starts here.
     """
-    mu = gaussian.largest_mu(epsilon, delta)
     entry = Entry(replace(event, noise_multiplier=1.0), steps)
     unamplified = compose([entry]).unamplified_mu / mu
     if not compose([entry]).steps:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clipwise.accounting import rdp
+from clipwise.accounting import rdp, truncation
 from clipwise.accounting.arguments import number, whole
 from clipwise.accounting.composition import compose, require_one_guarantee
 from clipwise.errors import BudgetExhausted, ConfigurationError
@@ -77,7 +77,7 @@ class Filter:
     @property
     def spent(self) -> float:
         """The epsilon with which the budget would be used up by what was charged."""
-        return 0.0 if self._open is None else max(0.0, self._epsilon(self._divergence, self._open))
+        return max(0.0, self._epsilon(self._divergence, self._open)) if self.history else 0.0
 
     def allows(self, event: Event, count: int = 1) -> bool:
         """Whether `count` steps of `event` still fit. It charges nothing."""
@@ -86,8 +86,21 @@ class Filter:
             self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
         )
 
+    def restart(self) -> None:
+        """A new noise key, or another run: steps that follow are not merged with those before.
+
+        Call it wherever a shuffled epoch may have been broken off: the next one takes its units part once more, so
+        each stretch of `count` steps between two restarts costs ceil(count / period) passes.
+        """
+        if self._open is not None:
+            self._divergence = self._with_open()
+            self._closed.append(self._open)
+            self._open = None
+
     def charge(self, event: Event, count: int = 1) -> None:
         """Count `count` steps of `event`, before they are made.
+
+        Steps that are alike and follow each other go on with the same epoch, if they are shuffled; see `restart`.
 
         Raises:
             BudgetExhausted: if they do not fit; nothing is counted then. A cheaper step may still fit.
@@ -116,15 +129,19 @@ class Filter:
     def _after(self, event: Event, count: int) -> tuple[float, Entry]:
         """What would be closed and what open: the divergence of the one, rounded up, and the other."""
         further = Entry(event, count)
-        if self._open is None:
-            return 0.0, further
-        if self._open.event == event:
+        if self._open is not None and self._open.event == event:
             return self._divergence, Entry(event, self._open.count + count)
-        require_one_guarantee([self._open, further])
-        return math.nextafter(self._divergence + self._of(self._open), math.inf), further
+        require_one_guarantee([*self.history[-1:], further])
+        return self._with_open(), further
 
-    def _epsilon(self, divergence: float, entry: Entry) -> float:
-        total = divergence + self._of(entry)
+    def _with_open(self) -> float:
+        """The divergence of all that was charged, rounded up."""
+        if self._open is None:
+            return self._divergence
+        return math.nextafter(self._divergence + self._of(self._open), math.inf)
+
+    def _epsilon(self, divergence: float, entry: Entry | None) -> float:
+        total = divergence + (0.0 if entry is None else self._of(entry))
         return total * (1 + rdp.SLACK) + float(self._conversion[self._place])
 
     def _of(self, entry: Entry) -> float:
@@ -135,6 +152,54 @@ class Filter:
         if event.excess == 0:
             return self._excess
         return (self._excess + count * event.excess) * (1 + 2.0**-50)
+
+
+def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: float | None = None) -> float:
+    """The epsilon that a history has used up of a filter at this order, with 0.1% of delta kept for cut batches.
+
+    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. It is
+    infinity if batches are cut more often than the kept part of delta allows.
+
+    Args:
+        order: alpha, one of those that `Filter` takes.
+        history: all that was released; entries are not merged.
+        delta: of the guarantee.
+        budget: the epsilon that must not be passed, if there is one: cut batches are judged at it.
+    """
+    total = compose(history)
+    if total.mu == 0 and not total.steps:
+        return 0.0
+    place = _place_of(order)
+    divergence = float(rdp.divergences(total)[place]) * (1 + rdp.SLACK)
+    found = max(0.0, divergence + conversion_at(order, delta))
+    cut = truncation.added_delta(found if budget is None else max(found, budget), total.excess)
+    return found if cut <= FOR_CUTS * delta else math.inf
+
+
+def conversion_at(order: float, delta: float) -> float:
+    """What `epsilon_at` adds to the divergence."""
+    return float(rdp.conversion(delta * (1 - FOR_CUTS))[_place_of(order)])
+
+
+def divergence_at(order: float, entry: Entry) -> float:
+    """The Renyi divergence of an entry, rounded up."""
+    return float(rdp.divergences(compose([entry]))[_place_of(order)])
+
+
+def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float:
+    """The order to fix for a run that is planned: at which most of such steps fit into epsilon, or at which these steps
+    cost the least if there is no budget. Without noise any order will do."""
+    divergences = rdp.divergences(compose([plan]))
+    usable = np.isfinite(divergences)
+    if not usable.any():
+        return float(rdp.ORDERS[len(rdp.ORDERS) // 2])
+    conversion = rdp.conversion(delta * (1 - FOR_CUTS))
+    with np.errstate(invalid="ignore"):
+        if epsilon is None:
+            badness = divergences + conversion
+        else:
+            badness = -(epsilon - conversion) / divergences
+    return float(rdp.ORDERS[int(np.argmin(np.where(usable, badness, np.inf)))])
 
 
 def _place_of(order: float | None) -> int:

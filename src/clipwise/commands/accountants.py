@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from clipwise import accounting
+from clipwise import accounting, multi_run
 from clipwise.commands.output import rounded_up
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Entry
@@ -32,11 +32,29 @@ SECOND = (
 )
 
 
-def table_of(history: Sequence[Entry], delta: float, second_opinion: bool = False) -> Table:
-    """Every accountant's epsilon at `delta`. The central limit is shown for comparison, and named for what it is."""
+COUNTS = "the one that counts"
+
+
+def table_of(
+    history: Sequence[Entry],
+    delta: float,
+    second_opinion: bool = False,
+    plan: Mapping[str, Any] | None = None,
+) -> Table:
+    """Every accountant's epsilon at `delta`. The central limit is shown for comparison, and named for what it is.
+
+    Of several runs the Renyi filter counts, at the order that follows from the `plan` of the first.
+    """
     table = Table("accountant", f"epsilon at delta {delta:g}", "")
+    is_shared = multi_run.is_shared(history)
+    if is_shared:
+        spent = multi_run.epsilon_of(history, delta, multi_run.FILTER, plan)
+        table.add_row("Renyi filter", rounded_up(spent), COUNTS, style="bold")
     table.add_row(
-        "PLD", rounded_up(accounting.epsilon_of(history, delta)), "the one that counts", style="bold"
+        "PLD",
+        rounded_up(accounting.epsilon_of(history, delta)),
+        "if all runs were fixed beforehand" if is_shared else COUNTS,
+        style=None if is_shared else "bold",
     )
     bounded = set()
     for name, heading, good_for, why_not in (*OTHERS, *((SECOND,) if second_opinion else ())):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from clipwise import accounting, figures
+from clipwise import accounting, figures, multi_run
 from clipwise.accounting import arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.commands import accountants, plan, subject
@@ -75,7 +75,8 @@ def epsilon(
 
     Smaller is more private: below 1 is strong, 1 to 10 is usual for trained models, and far above that little
     is promised. All figures are upper bounds but the one in brackets. PLD is the tight one and the one that
-    counts; RDP is looser and cheap, which is why progress bars show it.
+    counts for a single run; RDP is looser and cheap, which is why progress bars show it. Of several runs the Renyi
+    filter counts: it holds also where a run was configured after releases of another one were seen.
     """
     require_picture(plot)
     if plot is None and plot_kind is not None:
@@ -99,13 +100,15 @@ def epsilon(
     if plot is not None:  # first, because a file that cannot be drawn is refused at once
         _draw(about, delta, plot_kind or Picture.STEPS, plot)
     about.describe()
-    stdout().print(accountants.table_of(about.history, delta, second_opinion))
+    stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+    about.explain_runs()
     _print_each_run(about, delta)
     if at_epsilon is not None:
         found = accounting.delta_of(about.history, at_epsilon)
-        say(f"At epsilon {at_epsilon:g} delta is {rounded_up(found)} (PLD).")
-    cost = accounting.epsilon_of(about.history, delta)
-    curve = accounting.tradeoff_of(about.history)
+        assumption = f", {about.assumption}" if about.assumption else ""
+        say(f"At epsilon {at_epsilon:g} delta is {rounded_up(found)} (PLD{assumption}).")
+    cost = multi_run.epsilon_of(about.history, delta, multi_run.accountant_of(about.history), about.plan)
+    curve = None if about.is_shared else accounting.tradeoff_of(about.history)
     if not about.is_seeded:
         say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
     if repetitions is not None:

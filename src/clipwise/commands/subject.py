@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from clipwise import runs
+from clipwise import multi_run, runs
 from clipwise.accounting import arguments
 from clipwise.commands.naming import naming_options
 from clipwise.commands.output import say
@@ -49,6 +49,32 @@ class Subject:
         """Whether any of the runs had a given seed, so that no guarantee is claimed."""
         return runs.are_seeded(self.runs)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether these are the releases of several runs."""
+        return multi_run.is_shared(self.history)
+
+    @property
+    def plan(self) -> Mapping[str, Any] | None:
+        """That of the first run of the ledger that was named first."""
+        return self.runs[0].found.plan if self.runs else None
+
+    @property
+    def assumption(self) -> str:
+        """What figures other than that of the Renyi filter rest on; "" for a single run."""
+        return multi_run.assumption_of(self.history, "pld")
+
+    def explain_runs(self) -> None:
+        """Print which figure holds for which runs, if there are several."""
+        if not self.is_shared:
+            return
+        order = multi_run.order_of(self.history, self.plan)
+        named = ", with ledgers named in the order in which they were begun" if len(self.runs) > 1 else ""
+        say(
+            f"The Renyi filter (order {order:g}, from the plan of the first run{named}) holds also for runs that were "
+            f"configured after releases of others were seen. All other figures hold {self.assumption}."
+        )
+
     def describe(self) -> None:
         """Print what there is in ledgers, and then the heading."""
         for run in self.runs:
@@ -73,7 +99,8 @@ def subject_of(
             raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")
         found = runs.read(ledgers)
         history = runs.history(found)
-        what = f"run {found[0].found.run}" if len(found) == 1 else f"{len(found)} runs together"
+        count = len({entry.run for entry in history})
+        what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
         return Subject(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
     if noise_multiplier is None:
         raise ConfigurationError("Give --noise-multiplier and the run, or --ledger and a file.")

@@ -77,13 +77,15 @@ def tradeoff(
             "unit": str(event.unit),
             "seeded": about.is_seeded,  # then no guarantee is claimed, and these are the figures with fresh keys
             **risk.to_dict(),
+            **({"assumption": about.assumption} if about.assumption else {}),
         }
         say(json.dumps(plain(content), indent=2))
     else:
         about.describe()
         say(f"Two data sets to tell apart: {neighbours(event.adjacency, event.unit)}.")
         stdout().print(_table(risk))
-        stdout().print(accountants.table_of(about.history, delta, second_opinion))
+        stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+        about.explain_runs()
         say(_in_terms_of_mu(risk.mu))
 
 

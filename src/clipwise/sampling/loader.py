@@ -93,6 +93,7 @@ class PrivateLoader:
         if scheme.has_random_size or self._cut.may_be_empty:
             fetcher.empty()  # it may be drawn at any step: if it cannot be made, say so before the first
         self.current: Piece | None = None
+        self.is_fetching = False  # a batch is being fetched, or that has failed
         self._scheme = scheme
         self._fetcher = fetcher
         self._secrets = secrets
@@ -116,7 +117,7 @@ class PrivateLoader:
     def reset(self) -> None:
         """Forget what was handed out and end every iterator: the next one starts at the next step."""
         self._turn += 1
-        self.current = None
+        self.current, self.is_fetching = None, False
 
     def awaited(self) -> Piece:
         """The piece that was handed out and whose losses are due."""
@@ -132,6 +133,12 @@ class PrivateLoader:
         """Whether a piece was handed out whose losses are due."""
         return self.current is not None and not self.current.consumed
 
+    @property
+    def has_open_batch(self) -> bool:
+        """Whether a batch was handed out that was not used to its end."""
+        piece = self.current
+        return piece is not None and not (piece.consumed and piece.last)
+
     def consume(self) -> Piece:
         """Mark the current piece as used, once, and return it."""
         piece = self.awaited()
@@ -141,10 +148,11 @@ class PrivateLoader:
     def _hand_out(self, turn: int) -> Iterator[Any]:
         self._require_turn(turn)
         fetched = self._fetch_ahead() if self._num_workers or self._pin_memory else self._fetch()
+        self.is_fetching = True
         for piece, batch in fetched:
             if self._prepare is not None:
                 batch = self._prepare(batch, piece)
-            self.current = piece
+            self.current, self.is_fetching = piece, False
             yield batch
             self._require_turn(turn)
             if not piece.consumed:
@@ -152,6 +160,8 @@ class PrivateLoader:
                     "The previous batch was drawn but private.step was not called on it: a batch may not be "
                     "skipped by what it holds. Step on every batch; to look at one, use next(iter(loader))."
                 )
+            self.is_fetching = True
+        self.is_fetching = False
 
     def _require_turn(self, turn: int) -> None:
         if turn != self._turn:
