@@ -25,6 +25,16 @@ def test_histories_follow_each_other_and_epochs_are_not_merged(tmp_path: Path) -
     assert accounting.epsilon_of(history, 1e-5) > accounting.epsilon_of([Entry(SHUFFLED, 4)], 1e-5)
 
 
+def test_a_run_that_went_on_in_two_ledgers_is_two_runs(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with FileLedger(tmp_path / name) as book:
+            book.import_history([Entry(EVENT, 3, "run")])
+            book.charge(EVENT, "run")
+    history = runs.history(runs.read([tmp_path / "a", tmp_path / "b"]))
+    assert [entry.count for entry in history] == [3, 1, 3, 1]
+    assert len({entry.run for entry in history}) == 2
+
+
 @settings(max_examples=10)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3))
 def test_a_total_is_never_below_any_of_its_runs(counts: list[int]) -> None:

@@ -450,7 +450,7 @@ class Private:
 
     @property
     def steps(self) -> int:
-        """How many releases are counted so far."""
+        """How many releases the ledger counts so far, those of other runs that share it included."""
         return self._ledger.position
 
     @property
@@ -646,10 +646,12 @@ class Private:
 
     def _count_broken_step(self, error: BaseException | None) -> None:
         """Charge the batch that was drawn and not released, if there was an error that it may have led to."""
-        has_failed = self._in_step or self.loader.is_fetching or (error and self.loader.has_open_batch)
+        is_open = error is not None and self.loader.has_open_batch
+        has_failed = self._in_step or self.loader.is_fetching or is_open
         if not has_failed or self._must_load or self._key.is_forked or isinstance(error, BudgetExhausted):
             return
-        with suppress(BudgetExhausted):  # nothing is released for it: it must not pass the budget either
+        # Nothing is released for it, so it must not pass the budget. A ledger that has failed counts its whole block.
+        with suppress(BudgetExhausted, LedgerError):
             self._charge()
         self._ledger.doubt(self._tag)
 

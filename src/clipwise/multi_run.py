@@ -21,7 +21,7 @@ from clipwise.privacy import Entry, Event, rounded_up
 
 FILTER = "renyi-filter"
 IF_FIXED = "if all runs were fixed before the first release"
-DEFAULT_DELTA = 1e-5  # of a plan that names none
+DEFAULT_DELTA, DEFAULT_EPOCHS = 1e-5, 10  # of a plan that names none
 
 
 def is_shared(history: Sequence[Entry]) -> bool:
@@ -44,10 +44,10 @@ def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
 
     Args:
         history: all releases. Only the kind of the first one counts.
-        plan: `Ledger.plan`. A run without a budget or a length counts as one epoch.
+        plan: `Ledger.plan`. What it does not say is filled in by constants.
     """
     plan, event = plan or {}, history[0].event
-    steps = plan.get("planned") or max(1, round(1 / event.sample_rate))
+    steps = plan.get("planned") or round(DEFAULT_EPOCHS / event.sample_rate)
     return best_order(Entry(event, steps), plan.get("delta") or DEFAULT_DELTA, plan.get("budget"))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipwise import ledger
@@ -57,8 +57,11 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
 
 def history(runs: Sequence[Run]) -> list[Entry]:
-    """All releases of all runs, one run after the other."""
-    return [entry for run in runs for entry in run.found.history]
+    """All releases of all runs, one ledger after the other.
+
+    A run that went on from one checkpoint in two ledgers counts as two: its tag is made that of the file.
+    """
+    return [replace(entry, run=f"{run.found.run}/{entry.run}") for run in runs for entry in run.found.history]
 
 
 def are_seeded(runs: Sequence[Run]) -> bool:

@@ -157,7 +157,7 @@ class Statement:
             "budget": self.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
-            "tuning": wording.TUNING,
+            "tuning": self._tuning(),
             "public_data": wording.public_data(self.about.strategy or {}, self.about.public_statistics),
             "assumptions": self.assumptions(),
             "not_covered": wording.not_covered(s.unit, self.noise),
@@ -190,7 +190,7 @@ class Statement:
             *(("accountant", text) for text in self._of_several_runs()),
             *self._budget(),
             ("attacker", self._attacker()),
-            ("tuning", wording.TUNING),
+            ("tuning", self._tuning()),
             ("public data", wording.public_data(self.about.strategy or {}, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
@@ -201,6 +201,10 @@ class Statement:
             state = "the run goes on or did not end cleanly, or a step failed"
             lines.insert(1, ("state", f"{state}: all that may have been released is counted"))
         return "\n".join(["Privacy statement", *_labelled(lines)])
+
+    def _tuning(self) -> str:
+        runs = len({entry.run for entry in self.history})
+        return wording.TUNING.format(these=f"{runs} runs" if runs > 1 else "one run")
 
     def _is_coupled(self) -> bool:
         """Whether mini-sets were clipped as a whole, so that examples need not be independent."""

@@ -22,7 +22,7 @@ STATISTICS_OF = "statistics of "  # how the part of a layer is called
 RELEASED_STATISTICS = "noised statistics of batch norm layers, and so what they use in evaluation"
 
 TUNING = (
-    "not accounted: this is the cost of one run, and other runs on the same data, tried and thrown away, cost as "
+    "not accounted: this is the cost of {these}, and other runs on the same data, tried and thrown away, cost as "
     "well (`clipwise epsilon` counts several ledgers, or a search)"
 )
 
