@@ -57,6 +57,15 @@ class AveragedParameters:
         """Whether the model has the averages for its parameters now, see `applied`."""
         return self._is_applied
 
+    def names_in_model(self) -> set[str]:
+        """The names of what is averaged, if the model has the averages for all of it now; else none."""
+        parameters = self._parameters()
+        is_there = parameters.keys() == self._averages.keys() and all(
+            torch.equal(parameters[name], average.to(parameters[name]))
+            for name, average in self._averages.items()
+        )
+        return set(self._averages) if is_there else set()
+
     @torch.no_grad()
     def update(self) -> None:
         """Take in the parameters as they are now, after a step."""

@@ -12,6 +12,8 @@ The file is text that only ever grows. A line is a JSON object, a space and a ch
     join        another run goes on in this file, under its own header; also a restart
     import      the history of a run whose checkpoint goes on here; also a restart
     about       what a run says about itself, for a statement: how it clips, which software it runs on
+    declared    a change of the weights that no release made, as the user declared it: public, not verified
+    closed      a run ended, and whether the model's weights were then what its releases left
 
 A checksum is the hash of the one before it and of its own line, so a line that was changed, removed or
 moved is found. It holds no secret: it shows damage and careless edits, not a forger who computes it
@@ -46,6 +48,10 @@ class Book:
         self.block = 0
         self.header: Record = {}
         self.about: list[Record] = []
+        self.declared: list[tuple[str, str]] = []  # kind and reason
+        self.verified: bool | None = (
+            None  # the weights, at the end of the last run; None while it is not closed
+        )
         self.ids: dict[Event, int] = {}
         self.latest: Event | None = None  # the event last named
         self.entries: list[Entry] = []
@@ -100,7 +106,13 @@ class Book:
                 self.run, self.block, self.header = record["run"], record["block"], record["header"]
             case "event":
                 self._define(Event.from_dict(record["event"]))
+            case "declared":
+                self.declared.append((str(record["update"]), str(record["reason"])))
+                self.verified = None
+            case "closed":
+                self.verified = bool(record["verified"])
             case "reserve":
+                self.verified = None
                 self._add(self._events[record["event"]], record["count"])
                 self.reserved = record["count"]
             case "settle":
@@ -117,6 +129,7 @@ class Book:
                 self.header = record["header"]
                 self._part()
             case "import":
+                self.verified = None
                 for event, count in record["entries"]:
                     self._part()
                     self._add(self._define(Event.from_dict(event)), count)

@@ -22,7 +22,7 @@ from clipwise.files import replace_file, sync_folder
 from clipwise.given import plain, require_path
 from clipwise.privacy import Entry, Event
 
-FORMAT = 1
+FORMAT = 2  # 2: digests of the weights, and declared updates
 _KINDS = {
     "run": str,
     "position": int,
@@ -31,8 +31,10 @@ _KINDS = {
     "seeded": bool,
     "configuration": Mapping,
     "optimizer": Mapping,
+    "weights": Mapping,
+    "declared": list,
 }
-_FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", "history", "optimizer"}
+_FIELDS = {*_KINDS, "history"}
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:

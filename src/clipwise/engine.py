@@ -9,18 +9,17 @@ make.py, makes one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch
+from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards, statement, watch, wording
 from clipwise.about import About, versions
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
@@ -38,6 +37,7 @@ from clipwise.errors import (
 )
 from clipwise.given import plain
 from clipwise.gradients import opaque
+from clipwise.known import require_known
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger
 from clipwise.noise import NoiseKey
@@ -60,6 +60,8 @@ from clipwise.sampling import (
     Scheme,
 )
 from clipwise.statement import Statement
+from clipwise.validation import training_loop
+from clipwise.validation.model_state import ModelState
 from clipwise.watch import watched
 
 
@@ -120,18 +122,22 @@ class Private:
         self._followed = ledger.position  # releases whose update was taken in by what follows the weights
         self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
         self._partial_bounds = self._clipper.bounds
-        self._written: dict[str, tuple[Tensor, int]] = {}
-        self._remember_written()  # what an earlier run left in .grad: nobody uses it
+        self._released = training_loop.ReleasedGradients(parameters)
+        self._released.remember()  # what an earlier run left in .grad: nobody uses it
         self._named = {name for name, _ in model.named_parameters()}
         self._buffers = checks.BufferGuard(model)
         self._hands = guards.Watch(model, optimizer)
-        guards.require_alone(self, parameters)
+        other = guards.require_alone(self, parameters)
+        self._state: ModelState = ModelState(model) if other is None else other._state
+        self._has_foreign_step = self._is_own_step = False
+        self._warned: set[str] = set()
+        self._verified_at_close = False
         self._independence = checks.IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
         self._closed = False
-        self._stepped = None if public_statistics is None else _told_of_steps(optimizer, self)
+        self._step_hooks: list[RemovableHandle] = training_loop.watch_steps(optimizer, self)
         self.loader = PrivateLoader(
             scheme if self._watch is None else watched(scheme, partial(self._watch.kept, self)),
             Fetcher(dataset, collate_fn),
@@ -150,7 +156,7 @@ class Private:
 
         Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
         """
-        return self._updated(self.backward(losses, outputs))
+        return self._updated(self._backward(losses, outputs))
 
     def step_sets(self, batch: Any) -> bool:
         """The step of a strategy with a `local_update`, which is called on the batch; then as `step`.
@@ -190,11 +196,19 @@ class Private:
         Raises:
             BudgetExhausted: if the release would pass the budget; nothing is released then.
         """
+        is_complete = self._backward(losses, outputs)
+        if is_complete:
+            self._released.remember(keeps_sample=True)
+        return is_complete
+
+    def _backward(self, losses: Tensor, outputs: Tensor | None) -> bool:
         piece = self._require_open().awaited()
         self._require_no_local_update("private.step")
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
+        if not self._described:
+            training_loop.require_no_loss_scaling(losses)
         with opaque.explained():
             if self._independence is not None:
                 self._independence.examine(losses)
@@ -207,13 +221,12 @@ class Private:
         """Before anything is computed from a piece of a batch."""
         self._require_untouched()
         self._require_budget()
-        if piece.index_in_batch == 0:
-            self._hands.at_batch()
+        self._released.require_used()
+        if piece.last:
+            self._require_verified(self._state.changed_before_update())
         if self._hands.before_step():
             self._described = False  # the next release says so in the ledger
-        for p in self._parameters.values():
-            p.grad = None  # what is there was released and used before: its memory is needed
-        self._written.clear()
+        self._released.clear()
         if self._clipper.draws:
             self._clipper.secret = self._key.derive(f"clipper/{piece.index_in_batch}")
 
@@ -246,11 +259,41 @@ class Private:
         """Let the optimizer step on what was released."""
         if is_released:
             faults.reached("step.before-update")
-            self.optimizer.step()
-            self._remember_written()
-            self._follow_update()  # so that the model can be evaluated as it is
-            self._hands.after_update()
+            self._update(self.optimizer.step)
         return is_released
+
+    def _update(self, step: Callable[[], object]) -> None:
+        """Update the weights by what was released; whatever that changes is a result of the release."""
+        self._state.is_updating = True
+        try:
+            step()
+            self._released.is_unused = False
+            self._released.remember()
+            self._follow_update()  # so that the model can be evaluated as it is
+        finally:
+            self._state.is_updating = False
+            self._state.take()
+
+    def _before_user_step(self, has_closure: bool) -> None:
+        """The optimizer is about to step, and it was not the run that called it."""
+        if self._state.is_updating:
+            return
+        warning = training_loop.FOREIGN if has_closure else self._released.warning()
+        is_foreign = warning == training_loop.FOREIGN
+        self._has_foreign_step |= is_foreign
+        if warning is not None and warning not in self._warned:
+            self._warned.add(warning)
+            warnings.warn(warning, PrivacyWarning, stacklevel=4)
+        self._is_own_step = not is_foreign and not self._state.changed_before_update()
+
+    def _after_user_step(self) -> None:
+        """It has stepped. Only on released gradients, and from verified weights, is the result one of this run."""
+        if self._state.is_updating:
+            return
+        self._follow_update(has_stepped=True)
+        if self._is_own_step:
+            self._released.is_unused = False
+            self._state.take()
 
     def _follow_update(self, has_stepped: bool = False) -> None:
         """Bring up to date what follows the released weights, once an optimizer has moved them, or anybody else.
@@ -312,9 +355,11 @@ class Private:
             p.grad = laid_as(p, gradients[name])
         if self._penalty is not None:
             add_penalty(self._penalty, self._model, self._parameters)
-        self._remember_written()
-        self._hands.released()
+        self._released.remember()
+        self._released.is_unused = True
         self._learn(noised_sums)
+        if self._state.was_counted():
+            self._state.take()  # statistics of layers were learned from the release
 
     def _learn(self, means: Mapping[str, Tensor]) -> None:
         """Let the strategy adapt to what was released, and the noise to the strategy."""
@@ -358,6 +403,7 @@ class Private:
             delta: by default that of the run.
             accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step.
         """
+        self._require_verified(self._state.changed())
         delta = (
             self._delta if delta is None else accounting.arguments.number("delta", delta, above=0, below=1)
         )
@@ -419,10 +465,16 @@ class Private:
 
     def tradeoff(self) -> accounting.Tradeoff:
         """What all releases so far leave to an attacker: the trade-off between false alarms and misses."""
+        self._require_verified(self._state.changed())
         return accounting.tradeoff_of(self._ledger.history())
 
     def statement(self) -> Statement:
-        """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file."""
+        """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file.
+
+        Raises:
+            StepError: if the model's parameters and buffers are not what the last release, or `make_private`, left.
+        """
+        changed = self._require_verified(self._state.changed(looks_inside=True))
         told = [About.from_dict(about) for about in self._ledger.about]
         before = told[:-1] if self._described else told  # the last one is of this sitting
         return statement.of_releases(
@@ -432,7 +484,48 @@ class Private:
             run=self._ledger.run,
             sittings=(*before, self._about()),
             dataset_size=self._scheme.dataset_size,
+            declared=self._ledger.declared,
+            weights=wording.CHANGED_SINCE if changed else wording.VERIFIED,
         )
+
+    def declare_update(self, kind: str, reason: str) -> None:
+        """Declare a change of the model's weights that no release of this run made, so that the run goes on from them.
+
+        Nothing is verified. The ledger keeps the declaration, and every statement prints it as an assertion of yours.
+
+        Args:
+            kind: "public": computed from public data alone, such as statistics of normalization layers that were set
+                from public batches; "post-processing": from released values alone, such as averaged or pruned weights.
+            reason: what was changed and from what, in a few words. It is public.
+        """
+        require_known("kind", kind, training_loop.DECLARED)
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConfigurationError("reason must be a text that says what was changed, and from what.")
+        self._require_open()
+        self._require_loaded()
+        self._ledger.declare(kind, " ".join(reason.split()))
+        self._accept_weights()
+
+    def _accept_weights(self) -> None:
+        """From now on the model is as it should be."""
+        self._has_foreign_step = self._released.is_unused = False
+        self._warned.discard(training_loop.FOREIGN)
+        self._state.accept()
+
+    def _require_verified(self, changed: Sequence[str]) -> bool:
+        """Refuse a model that is not what the run left, given the names of what was changed in it.
+
+        Returns whether it is another one now that the run is closed, and was not before.
+        """
+        if self._closed and self._verified_at_close:
+            return bool(changed)
+        if changed and self._averages is not None and set(changed) <= self._averages.names_in_model():
+            if not self._averages.is_applied:
+                self._state.take()  # averages that were copied into the model for good
+            changed = []
+        if changed or self._has_foreign_step:
+            raise StepError(training_loop.unverified(changed))
+        return False
 
     # ------------------------------------------------- stopping and going on
 
@@ -442,6 +535,11 @@ class Private:
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
         self._require_own_weights()
+        if self._require_verified(self._state.changed(looks_inside=True)):
+            raise StepError(
+                "The model was changed after the private run was closed: a checkpoint of its weights would "
+                "not be of this run. Save private.state_dict() before that."
+            )
         # First, for it follows the weights, and what is told below with it.
         averaged = {} if self._averages is None else {"averaged": self.averaged.state_dict()}
         state = {
@@ -454,6 +552,8 @@ class Private:
             "seeded": self._seeded,
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self._ledger.history()],
             "optimizer": self.optimizer.state_dict(),
+            "weights": self._state.save(),
+            "declared": [list(update) for update in self._ledger.declared],
             **averaged,
         }
         found: dict[str, Any] = plain(state)  # a learning rate may be numpy's
@@ -480,6 +580,11 @@ class Private:
                 "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
                 "make_private the complete ledger."
             )
+        if differing := self._state.differing(state["weights"]):
+            raise CheckpointError(
+                f"The model does not hold the weights of the checkpoint: {differing[0]!r} is another. Load the model's "
+                "own state before this one: model.load_state_dict(...), then private.load_state_dict(...)."
+            )
         # First, because what is loaded here is a part of the configuration. Another strategy begins anew.
         strategy, mine = state["configuration"].get("strategy", {}), self._strategy.describe()
         if mine.items() <= strategy.items() and self._clipper.load_state_dict(strategy):
@@ -489,6 +594,8 @@ class Private:
             self._averages.load_state_dict(state["averaged"])
         if is_new:
             self._ledger.import_history(history)
+            for kind, reason in state["declared"]:
+                self._ledger.declare(kind, reason)
         self._slot, self._seeded = int(state["slot"]), self._seeded or bool(state["seeded"])
         now = self._fingerprint()
         secrets = checkpoint.take_secrets(self._resume_file) if self._resume_file else None
@@ -523,28 +630,43 @@ class Private:
         self._must_load, self._partial = False, None
         self._followed = self._ledger.position
         self._follow_weights(is_updated=False)  # those that were loaded before
-        self._hands.forget()
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=True)  # the model's own state was loaded before
+        self._accept_weights()
         self.loader.reset()
 
     def close(self) -> None:
-        """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there."""
+        """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there.
+
+        Raises:
+            StepError: if the model's parameters and buffers are not what the last release, or `make_private`, left. The
+                run is closed all the same.
+        """
         if self._closed:
             return
-        self._closed = True
-        if self._stepped is not None:
-            self._stepped.remove()
+        unverified = self._error_of_weights()
+        self._closed, self._verified_at_close = True, unverified is None
+        for hook in self._step_hooks:
+            hook.remove()
         try:
             begun = not self._must_load and self._ledger.position > 0
             # (A forked copy has nothing to leave behind: the run and its secrets are the other process's.)
             if self._resume_file is not None and begun and not self._key.is_forked:
                 checkpoint.write_secrets(self._resume_file, self._secrets())
         finally:
-            self._ledger.close()
+            self._ledger.close(None if self._must_load else unverified is None)
             self._key.wipe()
             self._epoch_secret = b""
             self.loader.reset()
+        if unverified is not None and not self._must_load:
+            raise unverified
+
+    def _error_of_weights(self) -> StepError | None:
+        try:
+            self._require_verified(self._state.changed(looks_inside=True))
+        except StepError as error:
+            return error
+        return None
 
     def __enter__(self) -> Private:
         return self
@@ -552,7 +674,13 @@ class Private:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except StepError:
+            if (
+                error is None
+            ):  # else that one is what went wrong; the ledger records that the weights were not verified
+                raise
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Neither copy nor pickle: two runs with one key would put the same noise on two sums."""
@@ -596,16 +724,11 @@ class Private:
     def _hand_out(self, batch: Any) -> Any:
         self._require_open()
         self._require_loaded()
-        self._hands.at_draw()
-        self._follow_update()  # for whoever steps the optimizer on their own
-        if self._is_local() and (learned := self._buffers.changed_statistics()):
-            warnings.warn(
-                f"Running statistics of {', '.join(map(repr, learned))} were changed since the last batch was drawn. "
-                "If a forward pass of the model learned them from private data, they leave with it without any noise: "
-                "call model.eval() before such a pass, and set them from public data before the model is used.",
-                PrivacyWarning,
-                stacklevel=2,
-            )
+        training_loop.require_one_process()
+        self._require_verified(self._state.changed())
+        self._follow_update()
+        if self._state.was_counted():
+            self._state.take()  # weights were clipped, or frozen entries put back
         self._buffers.remember()
         if self._independence is not None:
             batch = self._independence.mark(batch)
@@ -674,16 +797,13 @@ class Private:
                     f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
                     "with an optimizer that holds the new one."
                 )
-            if name in self._parameters and (grad := p.grad) is not None:
-                written = self._written.get(name)
-                foreign = written is None or grad is not written[0] or grad._version != written[1]
-                if foreign and bool(grad.any()):  # zero_grad(set_to_none=False) leaves zeros
-                    raise StepError(
-                        f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
-                        "backward() on the losses, leave that out: it is not private. If you changed .grad "
-                        "after private.backward, or another private run trains this model too, call "
-                        "optimizer.zero_grad() after the update."
-                    )
+            if name in self._parameters and p.grad is not None and self._released.is_foreign(name, p.grad):
+                raise StepError(
+                    f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
+                    "backward() on the losses, leave that out: it is not private. If you changed .grad "
+                    "after private.backward, or another private run trains this model too, call "
+                    "optimizer.zero_grad() after the update."
+                )
 
     def _is_local(self) -> bool:
         return isinstance(self._strategy, Batch) and self._strategy.local_update is not None
@@ -694,13 +814,6 @@ class Private:
                 f"{called} has no use for losses with Batch(..., local_update=f), which computes its own: call "
                 "private.step_sets(batch) with the batch that private.loader handed out."
             )
-
-    def _remember_written(self) -> None:
-        self._written = {
-            name: (grad, grad._version)
-            for name, p in self._parameters.items()
-            if (grad := p.grad) is not None
-        }
 
     def _require_budget(self) -> None:
         if self._budget is not None and self._budget.is_exhausted(self._ledger.history, self._event):
@@ -785,21 +898,6 @@ class Private:
 
     def _ledger_name(self) -> str:
         return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"
-
-
-def _told_of_steps(optimizer: torch.optim.Optimizer, private: Private) -> RemovableHandle:
-    """Let a run follow each update, also where the loop steps the optimizer itself and evaluates right after.
-
-    The optimizer does not hold the run: it may be copied, pickled and live longer.
-    """
-    run = ref(private)
-
-    def follow(*_: object) -> None:
-        followed = run()
-        if followed is not None:
-            followed._follow_update(has_stepped=True)
-
-    return optimizer.register_step_post_hook(follow)
 
 
 def _plain(value: Any) -> Any:

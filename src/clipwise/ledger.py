@@ -63,6 +63,12 @@ class Ledger(ABC):
         with self._lock:
             return tuple(self._book.about)
 
+    @property
+    def declared(self) -> tuple[tuple[str, str], ...]:
+        """Kind and reason of every update that a user declared with `declare`, in order."""
+        with self._lock:
+            return tuple(self._book.declared)
+
     def history(self) -> list[Entry]:
         """The releases charged so far, run-length coded, never merged across a restart."""
         with self._lock:
@@ -85,6 +91,11 @@ class Ledger(ABC):
             told = json.loads(encode(about))
             if self._book.about[-1:] != [told]:
                 self._append({"kind": "about", "about": told})
+
+    def declare(self, kind: str, reason: str) -> None:
+        """Keep that the user declared a change of the weights which no release made. It is public."""
+        with self._usable():
+            self._append({"kind": "declared", "update": kind, "reason": reason})
 
     def restart(self) -> None:
         """A new noise key begins: what follows is not merged with what came before."""
@@ -110,12 +121,18 @@ class Ledger(ABC):
             if entries:
                 self._append({"kind": "import", "entries": [[e.event.to_dict(), e.count] for e in entries]})
 
-    def close(self) -> None:
-        """End cleanly: what was reserved and not used is given back. Later charges are refused."""
+    def close(self, verified: bool | None = None) -> None:
+        """End cleanly: what was reserved and not used is given back. Later charges are refused.
+
+        Args:
+            verified: whether a run that ends found the model's weights to be what its releases left.
+        """
         with self._lock:
             if not self._closed and os.getpid() == self._process:
                 if self._book.reserved:
                     self._settle()
+                if verified is not None:
+                    self._append({"kind": "closed", "verified": verified})
                 self._release()
             self._closed = True
 
@@ -264,6 +281,8 @@ class Snapshot:
         clean: whether the last writer has ended cleanly.
         torn: whether the last line is torn; if so, the largest block is counted for it.
         about: what the run said about itself each time it began or went on; empty in older files.
+        declared: kind and reason of changes of the weights that a user declared.
+        verified: whether the weights were what the releases left when the last run was closed; None if it was not.
     """
 
     run: str
@@ -273,6 +292,8 @@ class Snapshot:
     clean: bool
     torn: bool
     about: tuple[Mapping[str, JSON], ...] = ()
+    declared: tuple[tuple[str, str], ...] = ()
+    verified: bool | None = None
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
@@ -290,8 +311,17 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     book, recovery, torn = replay(data, path)
     if recovery is not None:
         book.apply(recovery)
-    about = tuple(book.about)
-    return Snapshot(book.run, book.header, book.entries, book.total, recovery is None, torn, about)
+    return Snapshot(
+        book.run,
+        book.header,
+        book.entries,
+        book.total,
+        recovery is None,
+        torn,
+        tuple(book.about),
+        tuple(book.declared),
+        book.verified,
+    )
 
 
 def _open_locked(path: Path) -> FileIO:

@@ -45,6 +45,7 @@ from clipwise.sampling import (
     mini_sets_of,
 )
 from clipwise.sampling.schemes import whole
+from clipwise.validation.training_loop import require_one_process
 
 
 def make_private(
@@ -125,6 +126,7 @@ def make_private(
     Returns:
         The private run: loop over `.loader`, call `.step(losses)`.
     """
+    require_one_process()
     parameters = checks.trainable_parameters(model, optimizer)
     epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
     epochs, steps, seed = plain((epochs, steps, seed))

@@ -35,6 +35,8 @@ class Statement:
         risk: what they mean for an attacker.
         sittings: what the run said about itself each time it began or went on; the last one is in force.
         dataset_size: the number of units, which is public; None if not recorded.
+        declared: kind and reason of changes of the weights that the user declared.
+        weights: what is known of the model's weights.
         exact: whether just what was released is counted. If a run goes on, or did not end cleanly, its ledger
             counts all that it may have released.
     """
@@ -45,6 +47,8 @@ class Statement:
     risk: Risk
     sittings: tuple[About, ...]
     dataset_size: int | None = None
+    declared: tuple[tuple[str, str], ...] = ()
+    weights: str = wording.NOT_CLOSED
     exact: bool = True
 
     @property
@@ -98,6 +102,7 @@ class Statement:
             found.append(wording.FOLLOWED_METRIC)
         if any(sitting.penalised for sitting in self.sittings):
             found.append(wording.PENALISED)
+        found += wording.declared(self.declared)
         if len(self._releases()) > 1:
             found.append(
                 "how many steps of each kind to take was not decided by looking at what was released"
@@ -119,6 +124,8 @@ class Statement:
             "dataset_size": self.dataset_size,
             "history": [{"event": e.event.to_dict(), "count": e.count} for e in self.history],
             "attacker": self.risk.to_dict(),
+            "weights": self.weights,
+            "declared_updates": [{"kind": kind, "reason": reason} for kind, reason in self.declared],
             "parts": None if about.parts is None else [asdict(p) for p in about.parts],
             "expected_batch_size": about.divisor,
             "strategy": about.strategy,
@@ -146,6 +153,7 @@ class Statement:
             ),
             ("setting", wording.SETTING),
             ("released", wording.released(self.about.strategy or {})),
+            ("weights", self.weights),
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
             *(("releases", text) for text in self._steps()),
@@ -294,6 +302,8 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
         run=found.run,
         sittings=sittings,
         dataset_size=size,
+        declared=found.declared,
+        weights={True: wording.CLOSED, False: wording.NOT_VERIFIED, None: wording.NOT_CLOSED}[found.verified],
         exact=found.clean,
     )
 
