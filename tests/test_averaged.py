@@ -195,12 +195,14 @@ def test_averages_are_part_of_a_checkpoint() -> None:
     net, private = private_run(averaged=0.5)
     train(net, private, 3)
     state = private.state_dict()
-    second = private_run(averaged=0.5)[1]
+    other, second = private_run(averaged=0.5)
+    other.load_state_dict(net.state_dict())
     with pytest.warns(match="fresh secret"):
         second.load_state_dict(state)
     assert same(state["averaged"]["averages"], second.averaged.state_dict()["averages"])
     assert second.averaged.updates == 3
-    third = private_run(averaged=0.9)[1]
+    other, third = private_run(averaged=0.9)
+    other.load_state_dict(net.state_dict())
     with pytest.raises(CheckpointError, match="decay"):
         third.load_state_dict(state)
 

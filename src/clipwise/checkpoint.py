@@ -71,6 +71,10 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
         complete = state.keys() >= _FIELDS and sum(e.count for e in history) == state["position"]
         complete = complete and all(isinstance(state[name], kind) for name, kind in _KINDS.items())
         complete = complete and state["optimizer"].keys() >= {"state", "param_groups"}
+        complete = complete and all(isinstance(value, int) for value in state["weights"].values())
+        complete = complete and all(
+            isinstance(text, str) for kind, reason in state["declared"] for text in (kind, reason)
+        )
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # also from tensors and arrays
         complete = False
     if not complete:

@@ -212,7 +212,8 @@ class _Captured:
         self._host_keys = [torch.zeros(count, 4, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
         self._release_graph = _captured(self._write_gradients, self._device)
-        self._update = _Update(private, self._device)
+        own_hooks = {hook.id for hook in private._step_hooks}
+        self._update = _Update(private.optimizer, self._device, own_hooks)
 
     def _labels_of(self, parts: Sequence[Part]) -> list[list[str]]:
         """Of the draws of each part, as ordinary steps have them (noising.py)."""
@@ -417,9 +418,10 @@ class _Captured:
 class _Update:
     """The optimizer's step as a graph, while its settings stay what they were."""
 
-    def __init__(self, private: Private, device: torch.device) -> None:
-        self._optimizer, self._device = private.optimizer, device
-        self._own_hooks = {hook.id for hook in private._step_hooks}
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, own_hooks: Collection[int] = ()
+    ) -> None:
+        self._optimizer, self._device, self._own_hooks = optimizer, device, own_hooks
         self._graph: Graph | None = None
         self._settings: object = None
         self._same = 0
@@ -553,7 +555,7 @@ def _place(value: object) -> object:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
-def _is_capturable(optimizer: torch.optim.Optimizer, own_hooks: Collection[int] = ()) -> bool:
+def _is_capturable(optimizer: torch.optim.Optimizer, own_hooks: Collection[int]) -> bool:
     """Plain SGD keeps nothing on the host; others say so themselves.
 
     Hooks would run once and no more. Those of the run have nothing to do when the run itself updates.

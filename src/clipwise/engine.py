@@ -37,6 +37,7 @@ from clipwise.errors import (
 )
 from clipwise.given import plain
 from clipwise.gradients import opaque
+from clipwise.inventory import Inventory
 from clipwise.known import require_known
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger
@@ -485,7 +486,11 @@ class Private:
             sittings=(*before, self._about()),
             dataset_size=self._scheme.dataset_size,
             declared=self._ledger.declared,
-            weights=wording.CHANGED_SINCE if changed else wording.VERIFIED,
+            weights=wording.CHANGED_SINCE
+            if changed
+            else wording.CLOSED
+            if self._closed
+            else wording.VERIFIED,
         )
 
     def declare_update(self, kind: str, reason: str) -> None:
@@ -658,7 +663,7 @@ class Private:
             self._key.wipe()
             self._epoch_secret = b""
             self.loader.reset()
-        if unverified is not None and not self._must_load:
+        if unverified is not None:
             raise unverified
 
     def _error_of_weights(self) -> StepError | None:
@@ -725,6 +730,7 @@ class Private:
         self._require_open()
         self._require_loaded()
         training_loop.require_one_process()
+        self._require_same_parameters(self._buffers.inventory.up_to_date())
         self._require_verified(self._state.changed())
         self._follow_update()
         if self._state.was_counted():
@@ -782,6 +788,18 @@ class Private:
                 checks.require_no_statistics_in(name, module, self._strategy.is_coupled)
         self._buffers.compare_listed()
         guards.require_no_hooks(self._parameters)
+        self._require_same_parameters(inventory)
+        for name, p in self._parameters.items():
+            if p.grad is not None and self._released.is_foreign(name, p.grad):
+                raise StepError(
+                    f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
+                    "backward() on the losses, leave that out: it is not private. If you changed .grad "
+                    "after private.backward, or another private run trains this model too, call "
+                    "optimizer.zero_grad() after the update."
+                )
+
+    def _require_same_parameters(self, inventory: Inventory) -> None:
+        """The model has the parameters that `make_private` found, and trains the same ones."""
         for name, p in inventory.parameters:
             if p.requires_grad and name not in self._named:
                 raise StepError(
@@ -796,13 +814,6 @@ class Private:
                 raise StepError(
                     f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
                     "with an optimizer that holds the new one."
-                )
-            if name in self._parameters and p.grad is not None and self._released.is_foreign(name, p.grad):
-                raise StepError(
-                    f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
-                    "backward() on the losses, leave that out: it is not private. If you changed .grad "
-                    "after private.backward, or another private run trains this model too, call "
-                    "optimizer.zero_grad() after the update."
                 )
 
     def _is_local(self) -> bool:

@@ -105,7 +105,7 @@ class ReleasedGradients:
     def warning(self) -> str | None:
         """What is wrong with the gradients that an optimizer is about to use; None if nothing is."""
         grads = self._grads()
-        if any(self.is_foreign(name, grad) for name, grad in grads.items()):
+        if any(self.is_foreign(name, grad) for name, grad in grads.items()) or self._was_written_to(grads):
             return RESCALED if self._is_rescaled(grads) else FOREIGN
         is_there = any(self._is_written(name, grad) for name, grad in grads.items())
         return CLEARED if self.is_unused and not is_there else None
@@ -116,6 +116,13 @@ class ReleasedGradients:
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)
         return written is not None and grad is written[0] and grad._version == written[1]
+
+    def _was_written_to(self, grads: Mapping[str, Tensor]) -> bool:
+        """Whether gradients were changed in ways that torch does not count; no device is waited for to find out."""
+        if self._sample is None or self._sample.device.type != "cpu" or grads.keys() != self._written.keys():
+            return False
+        is_all_written = all(self._is_written(name, grad) for name, grad in grads.items())
+        return is_all_written and not torch.equal(_sample_of(grads), self._sample)
 
     def _is_rescaled(self, grads: Mapping[str, Tensor]) -> bool:
         """Whether these are the released gradients times one positive number, or clamped to one."""
