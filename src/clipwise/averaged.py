@@ -45,7 +45,7 @@ class AveragedParameters:
         self._model, self._decay, self._kind, self._start = model, float(decay), kind, start
         self._updates = 0
         self._is_applied = False
-        self._averages = {name: p.detach().clone() for name, p in self._parameters().items()}
+        self._averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
     @property
     def updates(self) -> int:
@@ -167,7 +167,8 @@ class AveragedParameters:
         return min(self._decay, (1 + t) / (10 + t))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        """Those that are averaged, also if they were frozen since."""
+        return {name: p for name, p in self._model.named_parameters() if name in self._averages}
 
     @staticmethod
     def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

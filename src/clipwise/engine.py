@@ -100,6 +100,7 @@ class Private:
         loader_options: Mapping[str, Any],
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
+        changed_before: list[str],
     ) -> None:
         self.optimizer = optimizer
         self._model, self._parameters, self._dataset = model, parameters, dataset
@@ -130,9 +131,10 @@ class Private:
         self._hands = guards.Watch(model, optimizer)
         other = guards.require_alone(self, parameters)
         self._state: ModelState = ModelState(model) if other is None else other._state
+        self._changed_before = changed_before  # since the run before, which trained the same model
         self._has_foreign_step = self._is_own_step = False
         self._warned: set[str] = set()
-        self._verified_at_close = False
+        self._unverified: str | None = None  # why the weights were not verified when the run was closed
         self._independence = checks.IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
@@ -265,10 +267,9 @@ class Private:
 
     def _update(self, step: Callable[[], object]) -> None:
         """Update the weights by what was released; whatever that changes is a result of the release."""
-        self._state.is_updating = True
+        self._state.is_updating, self._released.is_unused = True, False
         try:
             step()
-            self._released.is_unused = False
             self._released.remember()
             self._follow_update()  # so that the model can be evaluated as it is
         finally:
@@ -513,6 +514,7 @@ class Private:
 
     def _accept_weights(self) -> None:
         """From now on the model is as it should be."""
+        self._changed_before = []
         self._has_foreign_step = self._released.is_unused = False
         self._warned.discard(training_loop.FOREIGN)
         self._state.accept()
@@ -522,15 +524,22 @@ class Private:
 
         Returns whether it is another one now that the run is closed, and was not before.
         """
-        if self._closed and self._verified_at_close:
+        if self._closed:
+            if self._unverified is not None:
+                raise StepError(self._unverified)
             return bool(changed)
-        if changed and self._averages is not None and set(changed) <= self._averages.names_in_model():
-            if not self._averages.is_applied:
-                self._state.take()  # averages that were copied into the model for good
-            changed = []
+        changed = self._without_averages(changed) + self._changed_before
         if changed or self._has_foreign_step:
             raise StepError(training_loop.unverified(changed))
         return False
+
+    def _without_averages(self, changed: Sequence[str]) -> list[str]:
+        """Leave out what holds the averages of the run: they follow from releases."""
+        if not changed or self._averages is None or not set(changed) <= self._averages.names_in_model():
+            return list(changed)
+        if not self._averages.is_applied:
+            self._state.take()  # they were copied into the model for good
+        return []
 
     # ------------------------------------------------- stopping and going on
 
@@ -649,8 +658,11 @@ class Private:
         """
         if self._closed:
             return
-        unverified = self._error_of_weights()
-        self._closed, self._verified_at_close = True, unverified is None
+        try:
+            self._require_verified(self._state.changed(looks_inside=True))
+        except StepError as error:
+            self._unverified = str(error)
+        self._closed = True
         for hook in self._step_hooks:
             hook.remove()
         try:
@@ -659,19 +671,12 @@ class Private:
             if self._resume_file is not None and begun and not self._key.is_forked:
                 checkpoint.write_secrets(self._resume_file, self._secrets())
         finally:
-            self._ledger.close(None if self._must_load else unverified is None)
+            self._ledger.close(None if self._must_load else self._unverified is None)
             self._key.wipe()
             self._epoch_secret = b""
             self.loader.reset()
-        if unverified is not None:
-            raise unverified
-
-    def _error_of_weights(self) -> StepError | None:
-        try:
-            self._require_verified(self._state.changed(looks_inside=True))
-        except StepError as error:
-            return error
-        return None
+        if self._unverified is not None:
+            raise StepError(self._unverified)
 
     def __enter__(self) -> Private:
         return self

@@ -48,6 +48,23 @@ def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> Priva
     return found
 
 
+def changed_since_last_run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """What was changed in a model after a run that trained it, as long as that run exists: a new one begins from it.
+
+    A model that was built differently since is another one. So is one that was only looked at.
+    """
+    other = next((run for p in parameters.values() if (run := _RUNS.get(id(p))) is not None), None)
+    if other is None or other._model is not model or not other._state.is_of_same_tensors():
+        return []
+    if not (other.steps or other._has_foreign_step or other._unverified):
+        return []
+    changed = other._without_averages(other._state.changed(looks_inside=True))
+    is_same_optimizer = other._has_foreign_step and other.optimizer is optimizer
+    return [*changed, *other._changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
+
+
 def require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse hooks on parameters: they would see gradients before the noise, or change them (momentum, decay)."""
     for name, p in parameters.items():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise import checks, fingerprint, watch
+from clipwise import checks, fingerprint, guards, watch
 from clipwise.apart import require_apart
 from clipwise.arguments import (
     adjacency_of,
@@ -128,6 +128,9 @@ def make_private(
     """
     require_one_process()
     parameters = checks.trainable_parameters(model, optimizer)
+    changed_before = guards.changed_since_last_run(
+        model, optimizer, parameters
+    )  # and not by what follows here
     epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
     epochs, steps, seed = plain((epochs, steps, seed))
     strategy = PerExample() if clipping is None else clipping
@@ -218,6 +221,7 @@ def make_private(
             },
             collate_fn=collate_fn,
             probe=probe_independence and not strategy.is_coupled,
+            changed_before=changed_before,
         )
     except BaseException:
         if not isinstance(ledger, Ledger):

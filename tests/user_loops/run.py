@@ -54,11 +54,12 @@ def sequence(seed: int, folder: Path) -> Outcome:
     """One random loop."""
     world = World(seed, folder)
     chosen = world.random.choices(list(ACTIONS), list(ACTIONS.values()), k=world.random.randint(2, _LONGEST))
-    for number, action in enumerate(chosen):
+    for action in chosen:
         with world.refusing():
             silently(getattr(world, action))
-        if world.random.random() < 0.3 or number == len(chosen) - 1:
-            silently(lambda is_last=number == len(chosen) - 1: world.judge(is_last))
+        if world.random.random() < 0.2:
+            silently(world.judge)
+    silently(world.end)
     return Outcome(seed, tuple(chosen), world.refusals, world.truth.releases, tuple(world.problems))
 
 

@@ -26,7 +26,7 @@ DELTA = 1e-5
 
 
 class Counts(nn.Module):
-    """Adds up what it sees, in training mode and without gradients: an evaluation that forgot `.eval()` leaves a trace."""
+    """Adds up what it sees, in training mode and without gradients: an evaluation without `.eval()` leaves a trace."""
 
     total: Tensor
 
@@ -205,8 +205,9 @@ class World:
             self.model.load_state_dict(saved.model)
         if how != "model":
             self.private.load_state_dict(saved.private)
-            if how == "both":
-                self.truth.is_tainted = False  # weights and optimizer are those of the checkpoint
+            is_back = all(torch.equal(t, saved.model[name]) for name, t in self.model.state_dict().items())
+            self._require(is_back, "a checkpoint was loaded that is not of the model's weights")
+            self.truth.is_tainted = False  # and the optimizer is that of the checkpoint
         self.batches = None
 
     def freeze(self) -> None:
@@ -246,7 +247,11 @@ class World:
         self.private.load_state_dict(last.private)
 
     def second_run(self) -> None:
-        """Another run on the same model: in the same ledger, or after the first was closed in one of its own."""
+        """Another run on the same model: in the same ledger, or after the first was closed in one of its own.
+
+        Releases of the first run are in the first weights of the second. Its statement says that it takes these for
+        public, and counts its own alone. What had no noise stays what it is.
+        """
         self.model.zero_grad()
         for p in self.model.parameters():
             p.requires_grad_(True)
@@ -254,16 +259,20 @@ class World:
             self.optimizer = self._optimizer()
             self.private, self.batches = self._make(self.private._ledger), None
             return  # the ledger and the state of the model are those of both
-        self.private.close()
-        self._require(not self.truth.is_tainted, "a run was closed with weights that hold private data")
+        with self.refusing():
+            was_closed = self.private._closed
+            self.private.close()
+            is_clean = was_closed or not self.truth.is_tainted
+            self._require(is_clean, "a run was closed with weights that hold private data")
         self.runs += 1
-        self.optimizer = self._optimizer()
-        self.truth, self.saved = Truth(), []  # the first weights are taken as public, as the statement says
+        if self.random.random() < 0.5:
+            self.optimizer = self._optimizer()
+        self.truth, self.saved = Truth(is_tainted=self.truth.is_tainted), []
         self.private, self.batches = self._make(self._ledger()), None
 
     # --------------------------------------------------------------- what must hold
 
-    def judge(self, is_last: bool) -> None:
+    def judge(self) -> None:
         """Either an error, or a statement that is true of the weights."""
         with self.refusing():
             spent = self.private.spent(DELTA)
@@ -284,12 +293,16 @@ class World:
             self._require(
                 all(reason in text for reason in self.truth.declared), "a declaration is not printed"
             )
-        if is_last and not self.private._closed:
+
+    def end(self) -> None:
+        """The same at the end, and of a run that is closed."""
+        self.judge()
+        if not self.private._closed:
             with self.refusing():
                 self.private.close()
-                self._require(
-                    not self.truth.is_tainted, "a run was closed with weights that hold private data"
-                )
+                is_clean = not self.truth.is_tainted
+                self._require(is_clean, "a run was closed with weights that hold private data")
+            self.judge()
 
     @contextmanager
     def refusing(self) -> Any:

@@ -38,13 +38,14 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.is_updating = False
         self._inventory = Inventory(model)
-        self._saved: set[tuple[int, ...]] = set()  # contents of checkpoints of the run
+        self._saved: set[tuple[int, ...]] = set()  # contents of checkpoints, and those at the beginning
         self._found: list[str] = []  # names of what was changed before an update,
         self._moved: Tensor | None = None  # and, on an accelerator, which are to be added to these
         self._contents: Contents | None = None
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         self.take()
+        self.save()  # to go back to the first weights changes nothing
 
     def take(self) -> None:
         """The model is what an update left, on what was verified before it. Waits for no device."""
@@ -62,6 +63,10 @@ class ModelState:
         self._found, self._moved = [], None
         self.take()
 
+    def is_of_same_tensors(self) -> bool:
+        """Whether the model has parameters and buffers of the same names as before."""
+        return self._tensors_now().keys() == self._tensors.keys()
+
     def was_counted(self) -> bool:
         """Whether torch has counted a write, or a tensor was replaced or moved: what the host alone can tell."""
         return _counts(self._tensors_now()) != self._counts
@@ -70,7 +75,7 @@ class ModelState:
         """The names of what is not as it should be: of other contents, or not there when `take` was called.
 
         A copy of the contents elsewhere is as good (`.to(device)`, weights that were swapped and put back), and so are
-        the contents rounded to another dtype (`.half()`), and those of a checkpoint of the run.
+        the contents rounded to another dtype (`.half()`), those of a checkpoint of the run, and the first ones.
 
         Args:
             looks_inside: compare contents even if nothing was counted.

@@ -93,7 +93,7 @@ class ReleasedGradients:
 
     def require_used(self) -> None:
         """Refuse to write over a released gradient that still waits for its update."""
-        if self.is_unused and any(g is self._written.get(n, (None,))[0] for n, g in self._grads().items()):
+        if self.is_unused and any(self._is_written(n, g) or bool(g.any()) for n, g in self._grads().items()):
             raise StepError(
                 "private.backward was called again before optimizer.step(). Gradients of several batches do not add up "
                 "in .grad, and the one there would be lost, though it is counted. Nothing more was released. Call "
