@@ -271,7 +271,7 @@ class Private:
         try:
             step()
             self._released.remember()
-            self._follow_update()  # so that the model can be evaluated as it is
+            self._follow_update(has_stepped=True)  # so that the model can be evaluated as it is
         finally:
             self._state.is_updating = False
             self._state.take()
@@ -292,25 +292,28 @@ class Private:
         """It has stepped. Only on released gradients, and from verified weights, is the result one of this run."""
         if self._state.is_updating:
             return
-        self._follow_update(has_stepped=True)
         if self._is_own_step:
             self._released.is_unused = False
+            self._follow_update(has_stepped=True)
             self._state.take()
+        elif self._public_statistics is not None:
+            self._public_statistics.refresh(force=True)
 
     def _follow_update(self, has_stepped: bool = False) -> None:
-        """Bring up to date what follows the released weights, once an optimizer has moved them, or anybody else.
+        """Bring up to date what follows the released weights.
 
         Args:
-            has_stepped: whether the optimizer says so itself. Fused ones leave no trace that torch counts.
+            has_stepped: whether an optimizer has just moved them, on a released gradient. Only then averages take the
+                weights in. Fused optimizers leave no trace that torch counts.
         """
         self._clipper.settle()
         is_new = self._followed != self._ledger.position
         is_updated = is_new or has_stepped
-        self._followed = self._ledger.position
+        self._followed = self._ledger.position if has_stepped else self._followed
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=is_updated)
         self._follow_weights(is_updated)
-        if is_new and self._averages is not None:
+        if is_new and has_stepped and self._averages is not None:
             self._averages.update()
 
     def _follow_weights(self, is_updated: bool) -> None:

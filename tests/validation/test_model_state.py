@@ -156,6 +156,17 @@ def test_weights_trained_inside_a_block_of_averages_are_found() -> None:
     private.close()
 
 
+def test_averages_take_in_no_weights_of_a_plain_step() -> None:
+    model, private = private_run(sampling="fixed-size", averaged=0.5)
+    private.backward(losses_of(model, next(iter(private.loader))))
+    losses_of(model, data()[:8]).mean().backward()
+    with pytest.warns(PrivacyWarning, match="did not write"):
+        private.optimizer.step()
+    assert private.averaged.updates == 0
+    with pytest.raises(StepError, match=NOT_OURS):
+        private.statement()
+
+
 def test_a_checkpoint_of_the_run_is_accepted_without_the_rest_of_it() -> None:
     """The best weights on the way, put back at the end."""
     model, private = private_run(sampling="fixed-size")
