@@ -109,6 +109,7 @@ class Private:
         self._parts, self._event, self._noise = parts, event, noise
         self._public_statistics, self._views = public_statistics, views
         self._averages, self._penalty = averages, penalty
+        self._taken_in = 0  # updates, by the averages
         self._budget, self._delta = budget, delta
         self._ledger, self._resume_file = ledger, resume_file
         self._seeded = seed is not None
@@ -315,6 +316,7 @@ class Private:
         self._follow_weights(is_updated)
         if is_new and has_stepped and self._averages is not None:
             self._averages.update()
+            self._taken_in += 1
 
     def _follow_weights(self, is_updated: bool) -> None:
         """Let bounds and noise follow weights and clips."""
@@ -537,8 +539,15 @@ class Private:
         return False
 
     def _without_averages(self, changed: Sequence[str]) -> list[str]:
-        """Leave out what holds the averages of the run: they follow from releases."""
-        if not changed or self._averages is None or not set(changed) <= self._averages.names_in_model():
+        """Leave out what holds the averages of the run: if nobody else has updated them, they follow from releases."""
+        if (
+            not changed
+            or self._averages is None
+            or self._averages.updates != self._taken_in
+            or not self._taken_in
+        ):
+            return list(changed)
+        if not set(changed) <= self._averages.names_in_model():
             return list(changed)
         if not self._averages.is_applied:
             self._state.take()  # they were copied into the model for good
@@ -609,6 +618,7 @@ class Private:
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         if self._averages is not None and "averaged" in state:
             self._averages.load_state_dict(state["averaged"])
+            self._taken_in = self._averages.updates
         if is_new:
             self._ledger.import_history(history)
             for kind, reason in state["declared"]:

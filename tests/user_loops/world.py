@@ -46,13 +46,19 @@ class Truth:
 
     Attributes:
         releases: how many gradients of the run were seen in `.grad`, or went into an update.
-        is_tainted: whether the weights or the optimizer hold anything of private data that had no noise.
+        weights: whether parameters or buffers hold anything of private data that had no noise.
+        optimizer: whether the state of the optimizer does.
         declared: reasons that the user gave.
     """
 
     releases: int = 0
-    is_tainted: bool = False
+    weights: bool = False
+    optimizer: bool = False
     declared: list[str] = field(default_factory=list)
+
+    @property
+    def is_tainted(self) -> bool:
+        return self.weights or self.optimizer
 
 
 @dataclass
@@ -111,9 +117,9 @@ class World:
             self.optimizer.zero_grad(set_to_none=self.random.random() < 0.5)
         elif idiom == "plain":
             self._plain_losses().mean().backward()  # type: ignore[no-untyped-call]
-            self.truth.is_tainted = True
+            self.truth.weights = self.truth.optimizer = True
         if idiom == "closure":
-            self.truth.is_tainted = True
+            self.truth.weights = self.truth.optimizer = True
             self.optimizer.step(self._closure)
         else:
             self.optimizer.step()
@@ -128,7 +134,7 @@ class World:
         """loss.backward(); optimizer.step()."""
         self._plain_gradient()
         self.optimizer.step()
-        self.truth.is_tainted = True
+        self.truth.weights = self.truth.optimizer = True
         self._maybe_clear()
 
     def plain_step_through_data(self) -> None:
@@ -137,7 +143,7 @@ class World:
         for p in self.model.parameters():
             if p.grad is not None:
                 p.data -= 0.1 * p.grad
-        self.truth.is_tainted = True
+        self.truth.weights = True
         self.model.zero_grad()
 
     def second_optimizer(self) -> None:
@@ -145,7 +151,7 @@ class World:
         self._plain_gradient()
         fused = self.random.random() < 0.5
         torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused).step()
-        self.truth.is_tainted = True
+        self.truth.weights = True
         self.model.zero_grad()
 
     def update_in_the_middle(self) -> None:
@@ -154,7 +160,7 @@ class World:
         with torch.no_grad():
             for p in self.model.parameters():
                 p.data += 0.01 * self.dataset.tensors[0].mean()
-        self.truth.is_tainted = True
+        self.truth.weights = True
         before = self.private.steps
         try:
             self.private.step(losses)
@@ -172,7 +178,7 @@ class World:
         """Which this model does not forget."""
         with torch.no_grad():
             self.model(self.dataset.tensors[0])
-        self.truth.is_tainted = True
+        self.truth.weights = True
 
     def evaluate_averages(self) -> None:
         """Weights that are swapped and put back, by the run or by hand."""
@@ -203,11 +209,12 @@ class World:
         how = self.random.choice(["both", "both", "model", "private"])
         if how != "private":
             self.model.load_state_dict(saved.model)
+            self.truth.weights = False
         if how != "model":
             self.private.load_state_dict(saved.private)
             is_back = all(torch.equal(t, saved.model[name]) for name, t in self.model.state_dict().items())
             self._require(is_back, "a checkpoint was loaded that is not of the model's weights")
-            self.truth.is_tainted = False  # and the optimizer is that of the checkpoint
+            self.truth.weights = self.truth.optimizer = False  # the optimizer is that of the checkpoint
         self.batches = None
 
     def freeze(self) -> None:
@@ -232,7 +239,7 @@ class World:
         """What the user says the test takes for true, and the statement must print."""
         reason = self.random.choice(["averaged weights", "statistics from public rows"])
         self.private.declare_update(self.random.choice(["public", "post-processing"]), reason)
-        self.truth.is_tainted = False
+        self.truth.weights = self.truth.optimizer = False
         self.truth.declared.append(reason)
 
     def reopen(self) -> None:
@@ -256,7 +263,7 @@ class World:
         for p in self.model.parameters():
             p.requires_grad_(True)
         if isinstance(self.private._ledger, MemoryLedger) and self.random.random() < 0.5:
-            self.optimizer = self._optimizer()
+            self.optimizer, self.truth.optimizer = self._optimizer(), False
             self.private, self.batches = self._make(self.private._ledger), None
             return  # the ledger and the state of the model are those of both
         with self.refusing():
@@ -265,9 +272,10 @@ class World:
             is_clean = was_closed or not self.truth.is_tainted
             self._require(is_clean, "a run was closed with weights that hold private data")
         self.runs += 1
-        if self.random.random() < 0.5:
-            self.optimizer = self._optimizer()
-        self.truth, self.saved = Truth(is_tainted=self.truth.is_tainted), []
+        is_new = self.random.random() < 0.5
+        self.optimizer = self._optimizer() if is_new else self.optimizer
+        self.truth = Truth(weights=self.truth.weights, optimizer=self.truth.optimizer and not is_new)
+        self.saved = []
         self.private, self.batches = self._make(self._ledger()), None
 
     # --------------------------------------------------------------- what must hold

@@ -156,6 +156,15 @@ def test_weights_trained_inside_a_block_of_averages_are_found() -> None:
     private.close()
 
 
+def test_averages_that_the_user_updated_are_not_those_of_releases() -> None:
+    model, private = private_run(sampling="fixed-size", averaged=0.0)
+    train(model, private, 1)
+    model[0].weight.data += 1.0  # type: ignore[index, union-attr]
+    private.averaged.update()
+    with private.averaged.applied(), pytest.raises(StepError, match=NOT_OURS):
+        private.statement()
+
+
 def test_averages_take_in_no_weights_of_a_plain_step() -> None:
     model, private = private_run(sampling="fixed-size", averaged=0.5)
     private.backward(losses_of(model, next(iter(private.loader))))
