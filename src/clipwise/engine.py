@@ -749,7 +749,7 @@ class Private:
         self._require_loaded()
         training_loop.require_one_process()
         self._require_same_parameters(self._buffers.inventory.up_to_date())
-        self._require_verified(self._state.changed())
+        self._require_verified(self._state.changed(may_wait=False))
         self._follow_update()
         if self._state.was_counted():
             self._state.take()  # weights were clipped, or frozen entries put back

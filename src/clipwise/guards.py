@@ -58,7 +58,7 @@ def changed_since_last_run(
     other = next((run for p in parameters.values() if (run := _RUNS.get(id(p))) is not None), None)
     if other is None or other._model is not model or not other._state.is_of_same_tensors():
         return []
-    if not (other.steps or other._has_foreign_step or other._unverified):
+    if not (other.steps or other._has_foreign_step or other._unverified or other._changed_before):
         return []
     changed = other._without_averages(other._state.changed(looks_inside=True))
     is_same_optimizer = other._has_foreign_step and other.optimizer is optimizer

@@ -87,7 +87,7 @@ CHANGED_SINCE = (
     "now"
 )
 CLOSED = "verified when the run was closed: every parameter and buffer was what the releases left"
-NOT_CLOSED = "not verified: the run goes on, or was not closed"
+NOT_CLOSED = "not verified: the run goes on, was not closed, or was written by an older version"
 NOT_VERIFIED = (
     "NOT VERIFIED: when the run was closed, the model had been changed by something else than its releases. The "
     "guarantee is for the released gradients, and not for that model"

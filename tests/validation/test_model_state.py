@@ -398,6 +398,7 @@ def test_what_an_update_covers_up_stays_known(monkeypatch: pytest.MonkeyPatch) -
     model[0].bias.data += 1
     assert state.changed_before_update() == []
     state.take()
+    assert state.changed(may_wait=False) == []  # as at a draw, which waits for no device
     assert state.changed() == ["0.bias"] and state.changed(looks_inside=True) == ["0.bias"]
     state.accept()
     assert state.changed(looks_inside=True) == []

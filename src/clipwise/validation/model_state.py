@@ -71,7 +71,7 @@ class ModelState:
         """Whether torch has counted a write, or a tensor was replaced or moved: what the host alone can tell."""
         return _counts(self._tensors_now()) != self._counts
 
-    def changed(self, looks_inside: bool = False) -> list[str]:
+    def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:
         """The names of what is not as it should be: of other contents, or not there when `take` was called.
 
         A copy of the contents elsewhere is as good (`.to(device)`, weights that were swapped and put back), and so are
@@ -79,10 +79,11 @@ class ModelState:
 
         Args:
             looks_inside: compare contents even if nothing was counted.
+            may_wait: report what `changed_before_update` left on an accelerator, too.
         """
         now = self._tensors_now()
         is_counted = _counts(now) != self._counts
-        found = self._found_before()
+        found = self._found_before() if may_wait else self._found
         if found or not (is_counted or looks_inside):
             return found
         if now.keys() != self._tensors.keys():
