@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu fuzz faults api-fuzz check format install clean
+.PHONY: demo test test-gpu fuzz faults api-fuzz loop-fuzz check format install clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ faults: $(STAMP)  ## 1,000 faults in private runs: crashes, full disks, interrup
 
 api-fuzz: $(STAMP)  ## 10,000 random uses of the public API
 	$(BIN)/python -m tests.api_fuzz --cases 10000 --seed 0
+
+loop-fuzz: $(STAMP)  ## 2,000 random training loops as users write them: a true statement or an error
+	$(BIN)/python -m tests.user_loops --count 2000 --seed 0
 
 check: $(STAMP)  ## style and types
 	$(BIN)/ruff check src tests examples experiments

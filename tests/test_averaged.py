@@ -111,6 +111,15 @@ def test_a_saved_state_does_not_change_with_later_updates() -> None:
     assert torch.equal(state["averages"]["0.weight"], before)
 
 
+def test_a_parameter_that_is_frozen_later_keeps_its_average() -> None:
+    net = model()
+    averages = AveragedParameters(net, 0.0)
+    net[0].weight.requires_grad_(False)  # type: ignore[index]
+    averages.update()
+    with averages.applied():
+        assert averages.is_applied
+
+
 def test_frozen_parameters_and_buffers_are_left_out_and_a_copy_takes_the_rest() -> None:
     net = model()
     net[0].bias.requires_grad_(False)  # type: ignore[index]
@@ -195,12 +204,14 @@ def test_averages_are_part_of_a_checkpoint() -> None:
     net, private = private_run(averaged=0.5)
     train(net, private, 3)
     state = private.state_dict()
-    second = private_run(averaged=0.5)[1]
+    other, second = private_run(averaged=0.5)
+    other.load_state_dict(net.state_dict())
     with pytest.warns(match="fresh secret"):
         second.load_state_dict(state)
     assert same(state["averaged"]["averages"], second.averaged.state_dict()["averages"])
     assert second.averaged.updates == 3
-    third = private_run(averaged=0.9)[1]
+    other, third = private_run(averaged=0.9)
+    other.load_state_dict(net.state_dict())
     with pytest.raises(CheckpointError, match="decay"):
         third.load_state_dict(state)
 

@@ -466,9 +466,11 @@ def test_a_state_goes_back_into_its_own_run(place: Place) -> None:
     iterator = iter(private.loader)
     next(iterator)
     before = secret(private)
-    with pytest.warns(PrivacyWarning, match="3 releases"):
+    with pytest.raises(CheckpointError, match=r"does not hold the weights.*model.load_state_dict"):
         private.load_state_dict(state)
     model.load_state_dict(weights)
+    with pytest.warns(PrivacyWarning, match="3 releases"):
+        private.load_state_dict(state)
     assert secret(private) != before
     with pytest.raises(StepError):
         next(iterator)
@@ -512,15 +514,18 @@ def broken(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def test_a_state_that_is_no_state(place: Place) -> None:
     stopped(place)
-    _, private = place.begin()
-    good = checkpoint.load(place.checkpoint)["private"]
+    model, private = place.begin()
+    saved = checkpoint.load(place.checkpoint)
+    good = saved["private"]
     event = good["history"][0]["event"]
     for state in (
         {},
         [],
         None,
         network().state_dict(),
-        broken(good, format=2),
+        broken(good, format=1),
+        broken(good, declared=[["public"]]),
+        broken(good, weights={"0.weight": "1"}),
         *(broken(good, **{key: ...}) for key in good),
         broken(good, position=4),
         broken(good, history=[]),
@@ -532,6 +537,7 @@ def test_a_state_that_is_no_state(place: Place) -> None:
         broken(good, history=[{"event": {**event, "noise_multiplier": -1.0}, "count": 3}]),
     ):
         assert_refuses(private, state, CheckpointError, "state_dict")
+    model.load_state_dict(saved["model"])
     private.load_state_dict(good)
     assert private._ledger.position == 3
 

@@ -268,9 +268,10 @@ def test_before_the_first_step() -> None:
 def test_a_ledger_tells_the_same_as_the_run(tmp_path: Path) -> None:
     model, private = private_run(ledger=tmp_path / "ledger", epsilon=5.0, delta=1e-6, epochs=2)
     train(model, private, 3)
-    said = private.statement()
     private.close()
+    said = private.statement()
     read = of_ledger(tmp_path / "ledger")
+    assert "verified when the run was closed" in str(read)
     assert str(read) == str(said) and read.to_dict() == said.to_dict()
     assert read.about.budget == 5.0 and read.spent.delta == 1e-6
     assert of_ledger(tmp_path / "ledger", delta=1e-4).spent.epsilon < read.spent.epsilon

@@ -45,7 +45,7 @@ class AveragedParameters:
         self._model, self._decay, self._kind, self._start = model, float(decay), kind, start
         self._updates = 0
         self._is_applied = False
-        self._averages = {name: p.detach().clone() for name, p in self._parameters().items()}
+        self._averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
     @property
     def updates(self) -> int:
@@ -56,6 +56,15 @@ class AveragedParameters:
     def is_applied(self) -> bool:
         """Whether the model has the averages for its parameters now, see `applied`."""
         return self._is_applied
+
+    def names_in_model(self) -> set[str]:
+        """The names of what is averaged, if the model has the averages for all of it now; else none."""
+        parameters = self._parameters()
+        is_there = parameters.keys() == self._averages.keys() and all(
+            torch.equal(parameters[name], average.to(parameters[name]))
+            for name, average in self._averages.items()
+        )
+        return set(self._averages) if is_there else set()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -158,7 +167,8 @@ class AveragedParameters:
         return min(self._decay, (1 + t) / (10 + t))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        """Those that are averaged, also if they were frozen since."""
+        return {name: p for name, p in self._model.named_parameters() if name in self._averages}
 
     @staticmethod
     def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

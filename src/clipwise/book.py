@@ -13,6 +13,8 @@ The file is text that only ever grows. A line is a JSON object, a space and a ch
     join        another run goes on in this file, under its own header
     import      the history of a run whose checkpoint goes on here
     about       what a run says about itself, for a statement: how it clips, which software it runs on
+    declared    a change of the weights that no release made, as the user declared it: public, not verified
+    closed      a run ended, and whether the model's weights were then what its releases left
 
 A line may name the `run` that it is about; without it, it is about the run that begins with the header or with the
 last join. A line with `exact: false` says that something that is counted may never have been released.
@@ -61,6 +63,10 @@ class Book:
         self.header: Record = {}
         self.about: list[Record] = []
         self.plan: Record | None = None  # what was said about the first run before anything was released
+        self.declared: list[tuple[str, str]] = []  # kind and reason
+        self._verified: dict[
+            str, bool
+        ] = {}  # by run that was closed: whether the weights were then as it left them
         self.ids: dict[Event, int] = {}
         self.counts: dict[str, int] = {}  # releases of each run
         self.open: dict[
@@ -102,6 +108,12 @@ class Book:
         if self.is_growing(run, event):
             return self.entries_with({**changes, run: changes.get(run, 0) + count})
         return [*self.entries_with(changes), Entry(event, count, run)]
+
+    @property
+    def verified(self) -> bool | None:
+        """Whether the weights were as they should be when each run was closed; None if one is not closed."""
+        closed = [self._verified.get(run) for run, count in self.counts.items() if count]
+        return None if None in closed or not closed else all(closed)
 
     def is_growing(self, run: str, event: Event | None = None) -> bool:
         """Whether the next release of the run, if it is of this event, is counted in its last entry."""
@@ -167,7 +179,12 @@ class Book:
                 self._take_format(record["format"])
             case "event":
                 self._latest = run, self._define(Event.from_dict(record["event"]))
+            case "declared":
+                self.declared.append((str(record["update"]), str(record["reason"])))
+            case "closed":
+                self._verified[run] = bool(record["verified"])
             case "reserve":
+                self._verified.pop(run, None)
                 self._add(run, self._events[record["event"]], record["count"])
                 self.open[run] = record["count"]
             case "settle":
@@ -219,6 +236,7 @@ class Book:
             self._part(run)
             self._add(run, self._define(Event.from_dict(event)), count)
             self._part(run)
+            self._verified[run] = True  # a checkpoint is loaded into a model that holds its weights
         self.plan = record.get("plan")
         self.exact = self.exact and record.get("exact", False)  # format 1 did not say
 

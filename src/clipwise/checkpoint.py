@@ -24,7 +24,7 @@ from clipwise.files import replace_file, sync_folder
 from clipwise.given import plain, require_path
 from clipwise.privacy import Entry, Event
 
-FORMAT = 1
+FORMAT = 2  # 2: digests of the weights, and declared updates
 _KINDS = {
     "run": str,
     "position": int,
@@ -33,9 +33,11 @@ _KINDS = {
     "seeded": bool,
     "configuration": Mapping,
     "optimizer": Mapping,
+    "weights": Mapping,
+    "declared": list,
 }
 _NEWER = {"tag", "made", "exact", "plan"}  # older checkpoints have none of these
-_FIELDS = {"run", "position", "slot", "configuration", "fingerprint", "seeded", "history", "optimizer"}
+_FIELDS = {*_KINDS, "history"}
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -76,6 +78,10 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
         complete = complete and all(isinstance(state[name], kind) for name, kind in _KINDS.items())
         complete = complete and state["optimizer"].keys() >= {"state", "param_groups"}
         complete = complete and len(state.keys() & _NEWER) in (0, len(_NEWER))
+        complete = complete and all(isinstance(value, int) for value in state["weights"].values())
+        complete = complete and all(
+            isinstance(text, str) for kind, reason in state["declared"] for text in (kind, reason)
+        )
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # also from tensors and arrays
         complete = False
     if not complete:

@@ -204,24 +204,11 @@ class BufferGuard:
         self._versions: dict[str, tuple[object, ...]] = {}
         self._held: list[Tensor] = []  # while they are, no other tensor gets their identity
         self._left = _PROBED_BATCHES  # batches on which contents are looked at: `.data` changes no version
-        self._statistics: dict[str, list[tuple[int, int]]] = {}
 
     def remember(self) -> None:
         """Called when a batch is handed out."""
         self.inventory.up_to_date()
         self._versions, self._held = self._now()
-        self._statistics = self._statistics_now()
-
-    def changed_statistics(self) -> list[str]:
-        """The modules whose running statistics were changed since `remember`."""
-        now = self._statistics_now()
-        return [name for name, before in self._statistics.items() if now.get(name, before) != before]
-
-    def _statistics_now(self) -> dict[str, list[tuple[int, int]]]:
-        return {
-            name: [(id(b), b._version) for b in module.buffers(recurse=False)]
-            for name, module in self.inventory.statistics
-        }
 
     def compare(self) -> None:
         """Called when its losses come back."""

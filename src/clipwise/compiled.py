@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -212,7 +212,8 @@ class _Captured:
         self._host_keys = [torch.zeros(count, 4, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._keys = torch.zeros(count, 4, dtype=torch.int64, device=self._device)
         self._release_graph = _captured(self._write_gradients, self._device)
-        self._update = _Update(private.optimizer, self._device)
+        own_hooks = {hook.id for hook in private._step_hooks}
+        self._update = _Update(private.optimizer, self._device, own_hooks)
 
     def _labels_of(self, parts: Sequence[Part]) -> list[list[str]]:
         """Of the draws of each part, as ordinary steps have them (noising.py)."""
@@ -246,6 +247,7 @@ class _Captured:
         if private._hands.before_step():
             private._described = False  # the next release says so in the ledger
         if piece.last:
+            private._require_verified(private._state.changed_before_update())
             self._prepare()
         if bool(self._rare):
             self._gather_again(batch, piece.size, before)
@@ -368,9 +370,7 @@ class _Captured:
                 p.grad = grad
         private._learn(self._means)
         faults.reached("step.before-update")
-        self._update.run()
-        private._remember_written()
-        private._follow_update()
+        private._update(self._update.run)
 
     def _write_gradients(self) -> None:
         """Noise, and the division: what the second graph holds."""
@@ -391,7 +391,7 @@ class _Captured:
         self._gradients = [laid_as(p, found[name]) for name, p in parameters.items()]
         for p, grad in zip(parameters.values(), self._gradients, strict=True):
             p.grad = grad
-        self._private._remember_written()
+        self._private._released.remember()
 
     def _draw(
         self,
@@ -417,8 +417,10 @@ class _Captured:
 class _Update:
     """The optimizer's step as a graph, while its settings stay what they were."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, own_hooks: Collection[int] = ()
+    ) -> None:
+        self._optimizer, self._device, self._own_hooks = optimizer, device, own_hooks
         self._graph: Graph | None = None
         self._settings: object = None
         self._same = 0
@@ -432,7 +434,7 @@ class _Update:
     def run(self) -> None:
         """Update."""
         self._same += 1
-        if self._same == _UPDATES_BEFORE and _is_capturable(self._optimizer):
+        if self._same == _UPDATES_BEFORE and _is_capturable(self._optimizer, self._own_hooks):
             self._graph = self._capture()
         if self._graph is not None:
             self._graph.replay()
@@ -552,10 +554,13 @@ def _place(value: object) -> object:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
-def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Plain SGD keeps nothing on the host; others say so themselves. Hooks would run once and no more."""
+def _is_capturable(optimizer: torch.optim.Optimizer, own_hooks: Collection[int]) -> bool:
+    """Plain SGD keeps nothing on the host; others say so themselves.
+
+    Hooks would run once and no more. Those of the run have nothing to do when the run itself updates.
+    """
     hooks: Any = optimizer
-    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+    if {*hooks._optimizer_step_pre_hooks, *hooks._optimizer_step_post_hooks} - {*own_hooks}:
         return False
     if type(optimizer) is torch.optim.SGD:
         return True

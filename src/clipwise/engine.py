@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
 from typing import Any, NoReturn
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from clipwise import (
     runs,
     statement,
     watch,
+    wording,
 )
 from clipwise.about import About, versions
 from clipwise.augment import Views
@@ -53,6 +53,8 @@ from clipwise.errors import (
 )
 from clipwise.given import plain
 from clipwise.gradients import opaque
+from clipwise.inventory import Inventory
+from clipwise.known import require_known
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import FileLedger, Ledger
 from clipwise.noise import NoiseKey
@@ -75,6 +77,8 @@ from clipwise.sampling import (
     Scheme,
 )
 from clipwise.statement import Statement
+from clipwise.validation import training_loop
+from clipwise.validation.model_state import ModelState
 from clipwise.watch import watched
 
 
@@ -114,6 +118,7 @@ class Private:
         loader_options: Mapping[str, Any],
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
+        changed_before: list[str],
     ) -> None:
         self.optimizer = optimizer
         self._model, self._parameters, self._dataset = model, parameters, dataset
@@ -122,6 +127,7 @@ class Private:
         self._parts, self._event, self._noise = parts, event, noise
         self._public_statistics, self._views = public_statistics, views
         self._averages, self._penalty = averages, penalty
+        self._taken_in = 0  # updates, by the averages
         self._budget, self._delta = budget, delta
         self._planned, self._multiplier = planned, multiplier
         self._ledger, self._resume_file = ledger, resume_file
@@ -139,18 +145,23 @@ class Private:
         self._in_step = False  # a batch is being used, or a step on it has failed
         self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
         self._partial_bounds = self._clipper.bounds
-        self._written: dict[str, tuple[Tensor, int]] = {}
-        self._remember_written()  # what an earlier run left in .grad: nobody uses it
+        self._released = training_loop.ReleasedGradients(parameters)
+        self._released.remember()  # what an earlier run left in .grad: nobody uses it
         self._named = {name for name, _ in model.named_parameters()}
         self._buffers = checks.BufferGuard(model)
         self._hands = guards.Watch(model, optimizer)
-        guards.require_alone(self, parameters)
+        other = guards.require_alone(self, parameters)
+        self._state: ModelState = ModelState(model) if other is None else other._state
+        self._changed_before = changed_before  # since the run before, which trained the same model
+        self._has_foreign_step = self._is_own_step = False
+        self._warned: set[str] = set()
+        self._unverified: str | None = None  # why the weights were not verified when the run was closed
         self._independence = checks.IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
         self._closed = False
-        self._stepped = None if public_statistics is None else _told_of_steps(optimizer, self)
+        self._step_hooks: list[RemovableHandle] = training_loop.watch_steps(optimizer, self)
         self.loader = PrivateLoader(
             scheme if self._watch is None else watched(scheme, partial(self._watch.kept, self)),
             Fetcher(dataset, collate_fn),
@@ -170,7 +181,7 @@ class Private:
 
         Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
         """
-        return self._updated(self.backward(losses, outputs))
+        return self._updated(self._backward(losses, outputs))
 
     def step_sets(self, batch: Any) -> bool:
         """The step of a strategy with a `local_update`, which is called on the batch; then as `step`.
@@ -210,11 +221,19 @@ class Private:
         Raises:
             BudgetExhausted: if the release would pass the budget; nothing is released then.
         """
+        is_complete = self._backward(losses, outputs)
+        if is_complete:
+            self._released.remember(keeps_sample=True)
+        return is_complete
+
+    def _backward(self, losses: Tensor, outputs: Tensor | None) -> bool:
         piece = self._require_open().awaited()
         self._require_no_local_update("private.step")
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
+        if not self._described:
+            training_loop.require_no_loss_scaling(losses)
         with opaque.explained():
             if self._independence is not None:
                 self._independence.examine(losses)
@@ -227,13 +246,12 @@ class Private:
         """Before anything is computed from a piece of a batch."""
         self._require_untouched()
         self._require_budget()
-        if piece.index_in_batch == 0:
-            self._hands.at_batch()
+        self._released.require_used()
+        if piece.last:
+            self._require_verified(self._state.changed_before_update())
         if self._hands.before_step():
             self._described = False  # the next release says so in the ledger
-        for p in self._parameters.values():
-            p.grad = None  # what is there was released and used before: its memory is needed
-        self._written.clear()
+        self._released.clear()
         if self._clipper.draws:
             self._clipper.secret = self._key.derive(f"clipper/{piece.index_in_batch}")
 
@@ -278,28 +296,61 @@ class Private:
         """Let the optimizer step on what was released."""
         if is_released:
             faults.reached("step.before-update")
-            self.optimizer.step()
-            self._remember_written()
-            self._follow_update()  # so that the model can be evaluated as it is
-            self._hands.after_update()
+            self._update(self.optimizer.step)
         return is_released
 
+    def _update(self, step: Callable[[], object]) -> None:
+        """Update the weights by what was released; whatever that changes is a result of the release."""
+        self._state.is_updating, self._released.is_unused = True, False
+        try:
+            step()
+            self._released.remember()
+            self._follow_update(has_stepped=True)  # so that the model can be evaluated as it is
+        finally:
+            self._state.is_updating = False
+            self._state.take()
+
+    def _before_user_step(self, has_closure: bool) -> None:
+        """The optimizer is about to step, and it was not the run that called it."""
+        if self._state.is_updating:
+            return
+        warning = training_loop.FOREIGN if has_closure else self._released.warning()
+        is_foreign = warning == training_loop.FOREIGN
+        self._has_foreign_step |= is_foreign
+        if warning is not None and warning not in self._warned:
+            self._warned.add(warning)
+            warnings.warn(warning, PrivacyWarning, stacklevel=4)
+        self._is_own_step = not is_foreign and not self._state.changed_before_update()
+
+    def _after_user_step(self) -> None:
+        """It has stepped. Only on released gradients, and from verified weights, is the result one of this run."""
+        if self._state.is_updating:
+            return
+        if self._is_own_step:
+            self._released.is_unused = False
+            self._follow_update(has_stepped=True)
+            self._state.take()
+        elif self._public_statistics is not None:
+            self._public_statistics.refresh(force=True)
+
     def _follow_update(self, has_stepped: bool = False) -> None:
-        """Bring up to date what follows the released weights, once an optimizer has moved them, or anybody else.
+        """Bring up to date what follows the released weights.
 
         Args:
-            has_stepped: whether the optimizer says so itself. Fused ones leave no trace that torch counts.
+            has_stepped: whether an optimizer has just moved them, on a released gradient. Only then averages take the
+                weights in. Fused optimizers leave no trace that torch counts.
         """
         self._clipper.settle()
         made = self._ledger.made(self._tag)
         is_new = self._followed != made
         is_updated = is_new or has_stepped
-        self._followed = made
+        self._followed = made if has_stepped else self._followed
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=is_updated)
         self._follow_weights(is_updated)
-        if is_new and self._averages is not None:
+        if is_new and has_stepped and self._averages is not None:
             self._averages.update()
+            self._taken_in += 1
 
     def _follow_weights(self, is_updated: bool) -> None:
         """Let bounds and noise follow weights and clips."""
@@ -370,9 +421,11 @@ class Private:
             p.grad = laid_as(p, gradients[name])
         if self._penalty is not None:
             add_penalty(self._penalty, self._model, self._parameters)
-        self._remember_written()
-        self._hands.released()
+        self._released.remember()
+        self._released.is_unused = True
         self._learn(noised_sums)
+        if self._state.was_counted():
+            self._state.take()  # statistics of layers were learned from the release
 
     def _learn(self, means: Mapping[str, Tensor]) -> None:
         """Let the strategy adapt to what was released, and the noise to the strategy."""
@@ -420,6 +473,7 @@ class Private:
                 configured after releases of others were seen, the others only if all runs were fixed beforehand.
         """
         self._ledger.require_in_place()
+        self._require_verified(self._state.changed())
         delta = (
             self._delta if delta is None else accounting.arguments.number("delta", delta, above=0, below=1)
         )
@@ -489,11 +543,17 @@ class Private:
 
         If other runs have charged the ledger as well, it holds if all of them were fixed before the first release.
         """
+        self._require_verified(self._state.changed())
         return accounting.tradeoff_of(self._ledger.history())
 
     def statement(self) -> Statement:
-        """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file."""
+        """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file.
+
+        Raises:
+            StepError: if the model's parameters and buffers are not what the last release, or `make_private`, left.
+        """
         self._ledger.require_in_place()
+        changed = self._require_verified(self._state.changed(looks_inside=True))
         told = [About.from_dict(about) for about in self._ledger.about]
         if self._described:  # the last one of this run is of this sitting
             told.remove([about for about in told if about.run == self._tag][-1])
@@ -506,7 +566,67 @@ class Private:
             sittings=(*told, self._about()),
             dataset_size=self._scheme.dataset_size,
             exact=self._ledger.exact,
+            declared=self._ledger.declared,
+            weights=wording.CHANGED_SINCE
+            if changed
+            else wording.CLOSED
+            if self._closed
+            else wording.VERIFIED,
         )
+
+    def declare_update(self, kind: str, reason: str) -> None:
+        """Declare a change of the model's weights that no release of this run made, so that the run goes on from them.
+
+        Nothing is verified. The ledger keeps the declaration, and every statement prints it as an assertion of yours.
+
+        Args:
+            kind: "public": computed from public data alone, such as statistics of normalization layers that were set
+                from public batches; "post-processing": from released values alone, such as averaged or pruned weights.
+            reason: what was changed and from what, in a few words. It is public.
+        """
+        require_known("kind", kind, training_loop.DECLARED)
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConfigurationError("reason must be a text that says what was changed, and from what.")
+        self._require_open()
+        self._require_loaded()
+        self._ledger.declare(self._tag, kind, " ".join(reason.split()))
+        self._accept_weights()
+
+    def _accept_weights(self) -> None:
+        """From now on the model is as it should be."""
+        self._changed_before = []
+        self._has_foreign_step = self._released.is_unused = False
+        self._warned.discard(training_loop.FOREIGN)
+        self._state.accept()
+
+    def _require_verified(self, changed: Sequence[str]) -> bool:
+        """Refuse a model that is not what the run left, given the names of what was changed in it.
+
+        Returns whether it is another one now that the run is closed, and was not before.
+        """
+        if self._closed:
+            if self._unverified is not None:
+                raise StepError(self._unverified)
+            return bool(changed)
+        changed = self._without_averages(changed) + self._changed_before
+        if changed or self._has_foreign_step:
+            raise StepError(training_loop.unverified(changed))
+        return False
+
+    def _without_averages(self, changed: Sequence[str]) -> list[str]:
+        """Leave out what holds the averages of the run: if nobody else has updated them, they follow from releases."""
+        if (
+            not changed
+            or self._averages is None
+            or self._averages.updates != self._taken_in
+            or not self._taken_in
+        ):
+            return list(changed)
+        if not set(changed) <= self._averages.names_in_model():
+            return list(changed)
+        if not self._averages.is_applied:
+            self._state.take()  # they were copied into the model for good
+        return []
 
     # ------------------------------------------------- stopping and going on
 
@@ -516,9 +636,14 @@ class Private:
         It holds no secret and may be published. Save the model's own `state_dict()` beside it.
         """
         self._require_own_weights()
+        if self._require_verified(self._state.changed(looks_inside=True)):
+            raise StepError(
+                "The model was changed after the private run was closed: a checkpoint of its weights would "
+                "not be of this run. Save private.state_dict() before that."
+            )
         # First, for it follows the weights, and what is told below with it.
         averaged = {} if self._averages is None else {"averaged": self.averaged.state_dict()}
-        state = {
+        state: dict[str, Any] = {
             "format": checkpoint.FORMAT,
             "run": self._ledger.run,
             "tag": self._tag,
@@ -534,6 +659,8 @@ class Private:
             "exact": self._ledger.exact,
             "plan": None if self._ledger.plan is None else dict(self._ledger.plan),
             "optimizer": self.optimizer.state_dict(),
+            "weights": self._state.save(),
+            "declared": [list(update) for update in self._ledger.declared],
             **averaged,
         }
         found: dict[str, Any] = plain(state)  # a learning rate may be numpy's
@@ -560,6 +687,11 @@ class Private:
                 "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
                 "make_private the complete ledger."
             )
+        if differing := self._state.differing(state["weights"]):
+            raise CheckpointError(
+                f"The model does not hold the weights of the checkpoint: {differing[0]!r} is another. Load the model's "
+                "own state before this one: model.load_state_dict(...), then private.load_state_dict(...)."
+            )
         # First, because what is loaded here is a part of the configuration. Another strategy begins anew.
         strategy, mine = state["configuration"].get("strategy", {}), self._strategy.describe()
         if mine.items() <= strategy.items() and self._clipper.load_state_dict(strategy):
@@ -567,8 +699,11 @@ class Private:
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         if self._averages is not None and "averaged" in state:
             self._averages.load_state_dict(state["averaged"])
+            self._taken_in = self._averages.updates
         if is_new:
             self._ledger.import_history(history, exact=state.get("exact") is True, plan=state.get("plan"))
+            for kind, reason in state["declared"]:
+                self._ledger.declare(self._tag, kind, reason)
         made = self._take_tag(state)
         self._slot, self._seeded = int(state["slot"]), self._seeded or bool(state["seeded"])
         now = self._fingerprint()
@@ -599,9 +734,9 @@ class Private:
         self._must_load, self._partial, self._in_step = False, None, False
         self._followed = self._ledger.made(self._tag)
         self._follow_weights(is_updated=False)  # those that were loaded before
-        self._hands.forget()
         if self._public_statistics is not None:
             self._public_statistics.refresh(force=True)  # the model's own state was loaded before
+        self._accept_weights()
         self.loader.reset()
 
     def _take_tag(self, state: Mapping[str, Any]) -> int:
@@ -623,15 +758,23 @@ class Private:
 
         While an exception is handled, a batch that was drawn and not released stays counted as a step: what it holds
         may be why there was one.
+
+        Raises:
+            StepError: if the model's parameters and buffers are not what the last release, or `make_private`, left. The
+                run is closed all the same.
         """
         self._close(sys.exc_info()[1])
 
     def _close(self, error: BaseException | None) -> None:
         if self._closed:
             return
+        try:
+            self._require_verified(self._state.changed(looks_inside=True))
+        except StepError as unverified:
+            self._unverified = str(unverified)
         self._closed = True
-        if self._stepped is not None:
-            self._stepped.remove()
+        for hook in self._step_hooks:
+            hook.remove()
         try:
             self._count_broken_step(error)
             begun = not self._must_load and self._ledger.made(self._tag) > 0
@@ -642,7 +785,9 @@ class Private:
             self._key.wipe()
             self._epoch_secret = b""
             self.loader.reset()
-            self._ledger.leave(self._tag, self)
+            self._ledger.leave(self._tag, self, None if self._must_load else self._unverified is None)
+        if self._unverified is not None:
+            raise StepError(self._unverified)
 
     def _count_broken_step(self, error: BaseException | None) -> None:
         """Charge the batch that was drawn and not released, if there was an error that it may have led to."""
@@ -661,7 +806,13 @@ class Private:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(error)
+        try:
+            self._close(error)
+        except StepError:
+            if (
+                error is None
+            ):  # else that error is raised; the ledger records that the weights were not verified
+                raise
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Neither copy nor pickle: two runs with one key would put the same noise on two sums."""
@@ -704,16 +855,13 @@ class Private:
     def _hand_out(self, batch: Any, piece: Piece) -> Any:
         self._require_open()
         self._require_loaded()
-        self._hands.at_draw()
-        self._follow_update()  # for whoever steps the optimizer on their own
-        if self._is_local() and (learned := self._buffers.changed_statistics()):
-            warnings.warn(
-                f"Running statistics of {', '.join(map(repr, learned))} were changed since the last batch was drawn. "
-                "If a forward pass of the model learned them from private data, they leave with it without any noise: "
-                "call model.eval() before such a pass, and set them from public data before the model is used.",
-                PrivacyWarning,
-                stacklevel=2,
-            )
+        training_loop.require_one_process()
+        self._hands.draws_from_key = False
+        self._require_same_parameters(self._buffers.inventory.up_to_date())
+        self._require_verified(self._state.changed(may_wait=False))
+        self._follow_update()
+        if self._state.was_counted():
+            self._state.take()  # weights were clipped, or frozen entries put back
         self._buffers.remember()
         if self._independence is not None:
             batch = self._independence.mark(batch)
@@ -771,6 +919,18 @@ class Private:
                 checks.require_no_statistics_in(name, module, self._strategy.is_coupled)
         self._buffers.compare_listed()
         guards.require_no_hooks(self._parameters)
+        self._require_same_parameters(inventory)
+        for name, p in self._parameters.items():
+            if p.grad is not None and self._released.is_foreign(name, p.grad):
+                raise StepError(
+                    f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
+                    "backward() on the losses, leave that out: it is not private. If you changed .grad "
+                    "after private.backward, or another private run trains this model too, call "
+                    "optimizer.zero_grad() after the update."
+                )
+
+    def _require_same_parameters(self, inventory: Inventory) -> None:
+        """The model has the parameters that `make_private` found, and trains the same ones."""
         for name, p in inventory.parameters:
             if p.requires_grad and name not in self._named:
                 raise StepError(
@@ -786,16 +946,6 @@ class Private:
                     f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
                     "with an optimizer that holds the new one."
                 )
-            if name in self._parameters and (grad := p.grad) is not None:
-                written = self._written.get(name)
-                foreign = written is None or grad is not written[0] or grad._version != written[1]
-                if foreign and bool(grad.any()):  # zero_grad(set_to_none=False) leaves zeros
-                    raise StepError(
-                        f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
-                        "backward() on the losses, leave that out: it is not private. If you changed .grad "
-                        "after private.backward, or another private run trains this model too, call "
-                        "optimizer.zero_grad() after the update."
-                    )
 
     def _is_local(self) -> bool:
         return isinstance(self._strategy, Batch) and self._strategy.local_update is not None
@@ -806,13 +956,6 @@ class Private:
                 f"{called} has no use for losses with Batch(..., local_update=f), which computes its own: call "
                 "private.step_sets(batch) with the batch that private.loader handed out."
             )
-
-    def _remember_written(self) -> None:
-        self._written = {
-            name: (grad, grad._version)
-            for name, p in self._parameters.items()
-            if (grad := p.grad) is not None
-        }
 
     def _require_budget(self) -> None:
         self._in_step = False  # a refusal here has nothing to do with the batch
@@ -900,21 +1043,6 @@ class Private:
 
     def _ledger_name(self) -> str:
         return str(self._ledger.path) if isinstance(self._ledger, FileLedger) else "The ledger"
-
-
-def _told_of_steps(optimizer: torch.optim.Optimizer, private: Private) -> RemovableHandle:
-    """Let a run follow each update, also where the loop steps the optimizer itself and evaluates right after.
-
-    The optimizer does not hold the run: it may be copied, pickled and live longer.
-    """
-    run = ref(private)
-
-    def follow(*_: object) -> None:
-        followed = run()
-        if followed is not None:
-            followed._follow_update(has_stepped=True)
-
-    return optimizer.register_step_post_hook(follow)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from clipwise.errors import ConfigurationError, PrivacyWarning
@@ -24,25 +24,48 @@ if TYPE_CHECKING:
 
 # Of random layers' draws, from the strongest to the weakest; none before the first step.
 _SOURCES = ("", "key", "torch", "seeded")
-_LOOKED_AT = 2  # updates after which contents are compared: that costs a pass over the parameters
-
-
 _RUNS: WeakValueDictionary[int, Private] = (
     WeakValueDictionary()
 )  # by the identity of a parameter, which the run holds
 
 
-def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Warn if another open run trains the same parameters and counts in a ledger of its own."""
+def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> Private | None:
+    """Warn if another open run trains the same parameters and counts in a ledger of its own.
+
+    Returns an open run that trains the same model and counts in the same ledger.
+    """
+    found = None
     for name, p in parameters.items():
         other = _RUNS.get(id(p))
-        if other is not None and not other._closed and other.steps and other._ledger is not run._ledger:
+        if other is None or other._closed:
+            continue
+        if other._ledger is run._ledger:
+            found = other if other._model is run._model else found
+        elif other.steps:
             _warn(
                 f"Parameter {name!r} is trained by another private run that is still open. What both release of it "
                 "adds up, and neither counts the other: close the first one, or give both the same ledger."
             )
             break
     _RUNS.update({id(p): run for p in parameters.values()})
+    return found
+
+
+def changed_since_last_run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """What was changed in a model after a run that trained it, as long as that run exists: a new one begins from it.
+
+    A model that was built differently since is another one. So is one that was only looked at.
+    """
+    other = next((run for p in parameters.values() if (run := _RUNS.get(id(p))) is not None), None)
+    if other is None or other._model is not model or not other._state.is_of_same_tensors():
+        return []
+    if not (other.steps or other._has_foreign_step or other._unverified or other._changed_before):
+        return []
+    changed = other._without_averages(other._state.changed(looks_inside=True))
+    is_same_optimizer = other._has_foreign_step and other.optimizer is optimizer
+    return [*changed, *other._changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
 
 
 def require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -74,62 +97,13 @@ class Watch:
         self._model, self._optimizer = model, optimizer
         self._rates = self._rates_now()
         self._changes = 0
-        self._said_mode = self._said_foreign = False
-        self._left = self._releases_left = _LOOKED_AT
-        self._contents: dict[str, tuple[float, ...]] = {}
-        self._at_release: dict[str, tuple[float, ...]] = {}
+        self._said_mode = False
 
     def before_step(self) -> bool:
         """Called with the losses of a batch; returns whether there is something new for a statement."""
         if not self._model.training and not self._said_mode:
             self._look_at_mode()
         return self._look_at_rates() | self._look_at_draws()
-
-    def released(self) -> None:
-        """Called when a released gradient was written, which an update should use."""
-        if not self._releases_left or not any(self._rates_now() or [1.0]):  # a warm-up may begin at 0
-            return
-        self._releases_left -= 1
-        if any(p.grad is not None and bool(p.grad.any()) for p in self._model.parameters()):
-            self._at_release = self._contents_now()
-
-    def at_batch(self) -> None:
-        """Called with the losses of the next batch: the gradient of the last one is written over now."""
-        then, self._at_release = self._at_release, {}
-        if then and then == self._contents_now():
-            self._releases_left = 0
-            _warn(
-                "No parameter has changed since the last release, so its gradient is lost, and it is counted all the "
-                "same: gradients of several batches do not add up in .grad. Call optimizer.step() for each complete "
-                "batch, as private.step does. To use more examples in a step give a larger batch_size, and "
-                "max_physical_batch_size for what fits into memory."
-            )
-
-    def after_update(self) -> None:
-        """Called when the optimizer has stepped."""
-        if self._left:
-            self._left -= 1
-            self._contents = self._contents_now()
-
-    def at_draw(self) -> None:
-        """Called before the next batch is handed out: since the update nobody should have written to parameters."""
-        self.draws_from_key = False
-        then, self._contents = self._contents, {}
-        if not then or self._said_foreign:
-            return
-        for name, (identity, *content) in self._contents_now().items():
-            same, *before = then.get(name, (None,))  # another object of that name is refused elsewhere
-            if same == identity and before != content:
-                self._said_foreign = True
-                return _warn(
-                    f"Parameter {name!r} was changed after private.step by something else than its optimizer: a second "
-                    "optimizer, or a line of the loop. That is covered only if it was computed from released values "
-                    "or public data. A gradient of private data must go through private.step."
-                )
-
-    def forget(self) -> None:
-        """After a checkpoint was loaded: parameters may be others."""
-        self._contents, self._at_release = {}, {}
 
     def _look_at_mode(self) -> None:
         for name, module in self._model.named_modules():
@@ -193,15 +167,6 @@ class Watch:
     def _rates_now(self) -> list[float]:
         """Numbers only: to read a tensor would wait for its device, and a scheduler that is fed sets numbers."""
         return [g["lr"] for g in self._optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
-
-    def _contents_now(self) -> dict[str, tuple[float, ...]]:
-        return {name: (id(p), *_digest(p)) for name, p in self._model.named_parameters() if p.requires_grad}
-
-
-def _digest(p: Tensor) -> tuple[float, float]:
-    """Two numbers that hardly stay what they are when the contents change; the same for a copy put back."""
-    values = p.detach().double().nan_to_num().flatten()
-    return float(values.sum()), float(values.abs().sum())
 
 
 def _is_random_in_training(module: nn.Module) -> bool:

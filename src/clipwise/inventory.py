@@ -23,6 +23,7 @@ class Inventory:
         tensors: a name for messages, and the place where the tensor (or None) is found, of every buffer, parameter
             and tensor that is a plain attribute; not those that follow from weights alone, which are released
             anyway: of spectral norm's power iteration, and weights that torch computes of a parametrization.
+        state: of every buffer and parameter among these, its name and module, and the place where it is found.
         parameters: as `named_parameters` gives them.
         statistics: layers that may keep statistics of a batch.
     """
@@ -32,6 +33,7 @@ class Inventory:
         self._modules: list[nn.Module] = []
         self._structure: tuple[list[object], ...] = ()
         self.tensors: list[tuple[str, dict[str, Any], str]] = []
+        self.state: list[tuple[str, nn.Module, dict[str, Any], str]] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.statistics: list[tuple[str, nn.Module]] = []
 
@@ -57,6 +59,13 @@ class Inventory:
                 ("Attribute", vars(module), _kept_in(module)),
             )
             for name in names
+        ]
+        self.state = [
+            (f"{prefix}.{name}" if prefix else name, module, tensors, name)
+            for prefix, module in named
+            if type(module).__name__ != "_SpectralNorm"
+            for tensors in (module._parameters, module._buffers)
+            for name in tensors
         ]
 
 

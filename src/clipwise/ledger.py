@@ -155,6 +155,8 @@ class Snapshot:
         about: what the run said about itself each time it began or went on; empty in older files.
         exact: whether everything that is counted was released.
         plan: what the first run had planned; None in older files.
+        declared: kind and reason of changes of the weights that a user declared.
+        verified: whether the weights were what the releases left when the last run was closed; None if it was not.
     """
 
     run: str
@@ -166,6 +168,8 @@ class Snapshot:
     about: tuple[Mapping[str, JSON], ...] = ()
     exact: bool = True
     plan: Mapping[str, JSON] | None = None
+    declared: tuple[tuple[str, str], ...] = ()
+    verified: bool | None = None
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
@@ -185,7 +189,17 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
         book.apply(recovery)
     clean, about = recovery is None, tuple(book.about)
     return Snapshot(
-        book.run, book.header, book.entries, book.total, clean, torn, about, book.exact and clean, book.plan
+        book.run,
+        book.header,
+        book.entries,
+        book.total,
+        clean,
+        torn,
+        about,
+        book.exact and clean,
+        book.plan,
+        tuple(book.declared),
+        book.verified,
     )
 
 

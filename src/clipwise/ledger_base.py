@@ -82,6 +82,12 @@ class Ledger(ABC):
             return tuple(self._book.about)
 
     @property
+    def declared(self) -> tuple[tuple[str, str], ...]:
+        """Kind and reason of every update that a user declared with `declare`, in order."""
+        with self._lock:
+            return tuple(self._book.declared)
+
+    @property
     def plan(self) -> Mapping[str, JSON] | None:
         """What the first run had planned, as it was described before anything was released; None if it was not."""
         return self._book.plan
@@ -137,6 +143,11 @@ class Ledger(ABC):
             if self._book.about[-1:] != [told]:
                 self._append({"kind": "about", "about": told})
 
+    def declare(self, run: str, kind: str, reason: str) -> None:
+        """Keep that the user declared a change of the weights which no release of the run made. It is public."""
+        with self._usable():
+            self._append_for(run, {"kind": "declared", "update": kind, "reason": reason})
+
     def restart(self, run: str | None = None) -> None:
         """A new noise key of the run begins: what follows is not merged with what it released before."""
         with self._usable():
@@ -182,17 +193,26 @@ class Ledger(ABC):
         with self._usable():
             return self._users.setdefault(run, user) is user
 
-    def leave(self, run: str, user: object) -> None:
-        """End the use of a tag: its unused reservation is given back. The ledger is closed behind the last user."""
-        with self._lock:
-            if self._users.get(run) is user:
-                del self._users[run]
-            is_last = not self._users
-            if not is_last and not self._closed and os.getpid() == self._process:
-                self.require_in_place()
-                self._settle(run)
-        if is_last:
-            self.close()
+    def leave(self, run: str, user: object, verified: bool | None = None) -> None:
+        """End the use of a tag: its unused reservation is given back. The ledger is closed behind the last user.
+
+        Args:
+            run: the tag.
+            user: who charged under it.
+            verified: whether the model's weights were then what the releases of the run had left.
+        """
+        try:
+            with self._lock:
+                if self._users.get(run) is user:
+                    del self._users[run]
+                if not self._closed and os.getpid() == self._process:
+                    self.require_in_place()
+                    self._settle(run)
+                    if verified is not None:
+                        self._append_for(run, {"kind": "closed", "verified": verified})
+        finally:
+            if not self._users:
+                self.close()
 
     def close(self) -> None:
         """End cleanly: what was reserved and not used is given back. Later charges are refused."""

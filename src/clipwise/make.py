@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise import checks, fingerprint, watch
+from clipwise import checks, fingerprint, guards, watch
 from clipwise.about import About
 from clipwise.apart import require_apart
 from clipwise.arguments import (
@@ -49,6 +49,7 @@ from clipwise.sampling import (
     mini_sets_of,
 )
 from clipwise.sampling.schemes import whole
+from clipwise.validation.training_loop import require_one_process
 
 
 def make_private(
@@ -131,7 +132,11 @@ def make_private(
     Returns:
         The private run: loop over `.loader`, call `.step(losses)`.
     """
+    require_one_process()
     parameters = checks.trainable_parameters(model, optimizer)
+    changed_before = guards.changed_since_last_run(
+        model, optimizer, parameters
+    )  # and not by what follows here
     epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
     epochs, steps, seed = plain((epochs, steps, seed))
     strategy = PerExample() if clipping is None else clipping
@@ -227,6 +232,7 @@ def make_private(
             },
             collate_fn=collate_fn,
             probe=probe_independence and not strategy.is_coupled,
+            changed_before=changed_before,
         )
     except BaseException:
         if not isinstance(ledger, Ledger):

@@ -36,6 +36,8 @@ class Statement:
         risk: what they mean for an attacker.
         sittings: what the run said about itself each time it began or went on; the last one is in force.
         dataset_size: the number of units, which is public; None if not recorded.
+        declared: kind and reason of changes of the weights that the user declared.
+        weights: what is known of the model's weights.
         exact: whether just what was released is counted. If a run goes on, or did not end cleanly, its ledger
             counts all that it may have released.
         if_fixed: epsilon by PLD where several runs share the ledger: it holds if all of them were fixed before the
@@ -48,6 +50,8 @@ class Statement:
     risk: Risk
     sittings: tuple[About, ...]
     dataset_size: int | None = None
+    declared: tuple[tuple[str, str], ...] = ()
+    weights: str = wording.NOT_CLOSED
     exact: bool = True
     if_fixed: float | None = None
 
@@ -119,6 +123,7 @@ class Statement:
             found.append(wording.FOLLOWED_METRIC)
         if any(sitting.penalised for sitting in self.sittings):
             found.append(wording.PENALISED)
+        found += wording.declared(self.declared)
         if self.is_shared:
             found.append(wording.FIXED_RUNS)
         elif len(self._releases()) > 1:
@@ -149,6 +154,8 @@ class Statement:
                 for e in self.history
             ],
             "attacker": self.risk.to_dict(),
+            "weights": self.weights,
+            "declared_updates": [{"kind": kind, "reason": reason} for kind, reason in self.declared],
             "parts": None if about.parts is None else [asdict(p) for p in about.parts],
             "expected_batch_size": about.divisor,
             "strategy": about.strategy,
@@ -177,6 +184,7 @@ class Statement:
             ),
             ("setting", wording.SETTING),
             ("released", wording.released(self.about.strategy or {})),
+            ("weights", self.weights),
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
             *(("releases", text) for text in self._steps()),
@@ -360,6 +368,8 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
         sittings=sittings,
         dataset_size=size,
         exact=found.exact,
+        declared=found.declared,
+        weights={True: wording.CLOSED, False: wording.NOT_VERIFIED, None: wording.NOT_CLOSED}[found.verified],
     )
 
 

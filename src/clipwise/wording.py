@@ -103,6 +103,29 @@ OWNED = (
     "records are replaced"
 )
 
+# What is known of the weights.
+VERIFIED = "verified: every parameter and buffer is what the releases of this run left"
+CHANGED_SINCE = (
+    "verified when the run was closed; the model was changed since then, and this statement is not about what it holds "
+    "now"
+)
+CLOSED = "verified when the run was closed: every parameter and buffer was what the releases left"
+NOT_CLOSED = "not verified: the run goes on, was not closed, or was written by an older version"
+NOT_VERIFIED = (
+    "NOT VERIFIED: when the run was closed, the model had been changed by something else than its releases. The "
+    "guarantee is for the released gradients, and not for that model"
+)
+
+
+def declared(updates: Sequence[tuple[str, str]]) -> list[str]:
+    """What a user declared about changes of the weights that no release made, once each."""
+    counts = {update: updates.count(update) for update in updates}
+    return [
+        f"asserted by the user, not verified: {kind}: {reason}" + (f" ({n} times)" if n > 1 else "")
+        for (kind, reason), n in counts.items()
+    ]
+
+
 _NEIGHBOURS: Mapping[str, str] = {
     "zero-out": "one {unit} replaced by an empty one (the number of {unit}s is public)",
     "add-remove": "one {unit} added or removed (the number of {unit}s is not public)",

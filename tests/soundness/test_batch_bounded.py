@@ -217,6 +217,7 @@ def test_a_whole_run_replayed_on_a_neighbour(
         with torch.no_grad():  # what was released is known to both
             for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 q.copy_(p)
+        runs[1].declare_update("post-processing", "the weights that the other run released")
         iterators = [iter(run.loader) for run in runs]
         is_in = False
         for (x,) in iterators[0]:

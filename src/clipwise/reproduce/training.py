@@ -231,6 +231,7 @@ class _Privately(_Openly):
             size = max(2, self._setting.batch_size // self._setting.mini_sets)
             batches = _pieces(self._pictures.public.tensors[0], size)
             layers.recompute_statistics(self._model, map(self._pictures.centred, batches))
+            self._private.declare_update("public", "statistics of batch norm from public images")
 
     def state_dict(self) -> dict[str, Any]:
         """All but the model that going on takes; no secret."""

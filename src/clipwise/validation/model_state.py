@@ -1,0 +1,187 @@
+"""Whether the model still holds what the run left in it.
+
+A statement is a claim about the weights that exist. A private run therefore remembers every parameter and buffer as
+`make_private` or the last update left it, and compares. Version counters and addresses cost nothing and miss writes
+through `.data`, of fused optimizers and of replayed CUDA graphs. The contents show all of these, for one pass over
+memory (changes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from clipwise.changes import Contents
+from clipwise.inventory import Inventory
+from clipwise.layers.public_batchnorm import PublicBatchNorm
+
+_SAMPLED = 32  # entries of each tensor, which are compared after a change of the dtype
+_SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class ModelState:
+    """Every parameter and buffer of a model, as a run left it.
+
+    Runs that train one model and count in one ledger share it.
+
+    Not included are buffers that follow from weights and public rows alone: those of `PublicBatchNorm` and of spectral
+    norm.
+
+    Attributes:
+        is_updating: whether a run steps the optimizer on a gradient that it has released.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.is_updating = False
+        self._inventory = Inventory(model)
+        self._saved: set[tuple[int, ...]] = set()  # contents of checkpoints, and those at the beginning
+        self._found: list[str] = []  # names of what was changed before an update,
+        self._moved: Tensor | None = None  # and, on an accelerator, which are to be added to these
+        self._contents: Contents | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+        self.take()
+        self.save()  # to go back to the first weights changes nothing
+
+    def take(self) -> None:
+        """The model is what an update left, on what was verified before it. Waits for no device."""
+        tensors = self._tensors_now()
+        contents = self._contents_of(tensors)
+        if contents is not self._contents:
+            self._found = self._found_before()
+            self._tensors, self._contents, self._views = tensors, contents, _sampled(tensors)
+            self._dtypes = {name: t.dtype for name, t in tensors.items()}
+        self._counts, self._sums = _counts(tensors), contents.sums()
+        self._sample = torch.cat(list(self._views.values())) if self._views else torch.zeros(0)
+
+    def accept(self) -> None:
+        """The model is as it should be, whatever was found before."""
+        self._found, self._moved = [], None
+        self.take()
+
+    def is_of_same_tensors(self) -> bool:
+        """Whether the model has parameters and buffers of the same names as before."""
+        return self._tensors_now().keys() == self._tensors.keys()
+
+    def was_counted(self) -> bool:
+        """Whether torch has counted a write, or a tensor was replaced or moved: what the host alone can tell."""
+        return _counts(self._tensors_now()) != self._counts
+
+    def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:
+        """The names of what is not as it should be: of other contents, or not there when `take` was called.
+
+        A copy of the contents elsewhere is as good (`.to(device)`, weights that were swapped and put back), and so are
+        the contents rounded to another dtype (`.half()`), those of a checkpoint of the run, and the first ones.
+
+        Args:
+            looks_inside: compare contents even if nothing was counted.
+            may_wait: report what `changed_before_update` left on an accelerator, too.
+        """
+        now = self._tensors_now()
+        is_counted = _counts(now) != self._counts
+        found = self._found_before() if may_wait else self._found
+        if found or not (is_counted or looks_inside):
+            return found
+        if now.keys() != self._tensors.keys():
+            return sorted(now.keys() ^ self._tensors.keys())
+        sums = self._contents_of(now).sums()
+        differ = (sums != self._sums.to(sums.device)).tolist()
+        found = [name for name, is_other in zip(now, differ, strict=True) if is_other]
+        found = [name for name in found if name not in self._rounded(found, now)]
+        if found and tuple(sums.tolist()) not in self._saved:
+            return found
+        if is_counted:
+            self.take()
+        return []
+
+    def changed_before_update(self) -> list[str]:
+        """`changed`, by contents, before an update makes other contents of them.
+
+        On an accelerator what torch has not counted is compared there, and `changed` reports it the next time.
+        """
+        if self._contents is None or self._contents.device.type == "cpu" or self.was_counted():
+            return self.changed(looks_inside=True)
+        moved = self._contents.sums() != self._sums
+        self._moved = moved if self._moved is None else self._moved | moved
+        return []
+
+    def save(self) -> dict[str, int]:
+        """The contents of what a `state_dict` of the model holds, in plain types. They are accepted again later."""
+        values = self._sums.tolist()
+        self._saved.add(tuple(values))
+        kept = self._persistent()
+        return {name: value for name, value in zip(self._tensors, values, strict=True) if name in kept}
+
+    def differing(self, saved: Mapping[str, int]) -> list[str]:
+        """The names of what the model holds otherwise than it was when `save` returned this."""
+        now = {name: t for name, t in self._tensors_now().items() if name in self._persistent()}
+        values = dict(zip(now, Contents(now.values()).sums().tolist(), strict=True))
+        return sorted(n for n in values.keys() | saved.keys() if values.get(n) != saved.get(n))
+
+    def _found_before(self) -> list[str]:
+        if self._moved is not None:
+            moved, self._moved = self._moved.tolist(), None
+            self._found += [name for name, has_moved in zip(self._tensors, moved, strict=True) if has_moved]
+        return self._found
+
+    def _tensors_now(self) -> dict[str, Tensor]:
+        return {
+            name: t
+            for name, module, tensors, key in self._inventory.up_to_date().state
+            if (t := tensors[key]) is not None
+            and not (isinstance(module, PublicBatchNorm) and tensors is module._buffers)
+            and not is_lazy(t)
+        }
+
+    def _contents_of(self, tensors: Mapping[str, Tensor]) -> Contents:
+        """Those that were made before, if they are of the same tensors in the same places."""
+        made = self._contents
+        is_same = tensors.keys() == self._tensors.keys() and all(
+            map(is_, tensors.values(), self._tensors.values())
+        )
+        return made if made is not None and is_same and made.is_in_place() else Contents(tensors.values())
+
+    def _persistent(self) -> set[str]:
+        """What is in a `state_dict` of the model."""
+        return {
+            name
+            for name, module, tensors, key in self._inventory.state
+            if tensors is module._parameters or key not in module._non_persistent_buffers_set
+        }
+
+    def _rounded(self, found: list[str], now: Mapping[str, Tensor]) -> set[str]:
+        """Which of these have another dtype and hold the numbers that were there, rounded. A sample is compared."""
+        lengths = [len(view) for view in self._views.values()]
+        before = dict(zip(self._views, torch.split(self._sample, lengths), strict=True))
+        after = _sampled({name: now[name] for name in found if now[name].dtype != self._dtypes[name]})
+        return {
+            name
+            for name, sample in after.items()
+            if name in before
+            and before[name].shape == sample.shape
+            and torch.allclose(before[name].to(sample), sample, rtol=0, atol=0, equal_nan=True)
+        }
+
+
+def _counts(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int, int]]:
+    return [(name, id(t), t.data_ptr(), t._version) for name, t in tensors.items()]
+
+
+def _sampled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of a few entries of each tensor, evenly over its memory; none of a model on several devices."""
+    if len({t.device for t in tensors.values()}) > 1:
+        return {}
+    return {
+        name: t.detach().as_strided((t.numel(),), (1,))[:: max(1, t.numel() // _SAMPLED)][:_SAMPLED]
+        for name, t in tensors.items()
+        if t.dtype in _SAMPLED_TYPES and t.layout is torch.strided and t.data_ptr() and _is_dense(t)
+    }
+
+
+def _is_dense(t: Tensor) -> bool:
+    is_channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+    return t.is_contiguous() or is_channels_last

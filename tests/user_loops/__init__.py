@@ -1,0 +1,1 @@
+"""A fuzzer of training loops as users write them."""
