@@ -16,6 +16,7 @@ from clipwise import Lipschitz, MemoryLedger, Private
 from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning, StepError
 from clipwise.layers import ClipInput, recompute_statistics, replace_batchnorm, without_running_statistics
 from clipwise.statement import of_ledger
+from clipwise.validation import model_state
 from clipwise.validation.model_state import ModelState
 from tests.runs import CLASSES, FEATURES, HIDDEN, data, losses_of, network, private_run, sgd, train
 from tests.user_loops.world import Counts
@@ -387,16 +388,32 @@ def test_a_new_run_may_begin_from_the_first_weights_again() -> None:
     train(model, second, 1)
 
 
+class Far:
+    """A sample on a device that this machine does not have."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, sample: Tensor) -> None:
+        self.sample = self.moved = sample
+
+    def __ne__(self, other: object) -> Any:
+        assert isinstance(other, Far)
+        self.moved = self.sample != other.sample
+        return self
+
+
 # On an accelerator: what was changed before an update is remembered until somebody asks
 
 
 def test_what_an_update_covers_up_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     state = ModelState(model)
-    assert state._contents is not None
-    monkeypatch.setattr(state._contents, "device", torch.device("cuda"))
     model[0].bias.data += 1
-    assert state.changed_before_update() == []
+    with monkeypatch.context() as patched:
+        patched.setattr(model_state, "_bits", lambda sample: Far(sample))
+        assert state.changed_before_update() == []
+    assert isinstance(state._moved, Far)
+    state._moved = state._moved.moved
     state.take()
     assert state.changed(may_wait=False) == []  # as at a draw, which waits for no device
     assert state.changed() == ["0.bias"] and state.changed(looks_inside=True) == ["0.bias"]

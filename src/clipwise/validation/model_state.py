@@ -19,7 +19,7 @@ from clipwise.changes import Contents
 from clipwise.inventory import Inventory
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 
-_SAMPLED = 32  # entries of each tensor, which are compared after a change of the dtype
+_SAMPLED = 128  # entries of each tensor, which are compared before an update and after a change of the dtype
 _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -56,7 +56,7 @@ class ModelState:
             self._tensors, self._contents, self._views = tensors, contents, _sampled(tensors)
             self._dtypes = {name: t.dtype for name, t in tensors.items()}
         self._counts, self._sums = _counts(tensors), contents.sums()
-        self._sample = torch.cat(list(self._views.values())) if self._views else torch.zeros(0)
+        self._sample = self._sample_now()
 
     def accept(self) -> None:
         """The model is as it should be, whatever was found before."""
@@ -99,13 +99,16 @@ class ModelState:
         return []
 
     def changed_before_update(self) -> list[str]:
-        """`changed`, by contents, before an update makes other contents of them.
+        """`changed`, before an update makes other contents of them. Waits for no device.
 
-        On an accelerator what torch has not counted is compared there, and `changed` reports it the next time.
+        What torch has not counted shows in a sample of each tensor: an update by a fused optimizer or through `.data`
+        moves nearly all entries. On an accelerator it is compared there, and `changed` reports it the next time.
         """
-        if self._contents is None or self._contents.device.type == "cpu" or self.was_counted():
-            return self.changed(looks_inside=True)
-        moved = self._contents.sums() != self._sums
+        if self.was_counted():
+            return self.changed()
+        moved = _bits(self._sample_now()) != _bits(self._sample)
+        if moved.device.type == "cpu":
+            return self.changed(looks_inside=True) if bool(moved.any()) else []
         self._moved = moved if self._moved is None else self._moved | moved
         return []
 
@@ -124,9 +127,16 @@ class ModelState:
 
     def _found_before(self) -> list[str]:
         if self._moved is not None:
-            moved, self._moved = self._moved.tolist(), None
-            self._found += [name for name, has_moved in zip(self._tensors, moved, strict=True) if has_moved]
+            moved, self._moved = self._split(self._moved.cpu()), None
+            self._found += [name for name, those in moved.items() if bool(those.any())]
         return self._found
+
+    def _sample_now(self) -> Tensor:
+        return torch.cat(list(self._views.values())) if self._views else torch.zeros(0)
+
+    def _split(self, sample: Tensor) -> dict[str, Tensor]:
+        lengths = [len(view) for view in self._views.values()]
+        return dict(zip(self._views, torch.split(sample, lengths), strict=True))
 
     def _tensors_now(self) -> dict[str, Tensor]:
         return {
@@ -155,8 +165,7 @@ class ModelState:
 
     def _rounded(self, found: list[str], now: Mapping[str, Tensor]) -> set[str]:
         """Which of these have another dtype and hold the numbers that were there, rounded. A sample is compared."""
-        lengths = [len(view) for view in self._views.values()]
-        before = dict(zip(self._views, torch.split(self._sample, lengths), strict=True))
+        before = self._split(self._sample)
         after = _sampled({name: now[name] for name in found if now[name].dtype != self._dtypes[name]})
         return {
             name
@@ -169,6 +178,11 @@ class ModelState:
 
 def _counts(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int, int]]:
     return [(name, id(t), t.data_ptr(), t._version) for name, t in tensors.items()]
+
+
+def _bits(sample: Tensor) -> Tensor:
+    """To compare with: what is not a number is not equal to itself."""
+    return sample.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sample.itemsize])
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
