@@ -60,6 +60,7 @@ from clipwise.sampling import (
     Scheme,
 )
 from clipwise.statement import Statement
+from clipwise.validation.coupling import IndependenceProbe
 from clipwise.watch import watched
 
 
@@ -126,7 +127,7 @@ class Private:
         self._buffers = checks.BufferGuard(model)
         self._hands = guards.Watch(model, optimizer)
         guards.require_alone(self, parameters)
-        self._independence = checks.IndependenceProbe() if probe else None
+        self._independence = IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
@@ -195,7 +196,8 @@ class Private:
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
-        with opaque.explained():
+        # (What a graph saved may be marked; here it is as any other tensor.)
+        with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
             if self._independence is not None:
                 self._independence.examine(losses)
             if self._watch is not None:
