@@ -2,8 +2,8 @@
 
 A marked tensor is tracked by autograd but behaves as the ordinary tensor that the data set gave: `requires_grad` is
 False, `numpy()` works, `requires_grad = True` may be set. The mark spreads to everything that is computed from the
-batch alone. What a parameter takes part in requires a gradient anyway, and is a plain tensor again, so a mark costs some
-microseconds in the first layer and nothing behind it.
+batch alone. What a parameter takes part in requires a gradient anyway, and is a plain tensor again, so a mark costs
+some microseconds in the first layer and nothing behind it.
 
 Integers carry no gradient. Their mark tells two things that no gradient shows: a number that was computed from the
 whole batch (`pooled`), and a comparison of each example with each other one (`Trace.pairs`).
