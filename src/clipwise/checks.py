@@ -12,8 +12,19 @@ from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
+from clipwise.validation.plain_state import PlainState
 
 _PROBED_BATCHES = 2
+_PLAIN_BATCHES = 8  # a count that follows the data may advance by the same amount on two of them
+_CHANGED = (
+    "was set or changed between the draw of a batch and private.step, as in a forward pass that learns. What it "
+    "learned from private data would leave with the model without any noise. Set it before the first batch, from "
+    "public data; update parameters before the next batch is drawn; what forward computes for the loss, let it return."
+)
+_FIRST_PASS = (
+    "(What a first forward pass sets once: let the model run on synthetic rows before make_private. A count of forward "
+    "passes may stay, if it advances by the same number each time.)"
+)
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -181,13 +192,16 @@ class BufferGuard:
         self._versions: dict[str, tuple[object, ...]] = {}
         self._held: list[Tensor] = []  # while they are, no other tensor gets their identity
         self._left = _PROBED_BATCHES  # batches on which contents are looked at: `.data` changes no version
+        self._plain, self._plain_left = PlainState(), _PLAIN_BATCHES
         self._statistics: dict[str, list[tuple[int, int]]] = {}
 
-    def remember(self) -> None:
+    def remember(self, batch: object = None) -> None:
         """Called when a batch is handed out."""
         self.inventory.up_to_date()
         self._versions, self._held = self._now()
         self._statistics = self._statistics_now()
+        if self._plain_left:
+            self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
 
     def changed_statistics(self) -> list[str]:
         """The modules whose running statistics were changed since `remember`."""
@@ -211,12 +225,11 @@ class BufferGuard:
         if now != self._versions:
             for name, version in now.items():
                 if self._versions.get(name) != version:
-                    raise UnsupportedModelError(
-                        f"{name} was set or changed between the draw of a batch and private.step, as in a forward "
-                        "pass that learns. What it learned from private data would leave with the model without any "
-                        "noise. Set it before the first batch, from public data; update parameters before the next "
-                        "batch is drawn; what forward computes for the loss, let it return."
-                    )
+                    raise UnsupportedModelError(f"{name} {_CHANGED}")
+        if self._plain_left:
+            if (changed := self._plain.changed(self.inventory.modules)) is not None:
+                raise UnsupportedModelError(f"Attribute {changed!r} {_CHANGED} {_FIRST_PASS}")
+            self._plain_left -= 1
         if self._left:
             self._left -= 1
             now, held = self._now()  # contents may be looked at no longer

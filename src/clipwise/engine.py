@@ -608,7 +608,7 @@ class Private:
                 PrivacyWarning,
                 stacklevel=2,
             )
-        self._buffers.remember()
+        self._buffers.remember(batch)
         if self._independence is not None:
             batch = self._independence.mark(batch)
         return batch if self._views is None else self._views.of_batch(batch)

@@ -25,6 +25,7 @@ class Inventory:
             anyway: of spectral norm's power iteration, and weights that torch computes of a parametrization.
         parameters: as `named_parameters` gives them.
         statistics: layers that may keep statistics of a batch.
+        modules: as `named_modules` gives them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,6 +35,7 @@ class Inventory:
         self.tensors: list[tuple[str, dict[str, Any], str]] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.statistics: list[tuple[str, nn.Module]] = []
+        self.modules: list[tuple[str, nn.Module]] = []
 
     def up_to_date(self) -> Inventory:
         """Itself, after another walk if there is anything new."""
@@ -42,7 +44,7 @@ class Inventory:
         return self
 
     def _walk(self) -> None:
-        named = list(self._model.named_modules())
+        self.modules = named = list(self._model.named_modules())
         self._modules = [module for _, module in named]  # held here, so that no other can get their identity
         self._structure = _structure(self._modules)
         self.parameters = list(self._model.named_parameters())
