@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
 
 def _held(value: Any, home: str, depth: int) -> object:
     """What a value holds, in a form that can be compared; None for what is not looked at."""
-    if isinstance(value, Number) and type(value) is not bool:
+    if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
         return repr(value)  # NaN equals itself
     if isinstance(value, np.ndarray):
         entries = value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY]
