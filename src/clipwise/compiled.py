@@ -17,6 +17,7 @@ before its release. The host never waits otherwise, and prepares the release whi
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -172,7 +173,8 @@ class CompiledStep:
             if self._attempts < _ATTEMPTS:
                 return
             self._stays_ordinary = True
-            reason = str(error).strip().partition("\n")[0]
+            # (Torch's words may hold sizes of the batch.)
+            reason = re.sub(r"\d+", "#", str(error).strip().partition("\n")[0])
             warnings.warn(
                 f"This step cannot be captured in a CUDA graph, so it runs as an ordinary one: {reason}",
                 CaptureWarning,
