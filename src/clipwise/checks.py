@@ -12,6 +12,7 @@ from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
+from clipwise.validation.marked import tracked
 from clipwise.validation.plain_state import PlainState
 
 _PROBED_BATCHES = 2
@@ -143,6 +144,7 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
     """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
+    losses = tracked(losses)
     if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
         return torch.zeros(0)  # whatever it is, and of whatever type: no example is in it
     if losses.dim() == 0 and not is_coupled:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.validation.marked import MarkedTensor, Trace, plain
+from clipwise.validation.marked import MarkedTensor, Trace, plain, tracked
 from tests.runs import FEATURES, data, network, private_run
 
 B, D = 6, 4
@@ -130,6 +130,21 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", USES)
 def test_the_graph_shows_where_inputs_go(how: str) -> None:
     assert gradient_of(USES[how]).abs().sum(1).all()
+
+
+def test_what_parameters_are_written_into_requires_a_gradient() -> None:
+    x, _ = Trace().mark(batch())
+    layer = nn.Linear(D, 2)
+    out = x.new_zeros(B, 2)
+    assert type(out) is Tensor
+    out[x[:, 0] > 0] = layer(x[x[:, 0] > 0])
+    assert type(out) is Tensor and out.requires_grad
+    part = x[:, :2].clone()
+    part[:3] = layer(x[:3])
+    assert type(part) is Tensor and part.requires_grad
+    view = x[:, :2].clone()
+    view[:3].copy_(layer(x[:3]))
+    assert type(tracked(view)) is Tensor and view.requires_grad
 
 
 def test_a_marked_batch_shares_memory_with_the_one_it_is_made_of() -> None:

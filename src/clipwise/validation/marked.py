@@ -78,6 +78,8 @@ class MarkedTensor(Tensor):
                 return _FACTS[func]
             if func in _TRACKING:
                 return _track(func, *args, **kwargs)
+            if func in _NEW:
+                return func(*args, **kwargs)
             if func in _READS or kwargs.get("out") is not None or _overwrites_another(func, args):
                 args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs)
                 return func(*args, **kwargs)
@@ -90,6 +92,15 @@ def plain(value: Tensor) -> Tensor:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach()
+
+
+def tracked(value: Tensor) -> Tensor:
+    """The same tensor, which autograd tracks for its user as well."""
+    if isinstance(value, MarkedTensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            if value.requires_grad:
+                value.__class__ = Tensor  # type: ignore[assignment]
+    return value
 
 
 class _Enter(torch.autograd.Function):
@@ -123,6 +134,7 @@ def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     changed = args[0] if func is Tensor.__setitem__ else result
     for found in tensors_in(changed):
         if found.requires_grad and has_parameters:
+            tracked(found)  # as in outputs[rows] = expert(inputs[rows])
             if _is_of_pairs(found, given):
                 marked[0].origin.pairs.append(found.grad_fn)
         elif type(found) is Tensor and (torch.is_grad_enabled() or not found.is_floating_point()):
@@ -148,11 +160,11 @@ def _overwrites_another(func: Callable[..., Any], args: Any) -> bool:
 
 def _track(func: Callable[..., Any], value: Tensor, is_wanted: bool = True) -> Tensor | None:
     """`requires_grad = True` and `requires_grad_()`: from here on autograd tracks the tensor for its user as well."""
-    if is_wanted and value.requires_grad:
+    if is_wanted:
+        is_new = not value.requires_grad
         value.__class__ = Tensor
-    elif is_wanted:
-        value.__class__ = Tensor
-        func(value, is_wanted)
+        if is_new:
+            func(value, is_wanted)
     return value if func is Tensor.requires_grad_ else None
 
 
@@ -164,6 +176,12 @@ _FACTS: dict[Any, Any] = {
     _tensor.grad_fn.__get__: None,
 }
 _TRACKING: set[Any] = {Tensor.requires_grad_, _tensor.requires_grad.__set__}
+# What takes a size, a type or a device of the batch, and no value.
+_NEW: set[Any] = {
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    *(torch.rand_like, torch.randn_like, torch.randint_like),
+}
 # What takes values out of the graph.
 _READS: set[Any] = {
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist, Tensor.item),
