@@ -66,7 +66,7 @@ class GraphMatch:
         for place, (description, other) in enumerate(zip(expected, found, strict=False)):
             one = _for_examples(description, examples)
             if one != other:
-                same = ", with other sizes or inputs" if _told(one) == _told(other) else ""
+                same = ", with other shapes or inputs" if _told(one) == _told(other) else ""
                 raise UnsupportedModelError(
                     f"outputs: operation {place} from the end is {_told(other)}{same}, where the traced model "
                     f"has {_told(one)}. The bounds hold for the traced model only: give what that model returned, "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge
 
 from clipwise.structure import map_tensors, tensors_in
@@ -68,6 +69,7 @@ class MarkedTensor(Tensor):
     is_pooled: bool
 
     @classmethod
+    @_disable_dynamo  # compiled regions take no tensors of classes of their own: they begin behind the marks
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
