@@ -574,10 +574,6 @@ def test_an_example_that_is_not_finite_counts_nothing(
     model, private = exact_run(with_record(17, value), **options)
     step = private.compiled(loss_with(model), 7)
     go(private, step, 9)
-    if (
-        physical is None
-    ):  # then every batch holds it, and the probe, which wants finite ones, still marks them
-        assert next(iter(private.loader))[0].requires_grad
     assert not any(t.requires_grad for t in step._captured._inputs)
     expected, plain = exact_run(with_record(17, value), **options)
     go(plain, ordinary(expected, plain), 9)
@@ -853,7 +849,8 @@ def test_the_noise_of_a_sum_alone_falls_in_the_order_of_its_memory(recorded: lis
 
 def test_many_buckets_get_a_key_each(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipwise.release._BUCKET", 30)
-    model, private = private_run(noise_multiplier=1e6)
+    # (So much noise saturates the network, and without gradients nothing is known of coupling.)
+    model, private = private_run(noise_multiplier=1e6, probe_independence=False)
     step = private.compiled(loss_with(model))
     go(private, step, 7)
     noise = torch.cat([g.flatten() for g in gradients(model).values()])

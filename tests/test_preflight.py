@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     # What no gradient shows:
     "all valid tokens": (
         (Language, lambda m, x, y: token_losses(m, x, y).sum(1) / (y != 0).sum(), tokens),
-        "was replaced",
+        "its own count",
     ),
     "a detached scale of the batch": (
         (

@@ -47,8 +47,8 @@ class Crop:
         B, C, H, W = padded.shape
         if min(H, W) < self.size:
             raise ConfigurationError(
-                f"Crop(size={self.size}, padding={self.padding}) is larger than the padded image of {H} x {W}: take a "
-                "smaller size or more padding."
+                f"Crop(size={self.size}, padding={self.padding}) is larger than the padded image: take a smaller size "
+                "or more padding."
             )
         top_B, left_B = (
             torch.randint(0, most - self.size + 1, (B,), generator=random).to(padded.device)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from clipwise import guards
-from clipwise.drawn_size import DrawnSize
-from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
-from clipwise.gradients.layout import Probe, probe_weights
-from clipwise.gradients.opaque import require_not_rerun
-from clipwise.gradients.precision import ieee_arithmetic
-from clipwise.gradients.walk import Node
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.layers.clipped import unclipped
-from clipwise.layers.observed import observations
-from clipwise.randomness import private_generator
-from clipwise.structure import map_tensors, tensors_in
+from clipwise.structure import tensors_in
+from clipwise.validation.coupling import PAIRS, USE_BATCH
+from clipwise.validation.marked import tracked
+from clipwise.validation.plain_state import PlainState
 
 _PROBED_BATCHES = 2
+_PLAIN_BATCHES = 8  # a count that follows the data may advance by the same amount on two of them
+_CHANGED = (
+    "was set or changed between the draw of a batch and private.step, as in a forward pass that learns. What it "
+    "learned from private data would leave with the model without any noise. Set it before the first batch, from "
+    "public data; update parameters before the next batch is drawn; what forward computes for the loss, let it return."
+)
+_FIRST_PASS = (
+    "(What a first forward pass sets once: let the model run on synthetic rows before make_private. A count of forward "
+    "passes may stay, if it advances by the same number each time.)"
+)
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -67,26 +69,9 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return trainable
 
 
-_USE_BATCH = (
-    "Batch(max_norm=...) clips whole mini-sets instead, within which examples may depend on one another; it needs "
-    "far more noise"
-)
-
-
 _LEARNED = (
     "What it has learned from private data so far must not leave with the model: call reset_running_stats() on it, or "
     "load statistics from before."
-)
-_COUPLED = (
-    "The loss of one example depends on the inputs of another, so clipping single examples bounds nothing. Usual "
-    "causes: batch statistics, subtracting a mean over the batch, a loss that compares examples or is divided by "
-    "something of the whole batch. clipwise.check(model, loss, batch) helps to find the place. If the coupling is "
-    f"meant, {_USE_BATCH}."
-)
-_COUPLED_ROWS = (
-    "A row that a layer of clipwise.layers.with_released_statistics gets depends on the inputs of another example than "
-    "its own, so its statistics would not be bounded by clipping single rows. Usual causes: batch statistics before "
-    f"it, or rows in another order than the examples. If the coupling is meant, {_USE_BATCH}."
 )
 
 
@@ -113,12 +98,12 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
                 f"Layer {name!r} ({kind}) is in training mode: it mixes the examples of a batch, so one record moves "
                 "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a "
                 "layer with public statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with "
-                f".eval(). {_LEARNED} {_USE_BATCH}."
+                f".eval(). {_LEARNED} {USE_BATCH}."
             )
         if module.running_mean is None or _has_no_statistics(module):
             raise UnsupportedModelError(
                 f"Layer {name!r} ({kind}) keeps no running statistics, so it mixes the examples of a batch even in "
-                f".eval(). Replace it by GroupNorm or LayerNorm (clipwise.layers.replace_batchnorm does). {_USE_BATCH}."
+                f".eval(). Replace it by GroupNorm or LayerNorm (clipwise.layers.replace_batchnorm does). {USE_BATCH}."
             )
     keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
     if keeps and module.training:
@@ -159,6 +144,7 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
     """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
+    losses = tracked(losses)
     if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
         return torch.zeros(0)  # whatever it is, and of whatever type: no example is in it
     if losses.dim() == 0 and not is_coupled:
@@ -166,10 +152,14 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
             "losses is a single number, so the examples can no longer be told apart. Give one loss an "
             "example: use reduction='none' and no mean or sum over the batch."
         )
+    if losses.shape == (size, size) and size > 1:
+        raise StepError(
+            f"{PAIRS} If the second dimension counts positions, as many as there are examples, sum or average it."
+        )
     if losses.dim() > 1:
         raise StepError(
-            f"losses has {losses.dim()} dimensions. Give one loss an example: sum or average each example's "
-            "own positions, for instance losses.flatten(1).sum(1)."
+            f"losses has {losses.dim()} dimensions. Give one loss an example: first make sure that outputs and targets "
+            "have the same shape, then sum or average each example's own positions, as in losses.flatten(1).sum(1)."
         )
     if losses.dim() == 1 and len(losses) != size:
         raise StepError(
@@ -204,11 +194,14 @@ class BufferGuard:
         self._versions: dict[str, tuple[object, ...]] = {}
         self._held: list[Tensor] = []  # while they are, no other tensor gets their identity
         self._left = _PROBED_BATCHES  # batches on which contents are looked at: `.data` changes no version
+        self._plain, self._plain_left = PlainState(), _PLAIN_BATCHES
 
-    def remember(self) -> None:
+    def remember(self, batch: object = None) -> None:
         """Called when a batch is handed out."""
         self.inventory.up_to_date()
         self._versions, self._held = self._now()
+        if self._plain_left:
+            self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
 
     def compare(self) -> None:
         """Called when its losses come back."""
@@ -221,12 +214,11 @@ class BufferGuard:
         if now != self._versions:
             for name, version in now.items():
                 if self._versions.get(name) != version:
-                    raise UnsupportedModelError(
-                        f"{name} was set or changed between the draw of a batch and private.step, as in a forward "
-                        "pass that learns. What it learned from private data would leave with the model without any "
-                        "noise. Set it before the first batch, from public data; update parameters before the next "
-                        "batch is drawn; what forward computes for the loss, let it return."
-                    )
+                    raise UnsupportedModelError(f"{name} {_CHANGED}")
+        if self._plain_left:
+            if (changed := self._plain.changed(self.inventory.modules)) is not None:
+                raise UnsupportedModelError(f"Attribute {changed!r} {_CHANGED} {_FIRST_PASS}")
+            self._plain_left -= 1
         if self._left:
             self._left -= 1
             now, held = self._now()  # contents may be looked at no longer
@@ -250,111 +242,3 @@ def _digest(tensor: Tensor) -> tuple[float, ...]:
         return ()
     values = tensor.detach().double().nan_to_num()
     return float(values.sum()), float(values.abs().sum())
-
-
-class IndependenceProbe:
-    """d loss_i / d input_j must be 0 for i != j, on the first batches (see gradients/layout.py).
-
-    A lint, not a proof: it sees what a gradient shows, on the inputs that are floating point and, for
-    ids, at what trainable embeddings make of them.
-    """
-
-    def __init__(self) -> None:
-        self._left = _PROBED_BATCHES
-        self._drawn_size = DrawnSize()
-        self._leaves: list[Tensor] = []
-        self._ids: list[Tensor] = []
-
-    def mark(self, batch: Any) -> Any:
-        """Let a batch's inputs carry gradients, while the probe still looks."""
-        self._leaves, self._ids = [], []
-        return map_tensors(self._marked, batch) if self._left else batch
-
-    def examine(self, losses: Tensor) -> None:
-        """Refuse losses that depend on other examples' inputs, or on how many there are."""
-        self._drawn_size.examine(losses)
-        if len(losses) < 2 or not (self._leaves or self._ids):
-            return
-        inputs = [*map(get_gradient_edge, self._leaves), *_lookups(losses, self._ids)]
-        weights_B = probe_weights(len(losses), losses)
-        finite = self._is_apart(losses, torch.ones_like(losses), inputs, weights_B, _COUPLED)
-        for seen, output in observations(
-            losses
-        ):  # what a layer learns of a row must be of that example alone
-            if seen.shape[0] == len(losses):
-                random = torch.randn(seen.shape, generator=private_generator()).to(
-                    seen.mean_BC.device, seen.dtype
-                )
-                finite &= self._is_apart(output, random, inputs, weights_B, _COUPLED_ROWS)
-        # Only a batch that passed: who tries again after a refusal is looked at again. And one NaN can hide
-        # what all others share.
-        self._left, self._leaves, self._ids = self._left - finite, [], []
-
-    def _is_apart(
-        self,
-        outputs: Tensor | GradientEdge,
-        plain: Tensor,
-        inputs: list[GradientEdge],
-        weights_B: Tensor,
-        refusal: str,
-    ) -> bool:
-        """Refuse outputs, one row an example, that depend on other examples' inputs. Whether gradients were finite.
-
-        `plain` is what the outputs are multiplied with before they are added up.
-        """
-        rows_B = weights_B.to(plain).view(-1, *[1] * (plain.dim() - 1))
-        with ieee_arithmetic(), unclipped():
-            found: list[tuple[Tensor | None, ...]] = [
-                torch.autograd.grad(outputs, inputs, w, retain_graph=True, allow_unused=True)
-                if inputs
-                else ()
-                for w in (plain, plain * rows_B)
-            ]
-        finite = True
-        for number, (p, w) in enumerate(zip(*found, strict=True)):
-            if p is None or w is None:
-                continue
-            finite &= bool(torch.isfinite(p).all())
-            layouts = Probe(p, w, weights_B.to(p.device)).layouts()
-            if number < len(self._leaves) and len(p) == len(weights_B):
-                # As the loader hands them out: one loss a *position*, of all examples, is none an example.
-                layouts = [layout for layout in layouts if layout.axis == 0]
-            # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
-            if bool(w.any()) and not layouts:
-                raise CoupledExamplesError(refusal)
-        return finite
-
-    def _marked(self, value: Tensor) -> Tensor:
-        if value.dim() == 0:
-            return value  # a number of the whole batch, and no example's
-        if not value.is_floating_point() or value.requires_grad:
-            self._ids.append(value)
-            return value
-        leaf = value.detach().requires_grad_()
-        self._leaves.append(leaf)
-        return leaf.clone()  # not a leaf itself, so that the model may work on it in place
-
-
-def _lookups(losses: Tensor, ids: list[Tensor]) -> list[GradientEdge]:
-    """What embeddings made of these ids, as edges of the losses' graph."""
-    edges: list[GradientEdge] = []
-    root: Node = losses.grad_fn
-    entered, stack = {root}, [root]
-    while stack:
-        node = stack.pop()
-        require_not_rerun(node.name())
-        saved = getattr(node, "_saved_indices", None)
-        if isinstance(saved, Tensor) and any(_same_ids(saved, x) for x in ids):
-            edges.append(GradientEdge(node, 0))
-        for child, _ in node.next_functions:
-            if child is not None and child not in entered:
-                entered.add(child)
-                stack.append(child)
-    return edges
-
-
-def _same_ids(saved: Tensor, ids: Tensor) -> bool:
-    """Whether these are the ids of the batch: a view of them, or a copy on another device or in another type."""
-    if saved.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
-        return True
-    return saved.shape == ids.shape and torch.equal(saved, ids.to(saved))

@@ -17,6 +17,7 @@ before its release. The host never waits otherwise, and prepares the release whi
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from clipwise.release import buckets, in_order_of, laid_as, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import map_tensors, tensors_in
+from clipwise.validation.marked import plain
 
 if TYPE_CHECKING:
     from clipwise.engine import Private
@@ -109,7 +111,7 @@ class CompiledStep:
             self._largest = max(self._largest, piece.size)
             return self._ordinary_step(batch, piece)
         self._replayed += 1
-        return self._captured.step(batch, piece)
+        return self._captured.step(map_tensors(plain, batch), piece)
 
     def _ordinary_step(self, batch: Sequence[Any], piece: Piece) -> bool:
         """An ordinary step; in smaller pieces if memory is short."""
@@ -123,6 +125,7 @@ class CompiledStep:
                 raise
         # Here the error is gone, and with it the tensors that its frames held.
         private._begin(piece)
+        batch = map_tensors(plain, batch)
         clipped = with_smaller_pieces(partial(self._gathered, batch, piece.size), piece.size)
         return private._updated(private._gather(piece, clipped))
 
@@ -140,8 +143,8 @@ class CompiledStep:
     def _may_replay(self, batch: Sequence[Any]) -> bool:
         """At the beginning of a batch: whether it goes through the graphs, which are captured if it is time."""
         if self._captured is None:
-            if self._ordinary >= _ORDINARY_STEPS and not self._stays_ordinary:
-                self._capture(batch)
+            if self._ordinary >= _ORDINARY_STEPS and not self._stays_ordinary and self._is_examined():
+                self._capture(map_tensors(plain, batch))
             return True
         # Other clips or noise than those of the graphs.
         if self._captured.bounds != _bounds_of(self._private):
@@ -152,6 +155,11 @@ class CompiledStep:
         self._replayed = 0
         self._private._clipper.look_again()
         return False
+
+    def _is_examined(self) -> bool:
+        """A replayed step is not probed for coupled examples: first every path to the inputs must have been."""
+        probe = self._private._independence
+        return probe is None or probe.is_settled
 
     def _capture(self, batch: Sequence[Any]) -> None:
         """Capture from now on, or say why not."""
@@ -165,7 +173,8 @@ class CompiledStep:
             if self._attempts < _ATTEMPTS:
                 return
             self._stays_ordinary = True
-            reason = str(error).strip().partition("\n")[0]
+            # (Torch's words may hold sizes of the batch.)
+            reason = re.sub(r"\d+", "#", str(error).strip().partition("\n")[0])
             warnings.warn(
                 f"This step cannot be captured in a CUDA graph, so it runs as an ordinary one: {reason}",
                 CaptureWarning,
@@ -502,7 +511,7 @@ def _count(batch: Sequence[Any]) -> int:
 
 
 def _rows(t: Tensor, rows: Tensor) -> Tensor:
-    """These rows of a tensor of the batch, without its history: a probe may have marked it."""
+    """These rows of a tensor of the batch, without its history."""
     return t.detach()[rows] if t.dim() else t.detach().clone()
 
 

@@ -78,6 +78,7 @@ from clipwise.sampling import (
 )
 from clipwise.statement import Statement
 from clipwise.validation import training_loop
+from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.model_state import ModelState
 from clipwise.watch import watched
 
@@ -156,7 +157,7 @@ class Private:
         self._has_foreign_step = self._is_own_step = False
         self._warned: set[str] = set()
         self._unverified: str | None = None  # why the weights were not verified when the run was closed
-        self._independence = checks.IndependenceProbe() if probe else None
+        self._independence = IndependenceProbe() if probe else None
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
@@ -234,7 +235,8 @@ class Private:
         self._begin(piece)
         if not self._described:
             training_loop.require_no_loss_scaling(losses)
-        with opaque.explained():
+        # (What a graph saved may be marked; here it is as any other tensor.)
+        with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
             if self._independence is not None:
                 self._independence.examine(losses)
             if self._watch is not None:
@@ -862,7 +864,7 @@ class Private:
         self._follow_update()
         if self._state.was_counted():
             self._state.take()  # weights were clipped, or frozen entries put back
-        self._buffers.remember()
+        self._buffers.remember(batch)
         if self._independence is not None:
             batch = self._independence.mark(batch)
         if self._views is None:

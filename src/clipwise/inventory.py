@@ -26,6 +26,7 @@ class Inventory:
         state: of every buffer and parameter among these, its name and module, and the place where it is found.
         parameters: as `named_parameters` gives them.
         statistics: layers that may keep statistics of a batch.
+        modules: as `named_modules` gives them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,6 +37,7 @@ class Inventory:
         self.state: list[tuple[str, nn.Module, dict[str, Any], str]] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.statistics: list[tuple[str, nn.Module]] = []
+        self.modules: list[tuple[str, nn.Module]] = []
 
     def up_to_date(self) -> Inventory:
         """Itself, after another walk if there is anything new."""
@@ -44,7 +46,7 @@ class Inventory:
         return self
 
     def _walk(self) -> None:
-        named = list(self._model.named_modules())
+        self.modules = named = list(self._model.named_modules())
         self._modules = [module for _, module in named]  # held here, so that no other can get their identity
         self._structure = _structure(self._modules)
         self.parameters = list(self._model.named_parameters())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from clipwise.checks import BufferGuard, IndependenceProbe, require_losses, require_no_batch_statistics
+from clipwise.checks import BufferGuard, require_losses, require_no_batch_statistics
 from clipwise.clipping import Backprop, Batch, Strategy
 from clipwise.clipping.batch import copied
 from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
@@ -29,6 +29,7 @@ from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.meeting import first_meeting, first_random
 from clipwise.structure import evaluating
+from clipwise.validation.coupling import IndependenceProbe
 
 Loss = Callable[..., Tensor]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import Batch, NoisedStatistics, PerExample, Quantile, augment, check, layers
-from clipwise.checks import IndependenceProbe
 from clipwise.clipping.per_example import PerExampleClipper
 from clipwise.clipping.strategy import Strategy
 from clipwise.errors import ConfigurationError, CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.privacy import Adjacency
+from clipwise.validation.coupling import IndependenceProbe
 from tests.gradients.cases import trainable
 from tests.layers.normalized import images, labels, losses_of, network
 from tests.runs import data, private_run, same, train

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, PerExample, Private, make_private
 from clipwise.errors import UnsupportedModelError
+from clipwise.validation.marked import Trace
 
 ROWS = TensorDataset(torch.randn(12, 1, 5), torch.arange(12) % 3)
 
@@ -25,8 +26,22 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class Network(nn.Module):
+    """Its compiled region begins behind the first layer, which takes the marked inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(5, 4))
+        self.second = nn.Sequential(nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        scores: Tensor = self.second(h)
+        return scores
+
+
 def compiled_run(clipping: PerExample | Batch) -> tuple[Private, nn.Module]:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(5, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = make_private(
         model, optimizer, ROWS, sampling="full", noise_multiplier=1.0, clipping=clipping, seed=1
@@ -42,7 +57,7 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_a_compiled_model_is_refused_by_name(method: str) -> None:
     private, compiled = compiled_run(PerExample(method=method))
     for size in (7, 5):  # made for any size now, it gives its memory back in the first backward pass
-        compiled(ROWS.tensors[0][:size])
+        compiled(Trace().mark(ROWS.tensors[0][:size]))
     x, y = next(iter(private.loader))
     with pytest.raises(UnsupportedModelError, match=r"torch\.compile.*private\.compiled"):
         private.step(losses(compiled, x, y))
@@ -58,6 +73,17 @@ def test_also_where_torch_lets_a_region_be_gone_through_twice(method: str) -> No
         pytest.raises(UnsupportedModelError, match=r"torch\.compile"),
     ):
         private.step(losses(compiled, x, y))
+
+
+def test_a_compiled_function_of_the_data_is_accepted() -> None:
+    """It holds no parameter, so nothing has to be found in it."""
+    private, compiled = compiled_run(PerExample())
+    scaled = torch.compile(lambda x: (x - 1) / 2, backend="aot_eager")
+    model = compiled._orig_mod
+    assert isinstance(model, nn.Module)
+    for x, y in private.loader:
+        private.step(losses(model, scaled(x), y))
+    assert private.steps == 1
 
 
 def test_batch_takes_a_compiled_model() -> None:

@@ -41,10 +41,10 @@ class RepeatedOutputs:
             for made in (m.shape for m in node._input_metadata):
                 if taken and _is_repeated(made, taken, sizes):
                     raise CoupledExamplesError(
-                        f"losses: {node.name().removesuffix('Backward0')} makes {list(made)} of {list(taken[0])} for a "
-                        f"batch of {len(losses)}, so that the loss of one example depends on the targets of all. "
-                        "Usual cause: outputs of the shape (B, 1) and targets of the shape (B,): give targets the "
-                        "shape of the outputs. (If that size is a constant of yours, take another batch size.)"
+                        f"losses: {node.name().removesuffix('Backward0')} makes one entry for each pair of examples, "
+                        "so that the loss of one depends on the targets of all. Usual cause: outputs of the shape (B, "
+                        "1) and targets of the shape (B,): give targets the shape of the outputs. (If a dimension of "
+                        "yours happens to be as long as the batch, take another batch size.)"
                     )
         self._harmless.add(wiring)
 

@@ -52,7 +52,7 @@ class BoundedLayerNorm(nn.Module):
         dims = tuple(range(-len(self.normalized_shape), 0))
         if x.ndim <= len(dims) or tuple(x.shape[-len(dims) :]) != self.normalized_shape:
             raise ConfigurationError(
-                f"BoundedLayerNorm({self.normalized_shape}) got examples of shape {tuple(x.shape[1:])}."
+                f"BoundedLayerNorm({self.normalized_shape}) got examples whose last dimensions are others."
             )
         return _normalized(x, dims, self.alpha)
 

@@ -133,7 +133,7 @@ class PublicBatchNorm(nn.Module):
             raise ConfigurationError(
                 f"{type(self).__name__}({self.num_features}) takes inputs of {wanted} dimensions with "
                 f"{self.num_features} channels along the second; this one has {x.dim()} dimensions"
-                + (f" and {x.shape[1]} channels." if x.dim() > 1 else ".")
+                + (", or other channels." if fits else ".")
             )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -56,10 +56,7 @@ def tightness(
     _require_examples("inputs", inputs)
     _require_examples("targets", targets)
     if len(inputs) == 0 or len(inputs) != len(targets):
-        raise ConfigurationError(
-            f"tightness: give at least one example, with a target each, not {len(inputs)} inputs and {len(targets)} "
-            "targets."
-        )
+        raise ConfigurationError("tightness: give at least one example, and as many targets as inputs.")
     network = trace(model, tuple(inputs.shape[1:]))
     constant = constant_of(loss, network.output_shape)
     bounds = bounds_of(network, constant, effort=effort).sensitivities

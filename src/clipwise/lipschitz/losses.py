@@ -182,6 +182,6 @@ def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> 
     """Otherwise torch repeats one of them, and every example meets all targets."""
     if outputs.shape != targets.shape:
         raise ConfigurationError(
-            f"{type(loss).__name__}: outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}; "
-            "each output needs a target of its own: give targets.view_as(outputs)."
+            f"{type(loss).__name__}: outputs and targets have different shapes, and each output needs a target of its "
+            "own: give targets.view_as(outputs)."
         )

@@ -46,7 +46,7 @@ class GraphMatch:
             )
         if tuple(outputs.shape[1:]) != self._network.output_shape:
             raise UnsupportedModelError(
-                f"outputs: each example has the shape {tuple(outputs.shape[1:])}; the bounds are for "
+                "outputs: an example has another shape than the bounds are for, which is "
                 f"{self._network.output_shape}. Give what the model returned."
             )
         examples = len(outputs)
@@ -66,7 +66,7 @@ class GraphMatch:
         for place, (description, other) in enumerate(zip(expected, found, strict=False)):
             one = _for_examples(description, examples)
             if one != other:
-                same = ", with other inputs" if _told(one) == _told(other) else ""
+                same = ", with other shapes or inputs" if _told(one) == _told(other) else ""
                 raise UnsupportedModelError(
                     f"outputs: operation {place} from the end is {_told(other)}{same}, where the traced model "
                     f"has {_told(one)}. The bounds hold for the traced model only: give what that model returned, "
@@ -178,10 +178,10 @@ def _for_examples(description: Any, examples: int) -> tuple[Any, ...]:
 
 
 def _told(description: Any) -> str:
-    name, _, shapes, settings = description
+    """An operation in words, without the sizes of what it made: examples may lie along any axis."""
+    name, _, _, settings = description
     extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in settings)
-    size = f" of shape {list(shapes[0][1:])}" if shapes and len(shapes[0]) > 1 else ""
-    return f"{name.removesuffix('Backward0')}{size}{f' ({extra})' if extra else ''}"
+    return f"{name.removesuffix('Backward0')}{f' ({extra})' if extra else ''}"
 
 
 def _behind(node: Node) -> list[Node | None]:

@@ -85,7 +85,18 @@ class Fetcher(Dataset[Any]):
         return [self._dataset[i] for i in indices]
 
     def _collate(self, records: list[Any]) -> Any:
-        return (self._collate_fn or default_collate)(records)
+        if self._collate_fn is not None:
+            return self._collate_fn(records)
+        try:
+            return default_collate(records)
+        except RuntimeError as error:
+            if "equal size" not in str(error):
+                raise
+        # (Torch's own words hold shapes of records, and the place of one in the batch.)
+        raise ConfigurationError(
+            "The records of a batch have different shapes, and default collation stacks them: give make_private a "
+            "collate_fn that brings them to one shape, or a data set whose records have one."
+        )
 
 
 def _moved(rows: torch.Tensor, place: torch.device) -> torch.Tensor:

@@ -147,7 +147,8 @@ class ClippedMap(torch.autograd.Function):
         role: MapRole = ctx.role
         *kept, weight = ctx.saved_tensors
         seen = Seen(*kept)
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        _, needs_w, needs_b, _ = ctx.needs_input_grad
+        needs_x = switch.goes_on(ctx)
         switch.saw(ctx, g)
         # Under autocast it may come in bfloat16: sums are formed in the type of the weights.
         g = g.to(weight.dtype)

@@ -112,7 +112,7 @@ class ClippedRecurrence(torch.autograd.Function):
 
         nu_B = scales(inputs, x_BTd if c.bound == "gradient" else None)
         into_x = weighted(inputs, nu_B)
-        dx, dw_ih = matrix.pull_back(into_x, x_BTd, w_ih, ctx.needs_input_grad[0], True)
+        dx, dw_ih = matrix.pull_back(into_x, x_BTd, w_ih, switch.goes_on(ctx), True)
         if dx is not None:
             dx = passed_on(dx, nu_B, c.mode)
             # The clipped input is s x: of x itself, the chain rule has one more s.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import StepError
+from clipwise.gradients.operations import ACCUMULATE
 
 Comparison = Callable[[str, Tensor], None]  # of what, and norm / bound of each example
 Watcher = Callable[[Any, Tensor], None]  # a node of the graph, and the gradient of its output
@@ -112,3 +113,12 @@ def noted(factor_B: Tensor) -> bool:
         return False
     _noted.append(factor_B.double())
     return True
+
+
+def goes_on(ctx: Any) -> bool:
+    """Whether the backward pass that runs asks a node for the gradient of its first input.
+
+    A batch is marked (validation/marked.py), so its gradient could be asked for, and hardly ever is.
+    """
+    node = ctx.next_functions[0][0] if ctx.needs_input_grad[0] else None
+    return node is not None and (node.name() == ACCUMULATE or torch._C._will_engine_execute_node(node))

@@ -1,0 +1,263 @@
+"""Whether the loss of one example depends on another one, as far as the losses' graph shows it.
+
+d loss_i / d input_j must be 0 for i != j (gradients/layout.py says how one extra backward pass shows it). A gradient of
+exactly 0 shows nothing: behind a head that is still 0, a gate, or an auxiliary loss with weight 0, any coupling is
+hidden. So a place in the graph counts as examined once a gradient arrived there, and the probe goes on looking:
+
+    - at the first batches, and at the first batches of any graph with operations that were not met before;
+    - at a batch in which a place without gradients so far gets one.
+
+It looks before the batch is released. All inputs are marked (marked.py), so that it can.
+
+A lint, not a proof: it sees what a gradient shows, on the inputs that are floating point and, for ids, at what
+trainable embeddings make of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from clipwise.errors import CoupledExamplesError
+from clipwise.gradients.layout import Probe, probe_weights
+from clipwise.gradients.opaque import require_not_rerun
+from clipwise.gradients.precision import ieee_arithmetic
+from clipwise.gradients.walk import Node
+from clipwise.layers.clipped import unclipped
+from clipwise.layers.observed import observations
+from clipwise.randomness import private_generator
+from clipwise.validation.marked import Trace, plain
+from clipwise.validation.shared_factors import SharedFactors
+
+_PROBED_BATCHES = 2
+_MOST_WIRINGS = 512
+_FRUITLESS = 64  # batches on which nothing was learned; afterwards only some are looked at
+_SOME = 16
+USE_BATCH = (
+    "Batch(max_norm=...) clips whole mini-sets instead, within which examples may depend on one another; it needs "
+    "far more noise"
+)
+PAIRS = (
+    "losses are made of one entry for each pair of examples: outputs of shape (B, 1) were broadcast against targets "
+    "of shape (B,), or the other way round, so that each loss holds the targets of all examples. Give both the same "
+    "shape: outputs.squeeze(1), or targets.unsqueeze(1)."
+)
+_COUPLED = (
+    "The loss of one example depends on the inputs of another, so clipping single examples bounds nothing. Usual "
+    "causes: batch statistics, subtracting a mean over the batch, a loss that compares examples or is divided by "
+    "something of the whole batch. clipwise.check(model, loss, batch) helps to find the place. If the coupling is "
+    f"meant, {USE_BATCH}."
+)
+_COUPLED_ROWS = (
+    "A row that a layer of clipwise.layers.with_released_statistics gets depends on the inputs of another example than "
+    "its own, so its statistics would not be bounded by clipping single rows. Usual causes: batch statistics before "
+    f"it, or rows in another order than the examples. If the coupling is meant, {USE_BATCH}."
+)
+
+Pattern = tuple[str, tuple[str, ...]]  # an operation and those that feed it
+Place = tuple[Pattern, int]  # the n-th operation of that pattern, counted from the losses
+
+
+class IndependenceProbe:
+    """Refuses losses that depend on other examples' inputs, on the first batches and whenever something is new."""
+
+    def __init__(self) -> None:
+        self._left = _PROBED_BATCHES
+        self._fruitless = 0
+        self._factors = SharedFactors()
+        self._trace = Trace()
+        self._known: set[Pattern] = set()
+        self._wirings: dict[int, list[Place]] = {}
+        self._live: set[Place] = set()  # where a gradient arrived, in a probe that found nothing
+        self._dead: set[Place] = set()  # where none has so far
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every place in the graphs so far was examined."""
+        return self._left == 0 and not self._dead
+
+    def mark(self, batch: Any) -> Any:
+        """The same batch, with marked tensors."""
+        self._trace = Trace()
+        return self._trace.mark(batch)
+
+    def examine(self, losses: Tensor) -> None:
+        """Refuse losses that depend on other examples' inputs, or on a number of the whole batch."""
+        if len(losses) < 2 or losses.grad_fn is None:
+            return
+        trace = self._trace
+        with torch._C.DisableTorchFunctionSubclass():
+            nodes, names = _behind(losses)
+            if not set(trace.pairs).isdisjoint(nodes):
+                raise CoupledExamplesError(PAIRS)
+            has_woken = self._factors.examine(losses, trace.others)
+            inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
+            if not inputs:
+                return
+            places = self._places(nodes, names)
+            if self._is_due(has_woken) and (self._left or self._has_awoken(losses, nodes, places)):
+                self._probe(losses, inputs, len(trace.inputs), dict(zip(nodes, places, strict=True)))
+
+    def _places(self, nodes: list[Node], names: list[str]) -> list[Place]:
+        """The names of all nodes' places. Operations that were not met before have to be examined."""
+        wiring = hash(tuple(names))
+        if wiring in self._wirings:
+            return self._wirings[wiring]
+        if len(self._wirings) >= _MOST_WIRINGS:
+            self._wirings.clear()
+        met: Counter[Pattern] = Counter()
+        places: list[Place] = []
+        for node, name in zip(nodes, names, strict=True):
+            pattern = name, tuple("" if child is None else child.name() for child, _ in node.next_functions)
+            places.append((pattern, met[pattern]))
+            met[pattern] += 1
+        if not met.keys() <= self._known:
+            self._known |= met.keys()
+            self._left, self._fruitless = _PROBED_BATCHES, 0
+        self._wirings[wiring] = places
+        return places
+
+    def _is_due(self, has_woken: bool) -> bool:
+        """What stays without a gradient for ever must not cost a backward pass in every step."""
+        if self.is_settled:
+            return False
+        self._fruitless += 1
+        return has_woken or self._fruitless <= _FRUITLESS or self._fruitless % _SOME == 0
+
+    def _has_awoken(self, losses: Tensor, nodes: list[Node], places: list[Place]) -> bool:
+        """Whether a gradient arrives at a place that had none: a backward pass as far as the first such places."""
+        dead = {node for node, place in zip(nodes, places, strict=True) if place in self._dead}
+        first = {
+            (child, number)
+            for node in nodes
+            if node not in dead
+            for child, number in node.next_functions
+            if child in dead
+        }
+        if not first:
+            return False
+        edges = [GradientEdge(*edge) for edge in first]
+        weights_B = probe_weights(len(losses), losses)
+        with ieee_arithmetic(), unclipped():
+            found = torch.autograd.grad(losses, edges, weights_B, retain_graph=True, allow_unused=True)
+        return any(_is_live(g) for g in found if g is not None)
+
+    def _probe(
+        self, losses: Tensor, inputs: list[GradientEdge], marked: int, places: dict[Node, Place]
+    ) -> None:
+        """Two backward passes to the inputs, of which the first `marked` are as the loader handed them out."""
+        weights_B = probe_weights(len(losses), losses)
+        arrived: dict[Place, list[Tensor]] = {}
+        with ExitStack() as hooks:
+            for node, place in places.items():
+                hook = node.register_prehook(partial(_note, arrived, place))
+                hooks.callback(hook.remove)
+            is_proof = _require_apart(losses, torch.ones_like(losses), inputs, marked, weights_B, _COUPLED)
+        for seen, output in observations(
+            losses
+        ):  # what a layer learns of a row must be of that example alone
+            if seen.shape[0] == len(losses):
+                random = torch.randn(seen.shape, generator=private_generator()).to(
+                    seen.mean_BC.device, seen.dtype
+                )
+                is_proof &= _require_apart(output, random, inputs, marked, weights_B, _COUPLED_ROWS)
+        if not is_proof:
+            return
+        self._fruitless, self._left = 0, max(0, self._left - 1)
+        self._live |= {place for place, flags in arrived.items() if any(map(bool, flags))}
+        self._dead = (self._dead | arrived.keys()) - self._live
+
+
+def _require_apart(
+    outputs: Tensor | GradientEdge,
+    plain_sum: Tensor,
+    inputs: list[GradientEdge],
+    marked: int,
+    weights_B: Tensor,
+    refusal: str,
+) -> bool:
+    """Refuse outputs, one row an example, that depend on other examples' inputs.
+
+    `plain_sum` is what the outputs are multiplied with before they are added up. Returns whether this proves anything:
+    a NaN can hide what all examples share, and a gradient of 0 shows nothing.
+    """
+    rows_B = weights_B.to(plain_sum).view(-1, *[1] * (plain_sum.dim() - 1))
+    with ieee_arithmetic(), unclipped():
+        found: list[tuple[Tensor | None, ...]] = [
+            torch.autograd.grad(outputs, inputs, w, retain_graph=True, allow_unused=True)
+            for w in (plain_sum, plain_sum * rows_B)
+        ]
+    is_finite, is_live = True, False
+    for number, (p, w) in enumerate(zip(*found, strict=True)):
+        if p is None or w is None:
+            continue
+        layouts = Probe(p, w, weights_B.to(p.device)).layouts()
+        if number < marked and len(p) == len(weights_B):
+            # As the loader hands them out: one loss a *position*, of all examples, is none an example.
+            layouts = [layout for layout in layouts if layout.axis == 0]
+            finite_B, live_B = torch.isfinite(p).flatten(1).all(1), w.flatten(1).any(1)
+            is_live |= _several(finite_B & live_B)
+            is_finite &= _several(finite_B)
+        else:
+            is_live |= _is_live(w)
+            is_finite &= bool(torch.isfinite(p).all())
+        # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
+        if bool(w.any()) and not layouts:
+            raise CoupledExamplesError(refusal)
+    return is_finite and is_live
+
+
+def _several(flags_B: Tensor) -> bool:
+    return int(flags_B.sum()) > 1
+
+
+def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
+    """All nodes of the losses' graph, the last operation first, and their names."""
+    root: Node = losses.grad_fn
+    nodes, names, entered = [root], [], {None, root}
+    for node in nodes:  # grows on the way
+        name = node.name()
+        require_not_rerun(name)
+        names.append(name)
+        for child, _ in node.next_functions:
+            if child not in entered:
+                entered.add(child)
+                nodes.append(child)
+    return nodes, names
+
+
+def _lookups(nodes: Iterable[Node], ids: list[Tensor]) -> list[GradientEdge]:
+    """What embeddings made of these ids, as edges of the losses' graph."""
+    if not ids:
+        return []
+    saved = ((node, getattr(node, "_saved_indices", None)) for node in nodes)
+    return [
+        GradientEdge(node, 0)
+        for node, indices in saved
+        if isinstance(indices, Tensor) and any(_same_ids(plain(indices), plain(x)) for x in ids)
+    ]
+
+
+def _same_ids(saved: Tensor, ids: Tensor) -> bool:
+    """Whether these are the ids of the batch: a view of them, or a copy on another device or in another type."""
+    if saved.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
+        return True
+    return saved.shape == ids.shape and torch.equal(saved, ids.to(saved))
+
+
+def _note(arrived: dict[Place, list[Tensor]], place: Place, gradients: tuple[Tensor | None, ...]) -> None:
+    """Before a node runs: whether a gradient arrives there. (To read it now would wait for the device.)"""
+    arrived.setdefault(place, []).extend(
+        torch.ones((), dtype=torch.bool) if g.is_sparse else g.any() for g in gradients if g is not None
+    )
+
+
+def _is_live(gradient: Tensor) -> bool:
+    return gradient.is_sparse or bool(gradient.any())

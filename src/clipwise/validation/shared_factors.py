@@ -1,0 +1,173 @@
+"""Losses that are all scaled by one number of the batch.
+
+    sum_i clip(g_i / n),    n = the realised batch size, its number of valid tokens, the sum of its class weights
+
+Where an example is not clipped its part follows n, so that one record moves the parts of all others: by up to
+(number of examples) x C. n is computed from integers, so no gradient shows it. The factors in the graph do.
+
+A lint, not a proof. It reads the factors between the losses and what makes them of the model's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipwise.errors import CoupledExamplesError
+from clipwise.gradients.operations import named
+from clipwise.gradients.walk import Node
+from clipwise.validation.marked import MarkedTensor, plain
+
+_SCALES = named("Div", "Mul")
+# Operations behind which the losses are still a sum of terms, each times its factors.
+_LINEAR = _SCALES | named(
+    *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Where", "MaskedFill", "Cat", "Stack", "Clone", "ToCopy"),
+    *(
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Alias",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Permute",
+        "Transpose",
+        "T",
+    ),
+    *("Slice", "Select", "Index", "IndexPut", "IndexAdd", "ScatterAdd", "MaskedSelect", "MaskedScatter"),
+)
+_NEAR = 1e-5  # relative: 1 / n may be rounded in float32
+_IGNORED = (-100, -1, 0)  # the usual labels of positions that do not count
+_SIZE = (
+    "losses are divided by the number of examples in the batch, which is drawn and secret: with one record more or "
+    "less the losses of all others would change. private.step divides by a constant of its own: leave the division out."
+)
+_SHARED = (
+    "losses are multiplied or divided by a number that is computed from the whole batch, such as its number of valid "
+    "tokens or the sum of its class weights. One record changes that number, and with it the gradients of all others, "
+    "so clipping single examples bounds nothing. Divide each example by its own count, as in (token_losses * "
+    "mask).sum(1) / mask.sum(1).clamp(min=1), or by a public constant. If the number is a schedule that does not look "
+    "at the data, give it as a Python float."
+)
+
+
+class Factor(NamedTuple):
+    """One number that a term of the losses is multiplied with or divided by."""
+
+    value: float
+    is_python_float: bool  # or was one: a number on the host in float64
+
+
+class SharedFactors:
+    """Refuses losses in whose graph a factor is a number of the batch.
+
+    - A number that was computed from the batch's own tensors is refused at once.
+    - An integer, or a tensor with one number, that changes from batch to batch is refused.
+    - A Python float may change (a schedule), unless it was 1 / n or n of the realised batch size or of a count of
+      valid entries on two batches.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Factor] = {}
+        self._sizes: dict[int, set[int]] = {}
+        self._counts: dict[int, set[float]] = {}
+
+    def examine(self, losses: Tensor, batch: Sequence[Tensor]) -> bool:
+        """Look at the factors of one batch, whose tensors are given. Returns whether a factor was 0 and is not now."""
+        try:
+            return self._examine(losses, batch)
+        except CoupledExamplesError:
+            self._before, self._sizes, self._counts = (
+                {},
+                {},
+                {},
+            )  # the next attempt is examined from the beginning
+            raise
+
+    def _examine(self, losses: Tensor, batch: Sequence[Tensor]) -> bool:
+        has_woken = False
+        for place, saved in _factors(losses.grad_fn):
+            if isinstance(saved, MarkedTensor) and saved.is_pooled:
+                raise CoupledExamplesError(_SHARED)
+            now = _number(saved)
+            if now is None:
+                continue
+            before = self._before.get(place, now)
+            self._before[place] = now
+            self._compare_size(place, now, len(losses))
+            if now.value == before.value:
+                continue
+            has_woken |= before.value == 0
+            if not now.is_python_float:
+                raise CoupledExamplesError(_SHARED)
+            self._compare_counts(place, now.value, batch)
+        return has_woken
+
+    def _compare_size(self, place: int, now: Factor, size: int) -> None:
+        """A constant that happens to be the size of one batch is not that of another."""
+        if not _is_near(now.value, size):
+            self._sizes.pop(place, None)
+            return
+        self._sizes.setdefault(place, set()).add(size)
+        if len(self._sizes[place]) > 1:
+            raise CoupledExamplesError(_SIZE)
+
+    def _compare_counts(self, place: int, value: float, batch: Sequence[Tensor]) -> None:
+        if any(_is_near(value, count) for count in _counts(batch)):
+            self._counts.setdefault(place, set()).add(value)
+            if len(self._counts[place]) > 1:
+                raise CoupledExamplesError(_SHARED)
+
+
+def _factors(root: Node) -> Iterator[tuple[int, Tensor]]:
+    """What the losses' terms are scaled by, each with its place: a hash of the operations on the way to it."""
+    stack: list[tuple[Node, int]] = [(root, 0)]
+    entered = {root}
+    while stack:
+        node, path = stack.pop()
+        name = node.name()
+        if name not in _LINEAR:
+            continue
+        if name in _SCALES:
+            for attribute in ("_saved_other", "_saved_self"):
+                saved = getattr(node, attribute, None)
+                if isinstance(saved, Tensor):
+                    yield hash((path, name, attribute)), saved
+        for number, (child, _) in enumerate(node.next_functions):
+            if child is not None and child not in entered:
+                entered.add(child)
+                stack.append((child, hash((path, name, number))))
+
+
+def _number(saved: Tensor) -> Factor | None:
+    """The one number of a factor that no gradient goes to, also if it was expanded."""
+    if saved.requires_grad or saved.numel() == 0 or saved.dtype.is_complex:
+        return None
+    if any(size > 1 and stride for size, stride in zip(saved.shape, saved.stride(), strict=True)):
+        return None
+    is_python = saved.dim() == 0 and saved.dtype == torch.float64 and saved.device.type == "cpu"
+    return Factor(float(saved.flatten()[0]), is_python)
+
+
+def _is_near(factor: float, count: float) -> bool:
+    return any(abs(factor - wanted) <= _NEAR * wanted for wanted in (count, 1 / count))
+
+
+def _counts(batch: Sequence[Tensor]) -> set[float]:
+    """How many entries of a batch count, by the usual rules: with and without the first position."""
+    found: set[float] = set()
+    for tensor in map(plain, batch):
+        is_mask = not tensor.is_floating_point() and not tensor.is_complex()
+        if not (is_mask or tensor.dim() <= 2):
+            continue
+        for t in (tensor, tensor[:, 1:]) if tensor.dim() > 1 else (tensor,):
+            rules: tuple[Callable[[Tensor], Any], ...] = (Tensor.sum, *map(_unlike, _IGNORED))
+            found.update(abs(float(rule(t))) for rule in rules)
+    return {count for count in found if count > 1}
+
+
+def _unlike(label: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: (t != label).sum()
