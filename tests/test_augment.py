@@ -213,7 +213,7 @@ def test_rows_that_are_alike_change_nothing(most):
         model, private = run_with(K, max_physical_batch_size=most)
         private._fingerprint = lambda: ""  # (views are part of it, and a seed gives them other draws)
         private._key = private._key_from(5)
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             private.step(plain_losses(model, *batch))
             if private.steps == 3:
                 break

@@ -92,7 +92,7 @@ def loss_with(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 def go(private: Private, step: Callable[..., bool], updates: int) -> None:
     """So many updates, over as many epochs as that takes."""
     while updates > 0:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             updates -= step(*batch)
             if updates == 0:
                 return
@@ -577,7 +577,7 @@ def test_an_example_that_is_not_finite_counts_nothing(
     if (
         physical is None
     ):  # then every batch holds it, and the probe, which wants finite ones, still marks them
-        assert next(iter(private.loader))[0].requires_grad
+        assert next(iter(private.loader.pieces()))[0].requires_grad
     assert not any(t.requires_grad for t in step._captured._inputs)
     expected, plain = exact_run(with_record(17, value), **options)
     go(plain, ordinary(expected, plain), 9)
@@ -885,7 +885,7 @@ def test_each_step_is_charged_once_before_anything_is_seen(
     step = private.compiled(loss_with(model), 3)
     released: list[dict[str, Tensor]] = []
     while len(released) < 12:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if step(*batch):
                 released.append(gradients(model))
     assert len(ledger.seen) == len(released) == private.steps
@@ -917,7 +917,7 @@ def test_a_batch_that_was_left_in_the_middle_is_not_counted_twice(recorded: list
     step = private.compiled(loss_with(model))
     go(private, step, 6)
     for _ in range(2):
-        assert not step(*next(iter(private.loader)))
+        assert not step(*next(iter(private.loader.pieces())))
     go(private, step, 2)
     go(plain, ordinary(expected, plain), 8)
     require_close(model, expected)
@@ -930,7 +930,7 @@ def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
     (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
     step = private.compiled(loss_with(model), 2)
     go(private, step, 6)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     assert not step(*next(pieces))
     second = next(pieces)
     with monkeypatch.context() as patched:  # of two pieces of 2 and 1 the second fails
@@ -962,9 +962,9 @@ def test_one_batch_does_not_go_through_two_kinds_of_steps(
     step, other = private.compiled(loss_with(model)), ordinary(model, private)
     go(private, step, 6)
     first, second = (step, other) if begins_compiled else (other, step)
-    assert not first(*next(iter(private.loader)))  # left in the middle
+    assert not first(*next(iter(private.loader.pieces())))  # left in the middle
     go(private, second, 1)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     assert not second(*next(pieces))
     left = private.loader.current.indices
     names = tuple(dict(model.named_parameters()))
@@ -1236,7 +1236,7 @@ def test_a_captured_step_lasts_through_load_state_dict(recorded: list[Recorded])
         go(p, act, 8)
         state, weights = copy.deepcopy(p.state_dict()), copy.deepcopy(m.state_dict())
         go(p, act, 2)
-        assert not act(*next(iter(p.loader)))
+        assert not act(*next(iter(p.loader.pieces())))
         m.load_state_dict(weights)
         with pytest.warns(UserWarning, match="fresh secret"):
             p.load_state_dict(state)

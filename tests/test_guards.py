@@ -263,7 +263,7 @@ def test_a_release_that_no_update_used_is_told_once() -> None:
 def test_who_steps_on_every_batch_is_told_nothing() -> None:
     with silent():
         model, private = private_run(sampling="fixed-size", max_physical_batch_size=2)
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if private.backward(losses_of(model, batch)):
                 private.optimizer.step()
 

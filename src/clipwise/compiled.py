@@ -115,7 +115,8 @@ class CompiledStep:
         """An ordinary step; in smaller pieces if memory is short."""
         private = self._private
         try:
-            return private.step(self._loss(*batch))
+            # Many models cannot run on zero rows, and an empty piece needs no losses.
+            return private.step(self._loss(*batch) if piece.size else None)
         except (RuntimeError, MemoryError) as error:
             # A piece that is used up may have been charged. Mini-sets and random choices are of whole pieces.
             whole_piece = private._strategy.is_coupled or private._clipper.draws

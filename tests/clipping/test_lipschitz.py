@@ -49,7 +49,7 @@ def run(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Priv
 
 def train(model: nn.Module, private: Private, steps: int) -> None:
     while steps:
-        for x, y in private.loader:
+        for x, y in private.loader.pieces():
             outputs = model(x)
             steps -= private.step(F.cross_entropy(outputs, y, reduction="none"), outputs=outputs)
             if not steps:
@@ -156,7 +156,7 @@ def test_pieces_of_a_batch_change_nothing() -> None:
 def test_weights_stay_while_a_batch_comes_in_pieces() -> None:
     """With smaller weights there is less noise, which would not do for pieces that were gathered before."""
     model, private = run(sampling="full", max_physical_batch_size=9)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
 
     def step() -> bool:
         x, y = next(pieces)

@@ -60,7 +60,7 @@ class Engine:
 def epoch(engine: Engine) -> list[list[int]]:
     """One epoch, with the pieces of a batch joined."""
     batches: list[list[int]] = []
-    for (batch,) in engine.loader:
+    for (batch,) in engine.loader.pieces():
         piece = engine.step()
         if piece.index_in_batch == 0:
             batches.append([])
@@ -102,7 +102,7 @@ def test_the_run_may_end_within_an_epoch() -> None:
 def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
     engine = Engine(Poisson(SIZE, 0.25), max_physical_batch_size=1)
     shown = {(repr(engine.loader), len(engine.loader))}
-    for _ in engine.loader:
+    for _ in engine.loader.pieces():
         shown.add((repr(engine.loader), len(engine.loader)))
         text = repr(engine.loader.current)
         assert text.startswith(f"Piece(step_offset={engine.released}, consumed=")
@@ -114,7 +114,7 @@ def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
 def test_pieces_tell_where_a_batch_begins_and_ends() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
     told = []
-    for _ in engine.loader:
+    for _ in engine.loader.pieces():
         piece = engine.step()
         told.append((piece.step_offset, piece.index_in_batch, piece.size, piece.last))
     step = [(0, 3, False), (1, 2, False), (2, 2, True)]
@@ -154,7 +154,7 @@ def test_a_batch_cannot_be_skipped(before: int) -> None:
 
 def test_a_piece_cannot_be_skipped() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
-    iterator = iter(engine.loader)
+    iterator = iter(engine.loader.pieces())
     next(iterator)
     engine.step()
     next(iterator)
@@ -214,7 +214,7 @@ RARE = Poisson(SIZE, 0.02)  # an epoch of 50 steps, of which about 22 are empty
 def test_empty_batches_are_handed_out_like_others(workers: int) -> None:
     engine = Engine(RARE, dataset=Dicts(), num_workers=workers, max_physical_batch_size=2)
     sizes = []
-    for batch in engine.loader:
+    for batch in engine.loader.pieces():
         piece = engine.step()
         sizes.append(piece.size)
         assert batch["x"].shape == (piece.size, 3)
@@ -228,7 +228,7 @@ def test_empty_batches_are_handed_out_like_others(workers: int) -> None:
 def test_workers_change_nothing_but_the_process() -> None:
     plain = Engine(Poisson(SIZE, 0.1), max_physical_batch_size=3)
     ahead = Engine(Poisson(SIZE, 0.1), max_physical_batch_size=3, num_workers=2, prefetch_factor=3)
-    peek = next(iter(ahead.loader))[0].tolist()
+    peek = next(iter(ahead.loader.pieces()))[0].tolist()
     assert ahead.released == 0
     seen = epoch(ahead)
     assert seen == epoch(plain)
