@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.sampling import Fetcher, FixedSize, Piece, Poisson, PrivateLoader, Scheme, Shuffled
+from clipwise.sampling import Fetcher, FixedSize, Full, Piece, Poisson, PrivateLoader, Scheme, Shuffled, TruncatedPoisson
 
 SIZE = 40
 
@@ -292,3 +292,74 @@ def test_a_batch_costs_little_more_than_its_indexing() -> None:
         costs.append(time.perf_counter() - start)
         start = time.perf_counter()
     assert np.median(costs) < 1e-3
+
+
+# -- steps and pieces
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("most", [None, 3, 50])
+@pytest.mark.parametrize("scheme", [Poisson(SIZE, 0.1), FixedSize(SIZE, 7), Shuffled(SIZE, 7)])
+def test_whoever_stops_after_len_items_has_made_one_epoch(
+    scheme: Scheme, most: int | None, workers: int
+) -> None:
+    engine = Engine(scheme, max_physical_batch_size=most, num_workers=workers)
+    for _, item in zip(range(len(engine.loader)), engine.loader, strict=True):
+        for piece in [item] if most is None else item:
+            assert piece[0].tolist() == engine.step().indices.tolist()
+    assert engine.released == scheme.steps_per_epoch
+
+
+def test_both_ways_hand_out_the_same_pieces() -> None:
+    nested, flat = (Engine(Poisson(SIZE, 0.25), max_physical_batch_size=3) for _ in range(2))
+    by_step = [[(piece[0].tolist(), nested.step())[0] for piece in step] for step in nested.loader]
+    in_a_row = [(piece[0].tolist(), flat.step())[0] for piece in flat.loader.pieces()]
+    assert [piece for step in by_step for piece in step] == in_a_row
+    assert len(by_step) == 4 and len(in_a_row) > 4
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most", "length"),
+    [
+        (Poisson(SIZE, 0.25), 3, 4 * 14),  # ceil(40 / 3): every record may be drawn
+        (Poisson(SIZE, 0.25), None, 4),
+        (TruncatedPoisson(SIZE, 0.25, 20), 3, 4 * 7),
+        (FixedSize(SIZE, 7), 3, 6 * 3),
+        (Shuffled(SIZE, 7), 3, 6 * 3),
+        (Full(SIZE), 7, 6),
+    ],
+)
+def test_the_length_of_pieces_follows_from_public_numbers(
+    scheme: Scheme, most: int | None, length: int
+) -> None:
+    engine = Engine(scheme, max_physical_batch_size=most)
+    assert len(engine.loader.pieces()) == length
+    handed_out = sum(engine.step() is not None for _ in engine.loader.pieces())
+    assert handed_out <= length == len(engine.loader.pieces())
+
+
+def test_a_loop_over_steps_that_takes_them_for_batches_is_told_of_pieces() -> None:
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=10)  # one piece a step, here
+    with pytest.raises(StepError, match=r"loader\.pieces\(\)"):
+        for _x, _y in engine.loader:
+            pass
+    assert engine.released == 0
+
+
+def test_a_step_cannot_be_left_before_its_last_piece() -> None:
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
+    steps = iter(engine.loader)
+    next(next(steps))
+    engine.step()
+    with pytest.raises(StepError, match="last piece"):
+        next(steps)
+
+
+def test_a_newer_iterator_ends_the_pieces_of_a_step() -> None:
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
+    pieces = next(iter(engine.loader))
+    next(pieces)
+    engine.step()
+    iter(engine.loader)
+    with pytest.raises(StepError, match="newer"):
+        next(pieces)
