@@ -900,12 +900,13 @@ def test_nothing_is_released_if_it_cannot_be_charged(recorded: list[Recorded]) -
     _, private = private_run(model, ledger=ledger)
     step = private.compiled(loss_with(model))
     go(private, step, 6)
-    key, weights, grads = private._key.secret_bytes(), parameters(model), gradients(model)
+    key, weights = private._key.secret_bytes(), parameters(model)
     ledger.refuses = True
     with pytest.raises(OSError, match="disk full"):
         go(private, step, 1)
     assert private._key.secret_bytes() == key
-    assert same(parameters(model), weights) and same(gradients(model), grads)
+    assert same(parameters(model), weights)
+    assert not gradients(model)  # as in an ordinary step: what was released and used before is gone
     ledger.refuses = False
     go(private, step, 2)
     assert private.steps == 8
@@ -1019,6 +1020,61 @@ def test_a_model_that_was_changed_is_refused(change: tuple[str, Any], recorded: 
         step(*batch)
     assert private.steps == steps
     assert keeps and factor is not None
+
+
+def _accumulates(model: Buffered, batch: Any) -> None:
+    losses_of(model, batch).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _hooked(model: Buffered, batch: Any) -> None:
+    model[0].bias.register_hook(lambda grad: grad)
+
+
+def _learns(model: Buffered, batch: Any) -> None:
+    model.factor += batch[0].mean()
+
+
+def _moves(model: Buffered, batch: Any) -> None:
+    with torch.no_grad():
+        model[0].bias += batch[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (_accumulates, "has a gradient that private"),
+        (_hooked, "has a hook on its gradient"),
+        (_learns, r"'factor'.* was set or changed between the draw"),
+        (_moves, r"'0\.bias'.* was set or changed between the draw"),
+    ],
+)
+def test_a_replay_makes_the_guards_of_an_ordinary_step(
+    act: Callable[..., None], message: str, recorded: list[Recorded]
+) -> None:
+    model = Buffered()
+    _, private = private_run(model, None, data(dtype=torch.float64), noise_multiplier=0)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    batch = next(iter(private.loader))
+    act(model, batch)
+    done, before = private.steps, replays(recorded)
+    with pytest.raises((StepError, UnsupportedModelError, ConfigurationError), match=message):
+        step(*batch)
+    assert replays(recorded) > before  # or it was no replay
+    assert private.steps == done
+
+
+def test_an_update_by_other_hands_is_seen_although_the_step_was_replayed(recorded: list[Recorded]) -> None:
+    """Four pieces of one batch are enough to capture, so that the second release is already a replayed one."""
+    model = network()
+    _, private = private_run(model, sampling="full", max_physical_batch_size=10)
+    step = private.compiled(loss_with(model))
+    go(private, step, 2)
+    assert replays(recorded)
+    with torch.no_grad():
+        model[0].bias += 1
+    with pytest.warns(PrivacyWarning, match="changed after private.step by something else"):
+        go(private, step, 1)
 
 
 def test_after_a_change_of_mode_a_new_compiled_step_goes_on(recorded: list[Recorded]) -> None:

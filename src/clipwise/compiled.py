@@ -242,9 +242,7 @@ class _Captured:
                 "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "
                 "or a buffer in another place): call private.compiled again."
             )
-        private._require_budget()
-        if private._hands.before_step():
-            private._described = False  # the next release says so in the ledger
+        private._begin(piece)  # the guards of an ordinary step; none of them waits for the device
         if piece.last:
             self._prepare()
         if bool(self._rare):
@@ -368,11 +366,14 @@ class _Captured:
         for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
             if p.grad is not grad:
                 p.grad = grad
+        private._remember_written()
+        private._hands.released()
         private._learn(self._means)
         faults.reached("step.before-update")
         self._update.run()
         private._remember_written()
         private._follow_update()
+        private._hands.after_update()
 
     def _write_gradients(self) -> None:
         """Noise, and the division: what the second graph holds."""

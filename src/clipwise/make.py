@@ -83,7 +83,8 @@ def make_private(
     Args:
         model: any module; not wrapped, no hooks, same `state_dict` keys.
         optimizer: any torch optimizer over the model's trainable parameters.
-        dataset: map-style, with a length. Its length is public.
+        dataset: map-style, with a length, which is public: a `TensorDataset`, a list of records, a data set of Hugging
+            Face. Not a `DataLoader` or a `DataFrame`.
         clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
         group: whose each record is, one id a record. Then users are protected, with all their records: batches are
             drawn by user, `batch_size` counts users, and a user's records are handed out together, as one mini-set.
