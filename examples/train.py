@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for images, labels in private.loader:
                     losses = None  # a sampled batch may be empty: it needs no forward pass, and counts all the same
                     if len(images):
-                        losses = F.cross_entropy(model(images), labels, reduction="none")  # one loss per example
+                        losses = F.cross_entropy(
+                            model(images), labels, reduction="none"
+                        )  # one loss per example
                     private.step(losses)  # clip, add noise, write the ledger, update
                 save(folder, private, model, epoch + 1)
                 # RDP is a quick upper bound; the figure that counts (PLD) comes at the end. The training loss is

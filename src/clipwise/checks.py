@@ -186,7 +186,7 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
 
 
 def require_empty(size: int) -> None:
-    """Losses may be left out of an empty batch only: otherwise its records would be skipped because of what they are."""
+    """Losses may be left out for an empty batch only: no batch is skipped because of what it holds."""
     if size:
         raise StepError(
             "losses is None, and the batch that private.loader handed out last is not empty. Give one loss an example: "

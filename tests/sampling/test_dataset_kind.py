@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.runs import data, private_run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from clipwise.errors import ConfigurationError
 from clipwise.sampling.dataset_kind import length_of
-from tests.runs import data, private_run
 
 
 class Frame:
@@ -66,7 +66,10 @@ def collated(records: list[Any]) -> Any:
     ("dataset", "remedy"),
     [
         (DataLoader(data(), batch_size=8), r"loader\.dataset, batch_size=8, \.\.\.\)"),
-        (DataLoader(data(), batch_size=8, collate_fn=collated), r"batch_size=8, collate_fn=loader\.collate_fn"),
+        (
+            DataLoader(data(), batch_size=8, collate_fn=collated),
+            r"batch_size=8, collate_fn=loader\.collate_fn",
+        ),
         (DataLoader(data(), batch_size=None), r"loader\.dataset, batch_size=\.\.\."),
         (Frame(), r"TensorDataset\(torch\.tensor\(table\[features\]"),
         (Arrow(), r"TensorDataset\(torch\.tensor\(table\[features\]"),

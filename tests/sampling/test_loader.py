@@ -14,7 +14,17 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.sampling import Fetcher, FixedSize, Full, Piece, Poisson, PrivateLoader, Scheme, Shuffled, TruncatedPoisson
+from clipwise.sampling import (
+    Fetcher,
+    FixedSize,
+    Full,
+    Piece,
+    Poisson,
+    PrivateLoader,
+    Scheme,
+    Shuffled,
+    TruncatedPoisson,
+)
 
 SIZE = 40
 

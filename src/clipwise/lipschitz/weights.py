@@ -18,7 +18,9 @@ from clipwise.lipschitz.trace import Network, Operation
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
-_LEAST = 1e-9  # of its limit: below, a weight is as good as 0, and its certified norm is mostly room for rounding
+_LEAST = (
+    1e-9  # of its limit: below, a weight is as good as 0, and its certified norm is mostly room for rounding
+)
 _ON = 1 - 1e-3  # of its limit: such a layer might do better with a larger one
 
 
@@ -161,7 +163,7 @@ def _clip_operations_(
 
 
 def _rescale_weights_(network: Network, limits: Mapping[str, float], ratios: dict[str, float]) -> None:
-    """Bring weights to their limits, by the largest norm of their uses. Those that are there already keep their bits."""
+    """Bring weights to their limits, by the largest norm of their uses. Those that are there keep their bits."""
     for name, ratio in ratios.items():
         p = network.parameter(name)
         if p.ndim < 2 or not _LEAST < ratio < math.inf:

@@ -30,8 +30,8 @@ def length_of(dataset: Any) -> int:
         except (TypeError, NotImplementedError):
             pass
     raise ConfigurationError(
-        f"dataset is a {kind}, which has no length or cannot be indexed: a private batch is drawn by index from a known "
-        "number of records. Pass a map-style data set, with __len__ and __getitem__; for a generator, a list of its "
+        f"dataset is a {kind}, which has no length or cannot be indexed: a private batch is drawn by index from a "
+        "known number of records. Pass a map-style data set, with __len__ and __getitem__; for a generator, a list of its "
         "records."
     )
 
@@ -46,9 +46,7 @@ def _what_to_pass(dataset: Any) -> str | None:
             "and __getitem__, or a list of its records."
         )
     if _is_table(dataset):
-        return (
-            f", which is indexed by the names of its columns or rows, not by the number of a record. Pass {_FROM_TABLE}."
-        )
+        return f", indexed by the names of its columns or rows, not by the number of a record. Pass {_FROM_TABLE}."
     if isinstance(dataset, Mapping) and 0 not in dataset:
         return (
             " of columns or splits by name, not of records by number. Pass one split, such as dataset['train'], or "
@@ -85,7 +83,7 @@ def _are_columns(entries: list[Any] | tuple[Any, ...]) -> bool:
     """Few tensors or arrays of one length, more than there are of them: `(x, y)`, not a list of records."""
     if not 0 < len(entries) <= _MOST_COLUMNS:
         return False
-    if not all(isinstance(e, (torch.Tensor, np.ndarray)) and e.ndim > 0 or _is_table(e) for e in entries):
+    if not all((isinstance(e, (torch.Tensor, np.ndarray)) and e.ndim > 0) or _is_table(e) for e in entries):
         return False
     lengths = {len(entry) for entry in entries}
     return len(lengths) == 1 and lengths.pop() > len(entries)

@@ -31,7 +31,12 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
     results = made(0.95)
-    for sentences in (verdicts.headline, verdicts.against_dp_sgd, verdicts.near_no_noise, verdicts.price_of_clips):
+    for sentences in (
+        verdicts.headline,
+        verdicts.against_dp_sgd,
+        verdicts.near_no_noise,
+        verdicts.price_of_clips,
+    ):
         for sentence in sentences(results):
             assert f"**{evidence.NOT_TESTED} (9 trials in 6 dimensions" in sentence, sentence
     for sentence in verdicts.our_changes(results):
@@ -40,7 +45,9 @@ def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
 
 def test_few_seeds_are_no_verdict(searched: None) -> None:
     found = everything(("table-1",), lambda _: 0.9)
-    kept = {key: cell for key, cell in found.items() if cell["judged_by"] == "validation" or cell["seed"] == 0}
+    kept = {
+        key: cell for key, cell in found.items() if cell["judged_by"] == "validation" or cell["seed"] == 0
+    }
     (sentence,) = verdicts.headline(Results(kept, quick=False))
     assert "**Not tested (one seed).**" in sentence
 
@@ -53,9 +60,11 @@ def test_the_comparison_with_dp_sgd(ours: float, word: str) -> None:
     (sentence,) = verdicts.against_dp_sgd(made(ours))
     assert word in sentence
     count = 6 + 5 + 3
-    told = {0.95: "above DP-SGD in 14", 0.9: "in 14 (", 0.8: f"above DP-SGD in 0 of {count} places, below it in 14"}[
-        ours
-    ]
+    told = {
+        0.95: "above DP-SGD in 14",
+        0.9: "in 14 (",
+        0.8: f"above DP-SGD in 0 of {count} places, below it in 14",
+    }[ours]
     assert told in sentence
 
 

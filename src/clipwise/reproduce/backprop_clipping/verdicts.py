@@ -84,7 +84,8 @@ def against_dp_sgd(results: Results) -> list[str]:
         '"Higher accuracy than DP-SGD at the same or a lower epsilon": '
         f"**{_verdict(results, compared, len(better), count)}.** With the settings that were chosen, at equal epsilon, "
         f"backpropagation clipping is above DP-SGD in {len(better)} of {count} places{_names(better)}, below it in "
-        f"{len(worse)}{_names(worse)}, and within two standard errors in {len(open_)}{_names(open_)}. Points of accuracy."
+        f"{len(worse)}{_names(worse)}, and within two standard errors in {len(open_)}{_names(open_)}. Points of "
+        "accuracy."
     ]
 
 
@@ -105,7 +106,9 @@ def near_no_noise(results: Results) -> list[str]:
             if ours is not None and mean is not None and without is not None:
                 kept += without - mean <= allowed
                 compared.append(ours)
-                told.append(f"{data} {results.accuracy(ours)}% at {epsilons[-1]:g}, {without:.1f}% without noise")
+                told.append(
+                    f"{data} {results.accuracy(ours)}% at {epsilons[-1]:g}, {without:.1f}% without noise"
+                )
         if told:
             found.append(
                 f'"{claim}" (within {allowed:g} points): **{_verdict(results, compared, kept, len(told))}.** '
@@ -152,7 +155,12 @@ def our_changes(results: Results) -> list[str]:
             if (gain := results.difference(Row(data, first, e), Row(data, second, e))) is not None
         ]
         if gains:
-            tried = [Row(data, m, e) for data in sets(results.quick) for e in EPSILONS[data] for m in (first, second)]
+            tried = [
+                Row(data, m, e)
+                for data in sets(results.quick)
+                for e in EPSILONS[data]
+                for m in (first, second)
+            ]
             missing = _lacking(results, [row for row in tried if results.tested(row)])
             found.append(f"{title}: {_tally(gains)}." + (f" {NOT_TESTED}: {missing}." if missing else ""))
     return found

@@ -202,9 +202,7 @@ def finals(cells: list[Cell]) -> list[Cell]:
     )
 
 
-def _sentence(
-    better: list[Cell], worse: list[Cell], trials: int, epochs_in_paper: int | None = None
-) -> str:
+def _sentence(better: list[Cell], worse: list[Cell], trials: int, epochs_in_paper: int | None = None) -> str:
     """Both accuracies and a verdict; nothing where one is missing, or where they were not trained equally long.
 
     `trials` is how many settings each row was chosen from. Without enough evidence there is no verdict.

@@ -93,8 +93,8 @@ def _conclusions(shown: Shown) -> list[str]:
         "## Where the conclusions hold",
         "",
         f"Computed from the tables. A verdict needs at least {SEEDS} seeds, all epochs, and settings that were "
-        "searched for each method; a difference shows if it is more than two standard errors. The rows of a figure have "
-        "one learning rate, the paper's (and, for flat IC, m times that): they compare settings, not methods.",
+        "searched for each method; a difference shows if it is more than two standard errors. The rows of a figure "
+        "have one learning rate, the paper's (and, for flat IC, m times that): they compare settings, not methods.",
         "",
         *found,
         "",

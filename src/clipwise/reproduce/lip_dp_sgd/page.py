@@ -93,7 +93,9 @@ def _table(results: Results, figure: str, quick: bool) -> list[str]:
         entries = [_title(name), norm, spent, *printed, *ours, told]
         lines.append(f"| {' | '.join(entries)} |")
     notes = [f"{_title(n)} is {SCHEMAS[n].note}." for n, _ in rows if n in SCHEMAS and SCHEMAS[n].note]
-    notes += [f"{_title(n)} is {TABLES[n].other_task}." for n, _ in rows if n in TABLES and TABLES[n].other_task]
+    notes += [
+        f"{_title(n)} is {TABLES[n].other_task}." for n, _ in rows if n in TABLES and TABLES[n].other_task
+    ]
     if has_clipped:
         notes.append(
             f'The column "{CLIPPED_TO_C_TITLE}" is of another method than Fix-Lip-DP-SGD, by whose name it was run: '
