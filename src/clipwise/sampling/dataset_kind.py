@@ -31,8 +31,8 @@ def length_of(dataset: Any) -> int:
             pass
     raise ConfigurationError(
         f"dataset is a {kind}, which has no length or cannot be indexed: a private batch is drawn by index from a "
-        "known number of records. Pass a map-style data set, with __len__ and __getitem__; for a generator, a list of its "
-        "records."
+        "known number of records. Pass a map-style data set, with __len__ and __getitem__; for a generator, a list of "
+        "its records."
     )
 
 
