@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for _ in range(options.epochs):
         for x, y in private.loader:
-            private.step(F.cross_entropy(model(x), y, reduction="none"))
+            private.step(F.cross_entropy(model(x), y, reduction="none") if len(x) else None)
 
     # 3. What came out, and what it cost.
     x, y = test[:]

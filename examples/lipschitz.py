@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with private:
         for _ in range(epochs):
             for images, labels in private.loader:
-                outputs = model(images)
-                private.step(loss(outputs, labels), outputs=outputs)
+                outputs = model(images) if len(images) else None  # a sampled batch may be empty
+                private.step(None if outputs is None else loss(outputs, labels), outputs=outputs)
 
         for part in private.parts():
             print(f"{part.name}: one example moves its sum by at most {part.sensitivity:.3f}")

@@ -62,8 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with private:
         try:
             for epoch in range(done, min(options.epochs, done + options.stop_after)):
-                for images, labels in private.loader:  # may hand out an empty batch, which counts too
-                    losses = F.cross_entropy(model(images), labels, reduction="none")  # one loss per example
+                for images, labels in private.loader:
+                    losses = None  # a sampled batch may be empty: it needs no forward pass, and counts all the same
+                    if len(images):
+                        losses = F.cross_entropy(
+                            model(images), labels, reduction="none"
+                        )  # one loss per example
                     private.step(losses)  # clip, add noise, write the ledger, update
                 save(folder, private, model, epoch + 1)
                 # RDP is a quick upper bound; the figure that counts (PLD) comes at the end. The training loss is

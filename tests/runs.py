@@ -69,7 +69,7 @@ def losses_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 def train(model: nn.Module, private: Private, steps: int) -> None:
     """So many updates, over as many epochs as that takes."""
     while steps > 0:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             steps -= private.step(losses_of(model, batch))
             if steps == 0:
                 return

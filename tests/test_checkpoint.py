@@ -112,7 +112,7 @@ def test_a_stop_in_the_middle_of_a_batch_draws_that_batch_again(place: Place) ->
     straight, twin = twin_of(private, "sgd", **options)
     train(straight, twin, 4)
     train(model, private, 2)
-    assert private.step(losses_of(model, next(iter(private.loader)))) is False
+    assert private.step(losses_of(model, next(iter(private.loader.pieces())))) is False
     place.save(model, private)
     private.close()
     model, private = place.go_on(**options)

@@ -92,7 +92,7 @@ def loss_with(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 def go(private: Private, step: Callable[..., bool], updates: int) -> None:
     """So many updates, over as many epochs as that takes."""
     while updates > 0:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             updates -= step(*batch)
             if updates == 0:
                 return
@@ -882,7 +882,7 @@ def test_each_step_is_charged_once_before_anything_is_seen(
     step = private.compiled(loss_with(model), 3)
     released: list[dict[str, Tensor]] = []
     while len(released) < 12:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if step(*batch):
                 released.append(gradients(model))
     assert len(ledger.seen) == len(released) == private.steps
@@ -897,12 +897,13 @@ def test_nothing_is_released_if_it_cannot_be_charged(recorded: list[Recorded]) -
     _, private = private_run(model, ledger=ledger)
     step = private.compiled(loss_with(model))
     go(private, step, 6)
-    key, weights, grads = private._key.secret_bytes(), parameters(model), gradients(model)
+    key, weights = private._key.secret_bytes(), parameters(model)
     ledger.refuses = True
     with pytest.raises(OSError, match="disk full"):
         go(private, step, 1)
     assert private._key.secret_bytes() == key
-    assert same(parameters(model), weights) and same(gradients(model), grads)
+    assert same(parameters(model), weights)
+    assert not gradients(model)  # as in an ordinary step: what was released and used before is gone
     ledger.refuses = False
     go(private, step, 2)
     assert private.steps == 8
@@ -914,7 +915,7 @@ def test_a_batch_that_was_left_in_the_middle_is_not_counted_twice(recorded: list
     step = private.compiled(loss_with(model))
     go(private, step, 6)
     for _ in range(2):
-        assert not step(*next(iter(private.loader)))
+        assert not step(*next(iter(private.loader.pieces())))
     go(private, step, 2)
     go(plain, ordinary(expected, plain), 8)
     require_close(model, expected)
@@ -927,7 +928,7 @@ def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
     (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
     step = private.compiled(loss_with(model), 2)
     go(private, step, 6)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     assert not step(*next(pieces))
     second = next(pieces)
     with monkeypatch.context() as patched:  # of two pieces of 2 and 1 the second fails
@@ -959,9 +960,9 @@ def test_one_batch_does_not_go_through_two_kinds_of_steps(
     step, other = private.compiled(loss_with(model)), ordinary(model, private)
     go(private, step, 6)
     first, second = (step, other) if begins_compiled else (other, step)
-    assert not first(*next(iter(private.loader)))  # left in the middle
+    assert not first(*next(iter(private.loader.pieces())))  # left in the middle
     go(private, second, 1)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     assert not second(*next(pieces))
     left = private.loader.current.indices
     names = tuple(dict(model.named_parameters()))
@@ -1016,6 +1017,61 @@ def test_a_model_that_was_changed_is_refused(change: tuple[str, Any], recorded: 
         step(*batch)
     assert private.steps == steps
     assert keeps and factor is not None
+
+
+def _accumulates(model: Buffered, batch: Any) -> None:
+    losses_of(model, batch).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _hooked(model: Buffered, batch: Any) -> None:
+    model[0].bias.register_hook(lambda grad: grad)
+
+
+def _learns(model: Buffered, batch: Any) -> None:
+    model.factor += batch[0].mean()
+
+
+def _moves(model: Buffered, batch: Any) -> None:
+    with torch.no_grad():
+        model[0].bias += batch[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (_accumulates, "has a gradient that private"),
+        (_hooked, "has a hook on its gradient"),
+        (_learns, r"'factor'.* was set or changed between the draw"),
+        (_moves, r"'0\.bias'.* was set or changed between the draw"),
+    ],
+)
+def test_a_replay_makes_the_guards_of_an_ordinary_step(
+    act: Callable[..., None], message: str, recorded: list[Recorded]
+) -> None:
+    model = Buffered()
+    _, private = private_run(model, None, data(dtype=torch.float64), noise_multiplier=0)
+    step = private.compiled(loss_with(model))
+    go(private, step, 6)
+    batch = next(iter(private.loader))
+    act(model, batch)
+    done, before = private.steps, replays(recorded)
+    with pytest.raises((StepError, UnsupportedModelError, ConfigurationError), match=message):
+        step(*batch)
+    assert replays(recorded) > before  # or it was no replay
+    assert private.steps == done
+
+
+def test_an_update_by_other_hands_is_seen_although_the_step_was_replayed(recorded: list[Recorded]) -> None:
+    """Four pieces of one batch are enough to capture, so that the second release is already a replayed one."""
+    model = network()
+    _, private = private_run(model, sampling="full", max_physical_batch_size=10)
+    step = private.compiled(loss_with(model))
+    go(private, step, 2)
+    assert replays(recorded)
+    with torch.no_grad():
+        model[0].bias += 1
+    with pytest.warns(PrivacyWarning, match="changed after private.step by something else"):
+        go(private, step, 1)
 
 
 def test_after_a_change_of_mode_a_new_compiled_step_goes_on(recorded: list[Recorded]) -> None:
@@ -1233,7 +1289,7 @@ def test_a_captured_step_lasts_through_load_state_dict(recorded: list[Recorded])
         go(p, act, 8)
         state, weights = copy.deepcopy(p.state_dict()), copy.deepcopy(m.state_dict())
         go(p, act, 2)
-        assert not act(*next(iter(p.loader)))
+        assert not act(*next(iter(p.loader.pieces())))
         m.load_state_dict(weights)
         with pytest.warns(UserWarning, match="fresh secret"):
             p.load_state_dict(state)

@@ -236,7 +236,7 @@ def test_the_physical_batch_size_changes_no_result(make: Any, noise: float, samp
 
 def test_a_batch_that_was_left_in_the_middle_is_not_counted_twice() -> None:
     model, private = private_run(noise_multiplier=0, sampling="full", max_physical_batch_size=15)
-    batch = next(iter(private.loader))
+    batch = next(iter(private.loader.pieces()))
     assert private.step(losses_of(model, batch)) is False  # one piece of three, then the loop is left
     assert private._ledger.position == 0 and not gradients(model)
     train(model, private, 1)
@@ -609,7 +609,7 @@ def test_the_size_drawn_appears_nowhere(
         path = tmp_path / f"{size}.ledger"
         model, private = private_run(ledger=path, max_physical_batch_size=10, seed=1)
         shown = []
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             shown.append(repr(private.loader))
             losses = losses_of(model, batch)
             for wrong in (

@@ -65,7 +65,7 @@ def fix_draws(private: Private) -> Private:
 
 def released(model: nn.Module, private: Private) -> dict[str, Tensor]:
     """The gradient of the next step."""
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         if private.backward(losses_of(model, batch)):
             break
     return gradients(model)
@@ -98,7 +98,7 @@ def test_mini_sets_of_one_are_per_example_clipping(sampling: str) -> None:
 
 def test_a_step_has_k_pieces_and_one_release() -> None:
     model, private = private_run(clipping=Batch(1.0, mini_sets=4))
-    done = [private.step(losses_of(model, batch)) for batch in private.loader]
+    done = [private.step(losses_of(model, batch)) for batch in private.loader.pieces()]
     assert done == [False, False, False, True] * 5
     assert private.steps == 5 and len(private.loader) == 5
 
@@ -135,12 +135,12 @@ def test_a_single_number_will_do() -> None:
     found = []
     for reduce in (lambda v: v, lambda v: v.mean()):
         model, private = private_run(clipping=Batch(1.0, mini_sets=4), seed=3)
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             private.step(reduce(losses_of(model, batch)))
         found.append(parameters(model))
     assert same(*found)
     model, private = private_run()
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         with pytest.raises(StepError, match="single number"):
             private.step(losses_of(model, batch).mean())
         break
@@ -162,7 +162,7 @@ def test_empty_batches_release_noise() -> None:
     for k in (1, 3):
         model, private = private_run(clipping=Batch(1.0, k), sample_rate=1e-9, seed=2)
         sizes = []
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             sizes.append(len(batch[0]))
             if private.step(losses_of(model, batch).mean()):  # the mean of nothing is NaN
                 break
@@ -270,7 +270,7 @@ def test_a_compiled_step_is_an_ordinary_one() -> None:
         loss = lambda x, y, on=model: F.cross_entropy(on(x), y)  # noqa: E731
         step = private.compiled(loss) if is_compiled else None
         for _ in range(2):
-            for batch in private.loader:
+            for batch in private.loader.pieces():
                 step(*batch) if step else private.step(loss(*batch))
         found.append(parameters(model))
     assert same(*found)
@@ -303,11 +303,11 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 
 def test_coupled_losses_are_for_batch_only() -> None:
     model, private = private_run(sampling="full")
-    losses = contrastive(model, next(iter(private.loader)))
+    losses = contrastive(model, next(iter(private.loader.pieces())))
     with pytest.raises(CoupledExamplesError, match=r"Batch\(max_norm=.*far more noise"):
         private.step(losses)
     model, private = private_run(clipping=Batch(1.0, 2), sampling="full")
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         private.step(contrastive(model, batch))
     assert private.steps == 1
 
@@ -438,7 +438,7 @@ def user_run(**options: Any) -> tuple[nn.Module, Private]:
 def test_users_are_drawn_with_all_their_records() -> None:
     model, private = user_run(sampling="full", batch_size=None)
     sizes = []
-    for x, y in private.loader:
+    for x, y in private.loader.pieces():
         sizes.append(len(x))
         private.step(losses_of(model, (x, y)))
     assert sizes == [6, 6, 6, 6, 6, 5, 5] and private.steps == 1
@@ -521,7 +521,7 @@ def test_sgd_with_rate_one_adds_the_mean_change() -> None:
         batch_size=None,
         noise_multiplier=0,
     )
-    done = [private.step_sets(batch) for batch in private.loader]
+    done = [private.step_sets(batch) for batch in private.loader.pieces()]
     assert done == [False] * 6 + [True]
     for name, p in parameters(model).items():
         torch.testing.assert_close(p, sum(t[name] for t in trained) / 7)
@@ -550,7 +550,7 @@ def test_nobody_is_no_local_update() -> None:
     model, private = private_run(
         clipping=Batch(1.0, 2, local_update=lambda m, s: called.append(1)), sample_rate=1e-9
     )
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         if private.step_sets(batch):
             break
     assert called == [] and all(bool(g.any()) for g in gradients(model).values())
@@ -641,7 +641,7 @@ def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind:
 
     def go(model: nn.Module, private: Private, steps: int) -> None:
         while steps > 0:
-            for batch in private.loader:
+            for batch in private.loader.pieces():
                 steps -= step(model, private, batch)
                 if steps == 0:
                     break
@@ -651,7 +651,7 @@ def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind:
     twin._key = NoiseKey.from_secret_bytes(private._key.secret_bytes())
     go(straight, twin, 5)
     go(model, private, 2)
-    assert not step(model, private, next(iter(private.loader)))  # one mini-set of the third batch
+    assert not step(model, private, next(iter(private.loader.pieces())))  # one mini-set of the third batch
     checkpoint.save(tmp_path / "run.pt", {"model": model.state_dict(), "private": private.state_dict()})
     private.close()
     model, private = private_run(network(seed=9), ledger=tmp_path / "run.ledger", **options)
@@ -668,7 +668,7 @@ def test_a_batch_that_is_begun_anew_counts_nobody_twice() -> None:
     for is_left in (False, True):
         model, private = private_run(clipping=Batch(1e6, 4), sampling="full", noise_multiplier=0)
         if is_left:
-            for number, batch in enumerate(private.loader):
+            for number, batch in enumerate(private.loader.pieces()):
                 private.step(losses_of(model, batch))
                 if number == 2:
                     break
@@ -689,7 +689,7 @@ def test_the_statement_names_mini_sets_and_what_they_rest_on() -> None:
     ):
         texts[name] = str(private_run(clipping=clipping, seed=1)[1].statement())
         model, private = private_run(clipping=clipping)
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             private.step_sets(batch) if name == "local" else private.step(losses_of(model, batch))
         texts[name] = str(private.statement())
     assert "on the clipped mean gradient of the whole batch with noise" in texts["whole"]
@@ -708,7 +708,7 @@ def test_statistics_that_the_model_itself_learns_between_local_updates_are_refus
     model, private = private_run(
         model=model, batch_size=38, sampling="fixed-size", clipping=Batch(1.0, 2, local_update=local_sgd)
     )
-    drawn = iter(private.loader)
+    drawn = iter(private.loader.pieces())
     private.step_sets(next(drawn))
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)

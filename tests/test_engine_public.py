@@ -201,7 +201,7 @@ def test_norms_are_measured_with_public_statistics(strategy: str, kind: str) -> 
     model, private = run(kind, 1.0, clipping=STRATEGIES[strategy]())
     before = private.parts()
     for _ in range(2):
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             private.step(losses_of(model, *batch))
     assert private.parts() != before
     assert PublicStatistics.of(model).is_fresh

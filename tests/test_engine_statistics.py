@@ -76,7 +76,7 @@ def test_buffers_change_once_a_release_and_evaluation_uses_them() -> None:
     model, private = begin()
     layer, x = layer_of(model), data().tensors[0]
     before = copy.deepcopy(layer.state_dict())
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     for batch in pieces:
         done = private.step(losses_of(model, batch))
         assert torch.equal(layer.running_mean, before["running_mean"]) == (not done)
@@ -206,7 +206,7 @@ def test_other_optimizers_views_and_the_compiled_step() -> None:
         clipping = Batch(0.5, 2, running_statistics=RULE)
         _, private = private_run(model, sgd(model, momentum=0.9), clipping=clipping, averaged_views=2, seed=4)
         step = private.compiled(lambda x, y, model=model: losses_of(model, (x, y))) if is_compiled else None
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             _ = private.step(losses_of(model, batch)) if step is None else step(*batch)
         found.append(model.state_dict())
     assert same(*found)

@@ -244,6 +244,6 @@ def test_a_forward_pass_beside_the_losses_that_learns_is_refused() -> None:
 def test_who_steps_on_every_batch_is_told_nothing() -> None:
     with silent():
         model, private = private_run(sampling="fixed-size", max_physical_batch_size=2)
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if private.backward(losses_of(model, batch)):
                 private.optimizer.step()

@@ -60,7 +60,7 @@ def test_who_is_left_out_is_as_if_never_drawn() -> None:
         with watching(looking):
             model, private = private_run(sampling="full", max_physical_batch_size=16)
         sizes = []
-        for x, y in private.loader:
+        for x, y in private.loader.pieces():
             sizes.append(len(x))
             private.step(losses_of(model, (x, y)))
         assert sum(sizes) == (40 if type(looking) is WithKey else 39)

@@ -76,7 +76,7 @@ def train_privately(train: TensorDataset, epsilon: float, seed: int, options: ar
     with private:
         for _ in range(options.epochs):
             for ids, labels in private.loader:
-                private.step(loss(model, ids, labels))
+                private.step(loss(model, ids, labels) if len(ids) else None)
         spent = private.spent()
     cost = {"epsilon": spent.epsilon, "delta": spent.delta, "steps": spent.steps, "in_words": str(spent)}
     return model, {"spent": cost, "noise_multiplier": private.noise_multiplier}

@@ -144,8 +144,9 @@ def train(
         model, optimizer, dataset, clipping=clipping, batch_size=BATCH_SIZE, noise_multiplier=z
     )
     while private.steps < steps:
-        for images, labels in private.loader:
-            private.step(F.cross_entropy(model(images), labels, reduction="none"))
+        for images, labels in private.loader.pieces():
+            losses = F.cross_entropy(model(images), labels, reduction="none") if len(images) else None
+            private.step(losses)
             if private.steps == steps:
                 break
     return private

@@ -3,7 +3,7 @@
     views = augment.Views(8, augment.Crop(32, padding=4), augment.Flip())
     private = make_private(..., averaged_views=views)
     for x, y in private.loader:  # eight rows an example
-        private.step(F.cross_entropy(model(x), y, reduction="none"))
+        private.step(F.cross_entropy(model(x), y, reduction="none") if len(x) else None)
 
 Guarantee:
     An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so

@@ -176,6 +176,15 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
     return losses
 
 
+def require_empty(size: int) -> None:
+    """Losses may be left out for an empty batch only: no batch is skipped because of what it holds."""
+    if size:
+        raise StepError(
+            "losses is None, and the batch that private.loader handed out last is not empty. Give one loss an example: "
+            "only an empty batch needs none."
+        )
+
+
 def require_rows(batch: object, size: int) -> None:
     """The batch given to a compiled step must be the one that was handed out. Its size is secret."""
     rows = {len(t) for t in tensors_in(batch) if t.dim()}

@@ -117,7 +117,8 @@ class CompiledStep:
         """An ordinary step; in smaller pieces if memory is short."""
         private = self._private
         try:
-            return private.step(self._loss(*batch))
+            # Many models cannot run on zero rows, and an empty piece needs no losses.
+            return private.step(self._loss(*batch) if piece.size else None)
         except (RuntimeError, MemoryError) as error:
             # A piece that is used up may have been charged. Mini-sets and random choices are of whole pieces.
             whole_piece = private._strategy.is_coupled or private._clipper.draws
@@ -252,11 +253,8 @@ class _Captured:
                 "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "
                 "or a buffer in another place): call private.compiled again."
             )
-        private._require_budget()
-        if private._hands.before_step():
-            private._described = False  # the next release says so in the ledger
+        private._begin(piece)  # the guards of an ordinary step; none of them waits for the device
         if piece.last:
-            private._require_verified(private._state.changed_before_update())
             self._prepare()
         if bool(self._rare):
             self._gather_again(batch, piece.size, before)
@@ -377,6 +375,7 @@ class _Captured:
         for p, grad in zip(private._parameters.values(), self._gradients, strict=True):
             if p.grad is not grad:
                 p.grad = grad
+        private._released.remember()
         private._learn(self._means)
         faults.reached("step.before-update")
         private._update(self._update.run)

@@ -148,7 +148,8 @@ def _train_plainly(
     batches = BatchSampler(RandomSampler(data), recipe.batch_size, drop_last=False)
     loader = DataLoader(data, batch_size=None, sampler=batches)
 
-    def step(losses: Tensor) -> None:
+    def step(losses: Tensor | None) -> None:
+        assert losses is not None  # these batches are never empty
         optimizer.zero_grad()
         losses.mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -209,7 +210,7 @@ def _train_privately(
 def _train(
     model: nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
-    step: Callable[[Tensor], object],
+    step: Callable[[Tensor | None], object],
     epochs: int,
     steps_per_epoch: int,
     watch: Watch,
@@ -221,7 +222,8 @@ def _train(
     for _ in range(epochs):
         begin = time.perf_counter()
         for images, labels in loader:
-            step(F.cross_entropy(model(images), labels, reduction="none"))  # one loss per example
+            # One loss per example. A sampled batch may be empty, and needs no forward pass then.
+            step(F.cross_entropy(model(images), labels, reduction="none") if len(images) else None)
             seconds.append(time.perf_counter() - begin)
             if len(seconds) % steps_per_epoch == 0:
                 reached = accuracy(model)

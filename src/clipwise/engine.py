@@ -87,7 +87,8 @@ class Private:
     """A private training run. Made by `make_private`; see there.
 
     Attributes:
-        loader: hands out the batches of an epoch. A batch may be empty, and counts all the same.
+        loader: hands out the batches of an epoch, one item per step. A batch may be empty, and counts all the same:
+            `step(None)` takes its step without a forward pass.
         optimizer: the user's own, unchanged.
     """
 
@@ -177,7 +178,7 @@ class Private:
 
     # ----------------------------------------------------------------- the step
 
-    def step(self, losses: Tensor, outputs: Tensor | None = None) -> bool:
+    def step(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
         """`backward(losses)`, then `optimizer.step()` when the batch is complete.
 
         Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
@@ -205,13 +206,14 @@ class Private:
         self._require_untouched()  # the update has a copy to work on
         return self._updated(self._gather(piece, clipped))
 
-    def backward(self, losses: Tensor, outputs: Tensor | None = None) -> bool:
+    def backward(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
 
         Args:
             losses: one loss for each example of the batch that `loader` handed out last, of its own outputs and
                 targets alone: what a loss takes from the targets of others, such as their mean, nobody sees. A strategy
-                that clips whole mini-sets takes their mean, or a single number.
+                that clips whole mini-sets takes their mean, or a single number. None for an empty batch or an empty
+                piece, which then needs no forward pass: many models cannot run on zero rows.
             outputs: what the model returned, of which the losses were computed. `Lipschitz` needs it; others do not
                 look at it.
 
@@ -227,9 +229,11 @@ class Private:
             self._released.remember(keeps_sample=True)
         return is_complete
 
-    def _backward(self, losses: Tensor, outputs: Tensor | None) -> bool:
+    def _backward(self, losses: Tensor | None, outputs: Tensor | None) -> bool:
         piece = self._require_open().awaited()
         self._require_no_local_update("private.step")
+        if losses is None:
+            return self._gather(piece, self._nothing(piece))
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
@@ -243,6 +247,14 @@ class Private:
                 losses = self._watch.losses(self, piece, losses)
             clipped = self._clipper.sum_at_outputs(losses, outputs)
         return self._gather(piece, clipped)
+
+    def _nothing(self, piece: Piece) -> dict[str, Tensor]:
+        """The sum of a piece without records, for which no losses were computed."""
+        checks.require_empty(piece.size)
+        self._begin(piece)
+        if self._watch is not None:
+            self._watch.losses(self, piece, torch.zeros(0))
+        return self._clipper.nothing()
 
     def _begin(self, piece: Piece) -> None:
         """Before anything is computed from a piece of a batch."""

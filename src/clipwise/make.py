@@ -88,7 +88,8 @@ def make_private(
     Args:
         model: any module; not wrapped, no hooks, same `state_dict` keys.
         optimizer: any torch optimizer over the model's trainable parameters.
-        dataset: map-style, with a length. Its length is public.
+        dataset: map-style, with a length, which is public: a `TensorDataset`, a list of records, a data set of Hugging
+            Face. Not a `DataLoader` or a `DataFrame`.
         clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
         group: whose each record is, one id a record. Then users are protected, with all their records: batches are
             drawn by user, `batch_size` counts users, and a user's records are handed out together, as one mini-set.
@@ -109,7 +110,8 @@ def make_private(
         noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
             exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
             It is drawn on the CPU and needs clipwise[secure]. `clipwise.secure` says what is claimed.
-        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. The pieces of
+        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Loop over
+            `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of
             `Batch` are its mini-sets, which are never cut: a limit below their expected size is refused, and one that a
             random draw makes larger comes as a whole.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to

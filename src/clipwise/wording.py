@@ -155,7 +155,8 @@ def drawn(sampling: Sampling, unit: Unit) -> str:
 def summed(strategy: Mapping[str, Any], unit: Unit) -> str:
     """What a step releases with noise, as a strategy describes itself."""
     if strategy.get("strategy") == "lipschitz":
-        return "the sum of gradients, each of them bounded by the norms of the weights"
+        weights = "weights, which are rescaled to max_weight_norm" if strategy.get("fixed") else "weights"
+        return f"the sum of gradients, each of them bounded by the norms of the {weights}"
     if strategy.get("strategy") != "batch":
         return "the clipped sum"
     what = "mean gradient" if strategy.get("local_update") is None else "local update"

@@ -245,7 +245,7 @@ class Loop:
     def __init__(self, choice: Choice, on: Subject, private: Private) -> None:
         self.choice, self.on, self.private = choice, on, private
         self.released, self.epsilon = 0, 0.0
-        self.batches = iter(private.loader)
+        self.batches = iter(private.loader.pieces())
         self.batch: Any = None
         self.refusals: list[str] = []
 
@@ -262,7 +262,7 @@ class Loop:
                 require(len(str(refusal)) > 20, f"a message that explains nothing: {refusal}")
                 self.refusals.append(type(refusal).__name__)
             except StopIteration:
-                self.batches = iter(self.private.loader)
+                self.batches = iter(self.private.loader.pieces())
             require(
                 self.private.steps == self.released,
                 f"{self.released} releases, and {self.private.steps} counted",
@@ -337,7 +337,7 @@ class Loop:
                 self.epsilon = spent.epsilon
 
     def again(self) -> None:
-        self.batches, self.batch = iter(self.private.loader), None
+        self.batches, self.batch = iter(self.private.loader.pieces()), None
 
     def save_and_load(self) -> None:
         state = self.private.state_dict()

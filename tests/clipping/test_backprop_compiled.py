@@ -147,7 +147,7 @@ def test_pieces_of_a_batch_have_the_constants_of_the_graph(recorded: list[Record
     model, private = exact_run(sampling="full", max_physical_batch_size=9)
     step = private.compiled(loss_with(model))
     go(private, step, 6)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     assert replays(recorded) > 0 and not step(*next(pieces))
     layers.set_clips(model, grad_norm=0.001)
     with pytest.raises(StepError, match="between two pieces of a batch"):

@@ -122,7 +122,7 @@ def test_every_step_has_the_multiplier_that_was_asked_for(
     )
     factor = 1 if is_user else 2  # a user is all of their mini-set; a record can turn its own round
     while private.steps < STEPS:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if "local update" in options:
                 is_done = private.step_sets(batch)
             else:

@@ -49,7 +49,7 @@ def run(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Priv
 
 def train(model: nn.Module, private: Private, steps: int) -> None:
     while steps:
-        for x, y in private.loader:
+        for x, y in private.loader.pieces():
             outputs = model(x)
             steps -= private.step(F.cross_entropy(outputs, y, reduction="none"), outputs=outputs)
             if not steps:
@@ -81,6 +81,56 @@ def test_weights_stay_within_their_norm_and_bounds_belong_to_them(kind: str, fix
         train(model, private, 1)
     assert (first == [p.sensitivity for p in private.parts()]) == fixed
     assert any(private.on_limit().values()) and private.on_limit().keys() == dict(private._parameters).keys()
+
+
+@pytest.mark.parametrize("kind", ["spectral", "frobenius"])
+def test_fixed_rescales_every_weight_to_its_norm(kind: str) -> None:
+    model = network()
+    with torch.no_grad():
+        model[1].weight.mul_(1e-3)  # far below C
+        model[3].weight.mul_(1e3)  # far above
+    _, private = run(model, strategy={"norm": kind, "fixed": True})
+    for _ in range(3):
+        first, _, second, _ = norms(model, kind)
+        assert C * (1 - 1e-5) < first <= C and C * (1 - 1e-5) < second <= C
+        assert private.on_limit()["1.weight"] and private.on_limit()["3.weight"]
+        train(model, private, 1)
+
+
+def test_fixed_clips_biases_and_leaves_zeros() -> None:
+    model = network()
+    with torch.no_grad():
+        model[1].weight.zero_()  # no direction: it cannot be rescaled
+        model[1].bias.fill_(1e-3)
+        model[3].bias.fill_(1e3)
+    _, private = run(model, strategy={"fixed": True})
+    assert not model[1].weight.any()
+    first, bias, second, other = norms(model, "spectral")
+    assert first == 0 and bias == pytest.approx(1e-3 * HIDDEN**0.5) and C * (1 - 1e-5) < second <= C
+    assert C * (1 - 1e-5) < other <= C
+    assert private.on_limit() == {"1.weight": False, "1.bias": False, "3.weight": True, "3.bias": True}
+
+
+def test_fixed_leaves_weights_that_are_at_their_norm_as_they_are() -> None:
+    """Otherwise a run that stopped would go on with other bits."""
+    model, private = run(strategy={"fixed": True})
+    train(model, private, 1)
+    before = parameters(model)
+    for _ in range(3):
+        private._clipper.follow(is_updated=True)
+    assert same(parameters(model), before)
+
+
+def test_fixed_brings_the_longest_row_of_a_table_to_its_norm() -> None:
+    table = nn.Embedding(6, HIDDEN)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(HIDDEN, CLASSES))
+    lengths = table.weight.detach().norm(dim=1)
+    dataset = torch.utils.data.TensorDataset(torch.arange(40)[:, None] % 6, torch.arange(40) % CLASSES)
+    _, private = private_run(model, dataset=dataset, clipping=Lipschitz(C, None, fixed=True))
+    found = table.weight.detach().norm(dim=1)
+    torch.testing.assert_close(found, lengths * C / lengths.max(), rtol=1e-5, atol=0)
+    assert found.max() <= C
+    private.close()
 
 
 def test_what_is_not_clipped_is_the_ordinary_gradient() -> None:
@@ -156,7 +206,7 @@ def test_pieces_of_a_batch_change_nothing() -> None:
 def test_weights_stay_while_a_batch_comes_in_pieces() -> None:
     """With smaller weights there is less noise, which would not do for pieces that were gathered before."""
     model, private = run(sampling="full", max_physical_batch_size=9)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
 
     def step() -> bool:
         x, y = next(pieces)
@@ -315,8 +365,11 @@ def test_the_statement_says_that_bounds_follow_the_weights() -> None:
     text = str(private.statement())
     assert "bounds follow the released weights" in text and "bounded by the norms of the weights" in text
     assert "every step's graph is compared" in text.replace("\n", " ")
-    fixed = str(run(strategy={"fixed": True})[1].statement())
+    model, private = run(strategy={"fixed": True})
+    train(model, private, 1)
+    fixed = str(private.statement())
     assert "follow the released weights" not in fixed
+    assert "rescaled to max_weight_norm" in " ".join(fixed.split())
 
 
 # What is refused, and how.

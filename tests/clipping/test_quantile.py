@@ -353,7 +353,7 @@ def test_pieces_of_a_batch_change_nothing(parts: str, z: float) -> None:
         private._key = NoiseKey.from_seed(7, b"")
         walk = []
         while private.steps < 8:
-            for batch in private.loader:
+            for batch in private.loader.pieces():
                 before = norms_of(private)
                 if not private.step(losses_of(on, batch)):
                     assert norms_of(private) == before

@@ -119,6 +119,6 @@ def test_each_piece_of_a_batch_draws_for_itself() -> None:
         return honest(*arguments)
 
     private._clipper.clipped_sum = watching  # type: ignore[method-assign, assignment]
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         private.step(losses_of(on, batch))
     assert len(seen) == 5 * 4 and len(set(seen)) == len(seen) and all(len(s) >= 16 for s in seen)

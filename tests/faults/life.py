@@ -77,7 +77,7 @@ class Run:
         """So many updates, with a checkpoint every few of them."""
         done = 0
         while done < steps:
-            for batch in self.private.loader:
+            for batch in self.private.loader.pieces():
                 if not self.step(*batch):
                     continue
                 self.files.say("update")

@@ -204,7 +204,7 @@ def go(
 ) -> None:
     """So many updates, over as many epochs as that takes."""
     while updates > 0:
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if step(*(t.to(DEVICE) for t in batch)):
                 updates -= 1
                 if after is not None:

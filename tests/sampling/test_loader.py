@@ -14,7 +14,17 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.sampling import Fetcher, FixedSize, Piece, Poisson, PrivateLoader, Scheme, Shuffled
+from clipwise.sampling import (
+    Fetcher,
+    FixedSize,
+    Full,
+    Piece,
+    Poisson,
+    PrivateLoader,
+    Scheme,
+    Shuffled,
+    TruncatedPoisson,
+)
 
 SIZE = 40
 
@@ -60,7 +70,7 @@ class Engine:
 def epoch(engine: Engine) -> list[list[int]]:
     """One epoch, with the pieces of a batch joined."""
     batches: list[list[int]] = []
-    for (batch,) in engine.loader:
+    for (batch,) in engine.loader.pieces():
         piece = engine.step()
         if piece.index_in_batch == 0:
             batches.append([])
@@ -102,7 +112,7 @@ def test_the_run_may_end_within_an_epoch() -> None:
 def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
     engine = Engine(Poisson(SIZE, 0.25), max_physical_batch_size=1)
     shown = {(repr(engine.loader), len(engine.loader))}
-    for _ in engine.loader:
+    for _ in engine.loader.pieces():
         shown.add((repr(engine.loader), len(engine.loader)))
         text = repr(engine.loader.current)
         assert text.startswith(f"Piece(step_offset={engine.released}, consumed=")
@@ -114,7 +124,7 @@ def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
 def test_pieces_tell_where_a_batch_begins_and_ends() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
     told = []
-    for _ in engine.loader:
+    for _ in engine.loader.pieces():
         piece = engine.step()
         told.append((piece.step_offset, piece.index_in_batch, piece.size, piece.last))
     step = [(0, 3, False), (1, 2, False), (2, 2, True)]
@@ -154,7 +164,7 @@ def test_a_batch_cannot_be_skipped(before: int) -> None:
 
 def test_a_piece_cannot_be_skipped() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
-    iterator = iter(engine.loader)
+    iterator = iter(engine.loader.pieces())
     next(iterator)
     engine.step()
     next(iterator)
@@ -214,7 +224,7 @@ RARE = Poisson(SIZE, 0.02)  # an epoch of 50 steps, of which about 22 are empty
 def test_empty_batches_are_handed_out_like_others(workers: int) -> None:
     engine = Engine(RARE, dataset=Dicts(), num_workers=workers, max_physical_batch_size=2)
     sizes = []
-    for batch in engine.loader:
+    for batch in engine.loader.pieces():
         piece = engine.step()
         sizes.append(piece.size)
         assert batch["x"].shape == (piece.size, 3)
@@ -228,7 +238,7 @@ def test_empty_batches_are_handed_out_like_others(workers: int) -> None:
 def test_workers_change_nothing_but_the_process() -> None:
     plain = Engine(Poisson(SIZE, 0.1), max_physical_batch_size=3)
     ahead = Engine(Poisson(SIZE, 0.1), max_physical_batch_size=3, num_workers=2, prefetch_factor=3)
-    peek = next(iter(ahead.loader))[0].tolist()
+    peek = next(iter(ahead.loader.pieces()))[0].tolist()
     assert ahead.released == 0
     seen = epoch(ahead)
     assert seen == epoch(plain)
@@ -292,3 +302,74 @@ def test_a_batch_costs_little_more_than_its_indexing() -> None:
         costs.append(time.perf_counter() - start)
         start = time.perf_counter()
     assert np.median(costs) < 1e-3
+
+
+# -- steps and pieces
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("most", [None, 3, 50])
+@pytest.mark.parametrize("scheme", [Poisson(SIZE, 0.1), FixedSize(SIZE, 7), Shuffled(SIZE, 7)])
+def test_whoever_stops_after_len_items_has_made_one_epoch(
+    scheme: Scheme, most: int | None, workers: int
+) -> None:
+    engine = Engine(scheme, max_physical_batch_size=most, num_workers=workers)
+    for _, item in zip(range(len(engine.loader)), engine.loader, strict=True):
+        for piece in [item] if most is None else item:
+            assert piece[0].tolist() == engine.step().indices.tolist()
+    assert engine.released == scheme.steps_per_epoch
+
+
+def test_both_ways_hand_out_the_same_pieces() -> None:
+    nested, flat = (Engine(Poisson(SIZE, 0.25), max_physical_batch_size=3) for _ in range(2))
+    by_step = [[(piece[0].tolist(), nested.step())[0] for piece in step] for step in nested.loader]
+    in_a_row = [(piece[0].tolist(), flat.step())[0] for piece in flat.loader.pieces()]
+    assert [piece for step in by_step for piece in step] == in_a_row
+    assert len(by_step) == 4 and len(in_a_row) > 4
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most", "length"),
+    [
+        (Poisson(SIZE, 0.25), 3, 4 * 14),  # ceil(40 / 3): every record may be drawn
+        (Poisson(SIZE, 0.25), None, 4),
+        (TruncatedPoisson(SIZE, 0.25, 20), 3, 4 * 7),
+        (FixedSize(SIZE, 7), 3, 6 * 3),
+        (Shuffled(SIZE, 7), 3, 6 * 3),
+        (Full(SIZE), 7, 6),
+    ],
+)
+def test_the_length_of_pieces_follows_from_public_numbers(
+    scheme: Scheme, most: int | None, length: int
+) -> None:
+    engine = Engine(scheme, max_physical_batch_size=most)
+    assert len(engine.loader.pieces()) == length
+    handed_out = sum(engine.step() is not None for _ in engine.loader.pieces())
+    assert handed_out <= length == len(engine.loader.pieces())
+
+
+def test_a_loop_over_steps_that_takes_them_for_batches_is_told_of_pieces() -> None:
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=10)  # one piece a step, here
+    with pytest.raises(StepError, match=r"loader\.pieces\(\)"):
+        for _x, _y in engine.loader:
+            pass
+    assert engine.released == 0
+
+
+def test_a_step_cannot_be_left_before_its_last_piece() -> None:
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
+    steps = iter(engine.loader)
+    next(next(steps))
+    engine.step()
+    with pytest.raises(StepError, match="last piece"):
+        next(steps)
+
+
+def test_a_newer_iterator_ends_the_pieces_of_a_step() -> None:
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
+    pieces = next(iter(engine.loader))
+    next(pieces)
+    engine.step()
+    iter(engine.loader)
+    with pytest.raises(StepError, match="newer"):
+        next(pieces)

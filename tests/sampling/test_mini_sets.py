@@ -172,7 +172,7 @@ def test_the_loader_hands_out_mini_set_by_mini_set() -> None:
     secrets = lambda: iter([(b"a", b"e", 0)])  # noqa: E731
     loader = PrivateLoader(Full(10), Fetcher(data), secrets, cut=ByIndex(3))
     seen = []
-    for (x,) in loader:
+    for (x,) in loader.pieces():
         piece = loader.consume()
         assert piece.index_in_batch == len(seen) and piece.last == (len(seen) == 2) and piece.size == len(x)
         seen.append(x.tolist())
@@ -185,7 +185,7 @@ def test_the_loader_draws_users() -> None:
     secrets = lambda: iter([(b"a", b"e", 0)])  # noqa: E731
     loader = PrivateLoader(Full(3), Fetcher(data), secrets, cut=users, num_workers=0)
     seen = []
-    for (x,) in loader:
+    for (x,) in loader.pieces():
         loader.consume()
         seen.append(x.tolist())
     assert seen == [[1, 4], [3], [0, 2, 5]]

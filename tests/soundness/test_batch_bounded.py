@@ -86,7 +86,7 @@ def released(
     private = setting.begin(rows, model)
     inner = private.loader._cut if cut is None else cut
     private.loader._cut = inner if missing is None else Without(inner, missing)
-    for (x,) in private.loader:
+    for (x,) in private.loader.pieces():
         if setting.strategy.local_update is not None:
             done = private.step_sets((x,))
         else:
@@ -218,7 +218,7 @@ def test_a_whole_run_replayed_on_a_neighbour(
             for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 q.copy_(p)
         runs[1].declare_update("post-processing", "the weights that the other run released")
-        iterators = [iter(run.loader) for run in runs]
+        iterators = [iter(run.loader.pieces()) for run in runs]
         is_in = False
         for (x,) in iterators[0]:
             is_in |= bool(np.isin(victim, runs[0].loader.current.indices).any())  # type: ignore[union-attr]
@@ -303,7 +303,7 @@ def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, uni
         seed=1,
     )
     while private.steps < 3:
-        for (x,) in private.loader:
+        for (x,) in private.loader.pieces():
             private.step(model(x))
     assert effective_multiplier(private.parts()) >= private._event.noise_multiplier
     clipper = private._clipper
@@ -396,7 +396,7 @@ def test_views_of_an_example_stay_in_its_mini_set(unit: str, is_local: bool) -> 
         if not is_there:
             gone = np.flatnonzero(np.array(owners) == 7) if owners else np.array([7])
             private.loader._cut = Without(private.loader._cut, gone)
-        for (x,) in private.loader:
+        for (x,) in private.loader.pieces():
             assert len(x) % 3 == 0
             private.step_sets((x,)) if is_local else private.backward(model(x))
         found.append(

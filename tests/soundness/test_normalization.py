@@ -230,7 +230,7 @@ def test_pieces_of_a_batch_have_the_same_statistics(kind: str) -> None:
             model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=12, noise_multiplier=1.0, seed=1,
             max_physical_batch_size=most,
         )  # fmt: skip
-        for batch in private.loader:
+        for batch in private.loader.pieces():
             if private.backward(losses_of(model, *batch)):
                 break
         found.append([p.grad for p in model.parameters()])

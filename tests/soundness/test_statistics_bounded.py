@@ -93,7 +93,7 @@ def sums(
     if missing is not None:
         private.loader._cut = Without(private.loader._cut, missing)
     found = remember(private._clipper)
-    for (x,) in private.loader:
+    for (x,) in private.loader.pieces():
         if private.backward(model(x)):
             break
     return found, private
@@ -318,7 +318,7 @@ def test_whatever_is_saved_follows_from_what_was_released(strategy: str) -> None
 
         private._noised = release  # type: ignore[method-assign]
         while private.steps < 6:
-            for (x,) in private.loader:
+            for (x,) in private.loader.pieces():
                 if private.step(model(x)):
                     states.append(copy.deepcopy(model.state_dict()))
         saved.append(states)

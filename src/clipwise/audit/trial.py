@@ -57,8 +57,11 @@ def run_of(
         )
         left = int(chosen["steps"])
         while left:
-            for rows in private.loader:
-                left -= private.step(loss(own, *rows)) if step is None else step(private, own, *rows)
+            for rows in private.loader.pieces():
+                if step is not None:
+                    left -= step(private, own, *rows)
+                else:
+                    left -= private.step(loss(own, *rows) if len(rows[0]) else None)
                 if not left:
                     break
 

@@ -150,7 +150,7 @@ class BackpropClipper(Clipper):
         is scaled by.
         """
         if len(losses) == 0:
-            return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+            return self.nothing()
         self._require_same_constants()
         _require_float32(self._parameters)
         nodes, wiring = clipped_nodes(losses, self._parameters, self._layers.values())

@@ -39,10 +39,10 @@ from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
 from clipwise.lipschitz.weights import (
     NORMS,
     MaxWeightNorm,
-    clip_,
     clip_and_measure_,
     is_on_limit,
     limits_of,
+    rescale_,
 )
 from clipwise.privacy import Adjacency, Unit
 from clipwise.structure import tensors_in
@@ -72,7 +72,8 @@ class Lipschitz(Strategy):
         input_norm: X_1, that of the `ClipInput`. None for a model of ids.
         norm: by which weights are clipped. "frobenius" is a projection; "spectral" leaves more room, but may stop
             short of the best weights. The bounds use spectral norms in both cases.
-        fixed: bounds from the C_k alone, the same in each step (Fix-Lip-DP-SGD), and not from the weights as they are.
+        fixed: Fix-Lip-DP-SGD: after each update every weight is rescaled to norm C_k, up or down, theta <- C theta /
+            |theta|; biases are clipped to C_k. The bounds follow from the C_k alone, the same in each step.
         temperature: tau of the softmax cross-entropy -log softmax(z / tau)_y, if no `loss` is given.
         split: how the noise is divided over the parts: "optimal", "equal", or a weight for each part.
         loss: a `lipschitz.BoundedLoss`. Its constant bounds each example's gradient at the model's output, which is
@@ -267,7 +268,7 @@ class LipschitzClipper(Clipper):
         return found
 
     def _fixed_bounds(self) -> Bounds:
-        self._ratios = clip_(self._network, self._limits, self._strategy.norm)
+        self._ratios = rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
                 raise UnsupportedModelError(
@@ -313,7 +314,7 @@ class LipschitzClipper(Clipper):
             return self.clipped_sum(losses)
         require_outputs(outputs)
         if len(losses) == 0:
-            return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+            return self.nothing()
         self._require_as_bounded()
         self._as_traced.require()
         self._require_no_hooks(outputs)

@@ -163,10 +163,7 @@ class PerExampleClipper(ClipperByConstants):
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
         if len(losses) == 0:
-            total = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
-            nobody = torch.zeros(0, dtype=torch.bool, device=losses.device)
-            counts = self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
-            return total | counts | self._statistics.nothing()
+            return self.nothing()
         statistics = self._statistics.clipped_by_row(losses)
         gradients, left_out = self._gradients(losses)
         if self._constants.frozen:
@@ -204,6 +201,12 @@ class PerExampleClipper(ClipperByConstants):
             name: torch.zeros_like(at_least_float32(self._parameters[name].detach())) for name in left_out
         }
         return sums | self._constants.counts(part_norms, bad_B, real_B) | statistics
+
+    def nothing(self) -> dict[str, Tensor]:
+        device = next(iter(self._parameters.values())).device
+        nobody = torch.zeros(0, dtype=torch.bool, device=device)
+        counts = self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
+        return super().nothing() | counts | self._statistics.nothing()
 
     def _gradients(self, losses: Tensor) -> tuple[PerExampleGradients, tuple[str, ...]]:
         """Those of parameters that the losses reach, and the names of the others, whose gradients are 0.

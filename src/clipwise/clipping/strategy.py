@@ -88,6 +88,7 @@ class Clipper(ABC):
     parts: tuple[Part, ...] = ()
     moves_weights: bool = False
     moved: Mapping[str, float] = MappingProxyType({})
+    _parameters: Parameters
 
     @property
     def noise(self) -> dict[str, float]:
@@ -116,6 +117,10 @@ class Clipper(ABC):
     def on_limit(self) -> dict[str, bool]:
         """Whether each parameter sits on the limit that its weights are clipped to, if there is one."""
         return {}
+
+    def nothing(self) -> dict[str, Tensor]:
+        """The bounded sum of an empty batch, or of an empty piece: zeros. It needs no losses."""
+        return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
 
     def sum_at_outputs(self, losses: Tensor, outputs: Tensor | None) -> dict[str, Tensor]:
         """`clipped_sum`, for a strategy that looks at the model's outputs as well."""

@@ -18,6 +18,9 @@ from clipwise.lipschitz.trace import Network, Operation
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
+_LEAST = (
+    1e-9  # of its limit: below, a weight is as good as 0, and its certified norm is mostly room for rounding
+)
 _ON = 1 - 1e-3  # of its limit: such a layer might do better with a larger one
 
 
@@ -63,9 +66,16 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
 
 
 @torch.no_grad()
-def clip_(network: Network, limits: Mapping[str, float], norm: str) -> dict[str, float]:
-    """`clip_weights_`, with numbers: of each parameter its norm before over its limit."""
-    return _clip_operations_(network, network.operations, limits, norm)
+def rescale_(network: Network, limits: Mapping[str, float], norm: str) -> dict[str, float]:
+    """theta <- C theta / |theta| in place for every weight, whether its norm is above or below its limit C.
+
+    Biases and other vectors are clipped to C, not scaled up: they begin at 0, and the paper's layers have none. Weights
+    that are all 0 have no direction and stay 0. In a table of embeddings the longest row gets the norm C.
+
+    Returns:
+        Of each parameter its norm over its limit: 1 where it was rescaled, else what it was before.
+    """
+    return _clip_operations_(network, network.operations, limits, norm, rescales=True)
 
 
 @torch.no_grad()
@@ -108,7 +118,11 @@ def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, floa
 
 
 def _clip_operations_(
-    network: Network, operations: Iterable[Operation], limits: Mapping[str, float], norm: str
+    network: Network,
+    operations: Iterable[Operation],
+    limits: Mapping[str, float],
+    norm: str,
+    rescales: bool = False,
 ) -> dict[str, float]:
     """Lengths of all are brought from the device in one go. A parameter with several uses has the largest of theirs."""
     effort: Effort = "frobenius" if norm == "frobenius" else "spectral"
@@ -131,17 +145,33 @@ def _clip_operations_(
     lengths = measured_together([one for _, _, one in wanted])
     for (name, is_row, _), found in zip(wanted, lengths, strict=True):
         ratios[name] = max(found / limits[name], ratios.get(name, 0.0), key=_or_nan)
+        if rescales and network.parameter(name).ndim >= 2:
+            continue
         if not is_row and limits[name] < found < math.inf:  # what is not finite is refused with the bounds
             goal = _goal(network.parameter(name), limits[name])
             factors[name] = min(goal / found, factors.get(name, 1.0))
+    if rescales:
+        _rescale_weights_(network, limits, ratios)
     for name, factor in factors.items():
         network.parameter(name).mul_(factor)
     for name, rows in by_row.items():
-        if limits[name] < ratios[name] * limits[name] < math.inf:
+        if not rescales and limits[name] < ratios[name] * limits[name] < math.inf:
             p = network.parameter(name)
             rows = rows * (factors[name] * (1 + 4 * torch.finfo(p.dtype).eps) if name in factors else 1.0)
             p.mul_(torch.where(rows > limits[name], _goal(p, limits[name]) / rows, 1.0).to(p.dtype))
     return ratios
+
+
+def _rescale_weights_(network: Network, limits: Mapping[str, float], ratios: dict[str, float]) -> None:
+    """Bring weights to their limits, by the largest norm of their uses. Those that are there keep their bits."""
+    for name, ratio in ratios.items():
+        p = network.parameter(name)
+        if p.ndim < 2 or not _LEAST < ratio < math.inf:
+            continue
+        goal = _goal(p, limits[name]) / limits[name]
+        if not goal - (1 - goal) <= ratio <= 1:
+            p.mul_(goal / ratio)
+        ratios[name] = 1.0
 
 
 def _or_nan(length: float) -> float:

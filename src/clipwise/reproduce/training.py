@@ -217,7 +217,7 @@ class _Privately(_Openly):
 
     def epoch(self, deadline: Deadline) -> None:
         """The steps of an epoch."""
-        for x, y in self._private.loader:
+        for x, y in self._private.loader.pieces():
             _require_time(deadline)
             ready, labels = self._ready(x, y)
             if self._setting.local_rate is not None:

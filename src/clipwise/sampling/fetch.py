@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from clipwise.errors import ConfigurationError
+from clipwise.sampling.dataset_kind import length_of
 from clipwise.sampling.schemes import Indices
 
 Collate = Callable[[list[Any]], Any]
@@ -32,7 +33,7 @@ class Fetcher(Dataset[Any]):
             raise ConfigurationError(
                 f"collate_fn must be a function from a list of records to a batch, not {type(collate_fn).__name__}."
             )
-        self.dataset_size = _length(dataset)
+        self.dataset_size = length_of(dataset)
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._tensors: tuple[torch.Tensor, ...] | None = None
@@ -143,21 +144,6 @@ def _mapping_like(example: Mapping[Any, Any], content: dict[Any, Any]) -> Mappin
 
 def _sequence_like(example: list[Any] | tuple[Any, ...], members: list[Any]) -> Sequence[Any]:
     return type(example)(*members) if hasattr(example, "_fields") else type(example)(members)
-
-
-def _length(dataset: Any) -> int:
-    named = (
-        isinstance(dataset, Mapping) and 0 not in dataset
-    )  # columns or splits by name, and no records by index
-    if not (named or isinstance(dataset, IterableDataset)) and hasattr(dataset, "__getitem__"):
-        try:
-            return len(dataset)
-        except (TypeError, NotImplementedError):
-            pass
-    raise ConfigurationError(
-        "dataset has no length or cannot be indexed: a private batch is drawn by index from a known number "
-        "of records. Give a map-style data set, with __len__ and __getitem__."
-    )
 
 
 def _is_plain_tensors(dataset: Any) -> bool:

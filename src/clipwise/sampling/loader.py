@@ -54,8 +54,11 @@ class PrivateLoader:
     (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing; and no batch
     can be passed over because of what it holds. A new iterator ends the older ones.
 
-    Its length is the number of steps in an epoch. With `max_physical_batch_size`, or by mini-sets, a step may come
-    in several pieces; how many, if that is left to chance, is as secret as the size drawn, and neither is ever shown.
+    It yields one item per step, and its length is the number of steps in an epoch, so a framework that stops after
+    `len(loader)` items has made exactly one epoch of steps. The item is the batch. Where a step can come in several
+    pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over the pieces of that
+    step: `for step_pieces in loader: for x, y in step_pieces: ...`. `pieces()` iterates over the pieces of all steps
+    in one loop. The realised number of pieces is as secret as the batch size, so no `len` depends on it.
 
     Args:
         scheme: who is in a batch.
@@ -103,16 +106,26 @@ class PrivateLoader:
         self._prefetch_factor = prefetch_factor
         self._prepare = prepare
         self._turn = 0
+        self._most_pieces = self._cut.most_pieces(scheme.largest_size)
+        # Decided by the arguments, not by the sizes that they allow: the same code then works for every batch size.
+        self._yields_pieces = max_physical_batch_size is not None or self._most_pieces > 1
 
     def __len__(self) -> int:
         return self._scheme.steps_per_epoch
+
+    def pieces(self) -> Pieces:
+        """All steps of the epoch in one loop, piece by piece; the whole batches where nothing is cut.
+
+        `private.step` returns True after the last piece of a step. The length is an upper bound.
+        """
+        return Pieces(self)
 
     def __repr__(self) -> str:
         return f"PrivateLoader(scheme={self._scheme!r}, steps_per_epoch={len(self)})"
 
     def __iter__(self) -> Iterator[Any]:
         self.reset()
-        return self._hand_out(self._turn)
+        return self._steps(self._turn) if self._yields_pieces else self._hand_out(self._turn)
 
     def reset(self) -> None:
         """Forget what was handed out and end every iterator: the next one starts at the next step."""
@@ -144,6 +157,33 @@ class PrivateLoader:
         piece = self.awaited()
         piece.consumed = True
         return piece
+
+    def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
+        """One iterator over the pieces of each step."""
+        handed_out = self._hand_out(turn)
+        for first in handed_out:
+            yield self._pieces_of_step(turn, first, handed_out)
+            self._require_turn(turn)
+            if self.current is not None and not self.current.last:
+                raise StepError(
+                    "A step was left before its last piece. Each item of private.loader is an iterator over the pieces "
+                    "of one step: call private.step on every piece before the next item is taken."
+                )
+
+    def _pieces_of_step(self, turn: int, first: Any, handed_out: Iterator[Any]) -> Iterator[Any]:
+        yield first
+        while True:
+            self._require_turn(turn)
+            piece = self.current
+            if piece is None or not piece.consumed:
+                raise StepError(
+                    "A piece was drawn but private.step was not called on it. In this run a step can come in several "
+                    "pieces, so each item of private.loader is an iterator over the pieces of one step: loop over it "
+                    "as well, or write `for batch in private.loader.pieces()` for one loop over all of them."
+                )
+            if piece.last:
+                return
+            yield next(handed_out)
 
     def _hand_out(self, turn: int) -> Iterator[Any]:
         self._require_turn(turn)
@@ -228,6 +268,24 @@ def _seed_worker(secret: bytes, number: int) -> None:
     torch.set_rng_state(generator_from(own).get_state())
     np.random.seed(np.frombuffer(own, dtype=np.uint32))
     random.seed(own)
+
+
+class Pieces:
+    """The pieces of all remaining steps of an epoch; see `PrivateLoader.pieces`.
+
+    Its length is an upper bound that follows from public numbers: the steps of an epoch times the most pieces that one
+    step can have. Under Poisson sampling every record may be drawn at once, so an epoch usually ends long before it.
+    """
+
+    def __init__(self, loader: PrivateLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader) * self._loader._most_pieces
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loader.reset()
+        return self._loader._hand_out(self._loader._turn)
 
 
 def _is_of_a_dead_worker(error: Exception) -> bool:

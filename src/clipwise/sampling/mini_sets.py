@@ -31,6 +31,10 @@ class Cut(ABC):
     def __call__(self, drawn: Indices) -> list[Indices]:
         """The records of each piece."""
 
+    def most_pieces(self, largest_size: int) -> int:
+        """A public upper bound on the number of pieces, for batches of at most `largest_size` units."""
+        return max(1, largest_size)
+
     def units(self, records: int) -> int:
         """How many units a scheme draws from, if the data set has so many records."""
         return records
@@ -52,6 +56,9 @@ class BySize(Cut):
             return [drawn]
         return np.array_split(drawn, -(-len(drawn) // self.limit))
 
+    def most_pieces(self, largest_size: int) -> int:
+        return 1 if self.limit is None else max(1, -(-largest_size // self.limit))
+
 
 @dataclass(frozen=True)
 class ByIndex(Cut):
@@ -65,6 +72,9 @@ class ByIndex(Cut):
         ends = np.cumsum(np.bincount(home, minlength=self.mini_sets))
         return np.split(drawn[np.argsort(home, kind="stable")], ends[:-1])
 
+    def most_pieces(self, largest_size: int) -> int:
+        return self.mini_sets
+
 
 @dataclass(frozen=True)
 class ByBlock(Cut):
@@ -76,6 +86,9 @@ class ByBlock(Cut):
     def __call__(self, drawn: Indices) -> list[Indices]:
         blocks = drawn // self.size
         return [drawn[blocks == b] for b in np.unique(blocks)]
+
+    def most_pieces(self, largest_size: int) -> int:
+        return -(-largest_size // self.size)
 
 
 class ByUser(Cut):

@@ -51,6 +51,10 @@ class Scheme(Protocol):
         """L, the mean size of a batch: the constant that a sum is divided by, whatever was drawn."""
 
     @property
+    def largest_size(self) -> int:
+        """The largest possible size of a batch. A random draw hardly ever reaches it."""
+
+    @property
     def period(self) -> int:
         """The number of steps in which each unit takes part exactly once; 1 where there is no such."""
 
@@ -127,6 +131,11 @@ class Poisson(_Steps):
         """L = q N."""
         return self.sample_rate * self.dataset_size
 
+    @property
+    def largest_size(self) -> int:
+        """N: every unit may be drawn."""
+        return self.dataset_size
+
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         """A subset, possibly empty: an empty batch is a step like any other.
 
@@ -158,6 +167,11 @@ class TruncatedPoisson(Poisson):
                 f"batches would be cut. Leave it out, or give {default_limit(self.dataset_size, self.sample_rate)} "
                 "or a little less."
             )
+
+    @property
+    def largest_size(self) -> int:
+        """The limit, unless the data set is smaller."""
+        return min(self.max_batch_size, self.dataset_size)
 
     @cached_property
     def excess(self) -> float:
@@ -191,6 +205,11 @@ class _OfBatchSize(_Steps):
     def steps_per_epoch(self) -> int:
         """ceil(N / B)."""
         return -(-self.dataset_size // self.batch_size)
+
+    @property
+    def largest_size(self) -> int:
+        """B."""
+        return self.batch_size
 
 
 @dataclass(frozen=True)
@@ -333,6 +352,11 @@ class Full(_Steps):
     def expected_size(self) -> float:
         """L = N."""
         return float(self.dataset_size)
+
+    @property
+    def largest_size(self) -> int:
+        """N."""
+        return self.dataset_size
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         """All indices."""

@@ -130,6 +130,8 @@ class Training:
             return True
         if not self._trial.is_lipschitz:
             return self._compiled(x, y)
+        if len(x) == 0:
+            return self.private.step(None)
         outputs = self.model(x)
         return self.private.step(self._loss(outputs, y), outputs=outputs)
 
@@ -151,7 +153,7 @@ class Training:
 
     def _drawn(self, private: clipwise.Private) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            yield from private.loader
+            yield from private.loader.pieces()
 
     def _shuffled(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = self._records.train.tensors

@@ -127,7 +127,7 @@ def test_a_batch_that_was_drawn_before_is_not_stepped_on() -> None:
 
 def test_pieces_of_one_batch_have_the_same_constants() -> None:
     model, private = run(sampling="full", max_physical_batch_size=9)
-    pieces = iter(private.loader)
+    pieces = iter(private.loader.pieces())
     assert not private.step(losses_of(model, next(pieces)))
     layers.set_clips(model, grad_norm=0.001)
     with pytest.raises(StepError, match="between two pieces of a batch"):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from clipwise.reproduce import evidence
 from clipwise.reproduce.backprop_clipping import verdicts
 from clipwise.reproduce.backprop_clipping.grid import SIGNALS
 from clipwise.reproduce.backprop_clipping.results import Difference, Results
@@ -22,6 +23,36 @@ def made(ours: float, theirs: float = 0.9, open_: float = 0.95) -> Results:
     return Results(everything(("table-1", "5"), accuracy), quick=False)
 
 
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every row had been searched well enough for a verdict."""
+    monkeypatch.setattr(evidence, "TRIALS_PER_DIMENSION", 0)
+
+
+def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
+    results = made(0.95)
+    for sentences in (
+        verdicts.headline,
+        verdicts.against_dp_sgd,
+        verdicts.near_no_noise,
+        verdicts.price_of_clips,
+    ):
+        for sentence in sentences(results):
+            assert f"**{evidence.NOT_TESTED} (9 trials in 6 dimensions" in sentence, sentence
+    for sentence in verdicts.our_changes(results):
+        assert f"{evidence.NOT_TESTED}: 9 trials in " in sentence
+
+
+def test_few_seeds_are_no_verdict(searched: None) -> None:
+    found = everything(("table-1",), lambda _: 0.9)
+    kept = {
+        key: cell for key, cell in found.items() if cell["judged_by"] == "validation" or cell["seed"] == 0
+    }
+    (sentence,) = verdicts.headline(Results(kept, quick=False))
+    assert "**Not tested (one seed).**" in sentence
+
+
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize(
     ("ours", "word"), [(0.95, "Survives.**"), (0.9, "Does not survive.**"), (0.8, "Does not survive.**")]
 )
@@ -29,19 +60,23 @@ def test_the_comparison_with_dp_sgd(ours: float, word: str) -> None:
     (sentence,) = verdicts.against_dp_sgd(made(ours))
     assert word in sentence
     count = 6 + 5 + 3
-    told = {0.95: "better in 14", 0.9: "in 14 (", 0.8: f"better in 0 of {count} places, worse in 14"}[ours]
+    told = {
+        0.95: "above DP-SGD in 14",
+        0.9: "in 14 (",
+        0.8: f"above DP-SGD in 0 of {count} places, below it in 14",
+    }[ours]
     assert told in sentence
 
 
-def test_the_headline() -> None:
+def test_the_headline(searched: None) -> None:
     (high,), (low,) = verdicts.headline(made(0.99)), verdicts.headline(made(0.5))
     assert "**Survives.**" in high and "**Does not survive.**" in low
-    assert "mnist 50.5% where 98.7% is printed, at epsilon 0.07" in low
+    assert "mnist 50.45 ± 0.10% where 98.7% is printed, at epsilon 0.07" in low
     (between,) = verdicts.headline(made(0.75))
     assert "**Survives in part.**" in between
 
 
-def test_small_epsilons() -> None:
+def test_small_epsilons(searched: None) -> None:
     usable, near = verdicts.near_no_noise(made(0.949))
     assert "**Survives.**" in usable and "**Survives.**" in near
     usable, near = verdicts.near_no_noise(made(0.9))
@@ -81,16 +116,16 @@ def test_signals_are_compared_layer_by_layer() -> None:
         key = next(k for k in found if "signal " in k and f"/{method} " in k)
         found[key]["curve"] = curve(signal, grown)
     by_layer, flat, growth = verdicts.signal_to_noise(Results(found, quick=False))
-    assert "**Survives.**" in by_layer and "0 0.5 against 0.25" in by_layer
-    assert "**Does not survive.**" in flat and "0.5 against 2" in flat
+    assert "(one run): more in 2 of 2 layers.**" in by_layer and "0 0.5 against 0.25" in by_layer
+    assert "(one run): more in 0 of 2 layers.**" in flat and "0.5 against 2" in flat
     assert "normalize: 0 3 against 2" in flat  # told, and no part of the verdict
-    assert "**Survives.**" in growth and "2.00 times" in growth
+    assert "(one run): less than" in growth and "2.00 times" in growth
     del found[next(k for k in found if "signal " in k and "/upstream-clip " in k)]
     told = verdicts.signal_to_noise(Results(found, quick=False))
     assert len(told) == 3 and all("**Not run.**" in sentence for sentence in told)
 
 
-def test_the_price_of_clips_is_that_of_the_papers() -> None:
+def test_the_price_of_clips_is_that_of_the_papers(searched: None) -> None:
     def accuracy(one: Asked) -> float:
         return {"plain": 0.95, "clipped": 0.95, "clipped-upstream": 0.90}.get(
             getattr(one.job, "method", ""), 0.5

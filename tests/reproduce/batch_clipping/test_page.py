@@ -49,7 +49,7 @@ def test_a_page_has_runs_conclusions_and_how_it_was_made(store):
     assert "    a command\n" in text and "On a GPU, 16 cores, Python 3.11, clipwise 0, torch 2." in text
     assert "| ALC | 66.66% | 50.00 | 0 | 12 of 50 | 9e+04: none in effect |" in text
     assert "unfinished: 30.0 on the public tenth after 2 epochs" in text
-    assert "(figure 18, equal privacy): 50.00 against 60.00, it does not hold in one seed." in text
+    assert "(figure 18, equal privacy): 50.00 against 60.00, not tested (one seed, 12 of 50 epochs, " in text
     assert "| cifar10 | resnet18 | 0.01875 | 64 | 50 | 62 |" in text
 
 

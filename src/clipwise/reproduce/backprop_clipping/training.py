@@ -107,7 +107,7 @@ class Training:
 
     def _drawn(self, private: clipwise.Private) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            yield from private.loader
+            yield from private.loader.pieces()
 
     def _shuffled(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = self._images.train.tensors

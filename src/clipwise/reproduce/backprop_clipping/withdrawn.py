@@ -94,7 +94,7 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
     )
     step = private.compiled(partial(losses_of, model))
     for _ in range(claim.epochs):
-        for x, y in private.loader:
+        for x, y in private.loader.pieces():
             require_time(deadline)
             step(x, y)
     seconds = round(time.perf_counter() - start, 2)

@@ -8,6 +8,7 @@ from clipwise.reproduce import report
 from clipwise.reproduce.batch_clipping import appendix, conclusions, tuned
 from clipwise.reproduce.batch_clipping.budgets import budgets
 from clipwise.reproduce.batch_clipping.figures import FIGURES, Figure
+from clipwise.reproduce.evidence import SEEDS
 from clipwise.reproduce.report import Shown
 from clipwise.reproduce.store import Store
 
@@ -91,8 +92,9 @@ def _conclusions(shown: Shown) -> list[str]:
     return [
         "## Where the conclusions hold",
         "",
-        "Computed from the tables. With several seeds a difference shows if it is more than two standard errors; with "
-        "one seed, if it is more than two points.",
+        f"Computed from the tables. A verdict needs at least {SEEDS} seeds, all epochs, and settings that were "
+        "searched for each method; a difference shows if it is more than two standard errors. The rows of a figure "
+        "have one learning rate, the paper's (and, for flat IC, m times that): they compare settings, not methods.",
         "",
         *found,
         "",

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from clipwise.data.schemas import SCHEMAS
 from clipwise.reproduce.lip_dp_sgd import verdicts
-from clipwise.reproduce.lip_dp_sgd.claims import METHODS, TABLES, contradictions
+from clipwise.reproduce.lip_dp_sgd.claims import (
+    CLIPPED_TO_C,
+    CLIPPED_TO_C_TITLE,
+    METHODS,
+    TABLES,
+    contradictions,
+)
 from clipwise.reproduce.lip_dp_sgd.grid import (
     BIASED,
     EPSILONS,
@@ -66,21 +72,36 @@ def markdown(store: Store, quick: bool) -> str:
 
 def _table(results: Results, figure: str, quick: bool) -> list[str]:
     methods = [TITLES[m] for m in METHODS]
-    head = ["data set", "norm", "epsilon", *(f"{m}, paper" for m in methods), *methods, "Lip against DP-SGD"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     rows = {(row.data, row.norm): row for row in table_rows(figure, quick)}
+    has_clipped = any(
+        results.tested(figure, Row(name, norm, CLIPPED_TO_C, row.epsilon))
+        for (name, norm), row in rows.items()
+    )
+    head = ["data set", "norm", "epsilon", *(f"{m}, paper" for m in methods), *methods]
+    head += [*([CLIPPED_TO_C_TITLE] if has_clipped else []), "Lip against DP-SGD"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (name, norm), row in rows.items():
         of = {m: Row(name, norm, m, row.epsilon) for m in METHODS}
         tested = {m: results.tested(figure, of[m]) for m in METHODS}
         printed = [f"{100 * TABLES[name].of(m, norm):.1f}" if name in TABLES else "" for m in METHODS]
         ours = [in_words(tested[m], results.trials(figure, of[m])) for m in METHODS]
+        if has_clipped:
+            ours.append(in_words(results.tested(figure, Row(name, norm, CLIPPED_TO_C, row.epsilon)), []))
         spent = largest_epsilon([cell for cells in tested.values() for cell in cells]) or f"{row.epsilon:g}"
         comparison = results.compared(figure, of["lip"], of["dp-sgd"])
         told = "" if comparison is None else f"{100 * comparison.difference:+.1f}, p = {comparison.p:.3g}"
         entries = [_title(name), norm, spent, *printed, *ours, told]
         lines.append(f"| {' | '.join(entries)} |")
     notes = [f"{_title(n)} is {SCHEMAS[n].note}." for n, _ in rows if n in SCHEMAS and SCHEMAS[n].note]
-    return [*lines, "", *dict.fromkeys(notes)]
+    notes += [
+        f"{_title(n)} is {TABLES[n].other_task}." for n, _ in rows if n in TABLES and TABLES[n].other_task
+    ]
+    if has_clipped:
+        notes.append(
+            f'The column "{CLIPPED_TO_C_TITLE}" is of another method than Fix-Lip-DP-SGD, by whose name it was run: '
+            "weights were clipped to C, with noise for weights of norm C, where the paper rescales every layer to C."
+        )
+    return [*lines, "", *(line for note in dict.fromkeys(notes) for line in (note, ""))][:-1]
 
 
 def _images(results: Results, quick: bool) -> list[str]:

@@ -123,7 +123,7 @@ def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadlin
         step = private.compiled(partial(losses, model))
         for _ in range(setting.epochs):
             model.train()
-            for x, y in private.loader:
+            for x, y in private.loader.pieces():
                 _require_time(deadline)
                 step(x, y)
         spent = private.spent()
