@@ -293,7 +293,7 @@ def test_pieces_of_a_batch_have_views_of_their_own():
         seed=5,
     )
     seen = []
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         seen.append(batch[0].detach())
         private.step(plain_losses(model, *batch))
     assert len(seen) == 3 and not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])

@@ -1070,7 +1070,7 @@ def test_an_update_by_other_hands_is_seen_although_the_step_was_replayed(recorde
     assert replays(recorded)
     with torch.no_grad():
         model[0].bias += 1
-    with pytest.warns(PrivacyWarning, match="changed after private.step by something else"):
+    with pytest.raises(StepError, match="Something else than this run changed it"):
         go(private, step, 1)
 
 
