@@ -128,8 +128,9 @@ def make_private(
         ledger: a path for the ledger file; in memory if left out.
         resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
         collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
-        probe_independence: look, on the first batches, whether a loss depends on other examples' inputs.
-            The inputs that the loader hands out then carry gradients there.
+        probe_independence: test whether a loss depends on other examples' inputs, on the first batches and whenever
+            a part of the graph gets its first gradient. The loader then hands out marked tensors, which behave as
+            ordinary ones: `requires_grad` is False, `numpy()` works.
 
     Returns:
         The private run: loop over `.loader`, call `.step(losses)`.
