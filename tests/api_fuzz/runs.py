@@ -309,7 +309,7 @@ class Loop:
                 lambda x: x[1:],
                 lambda x: x[:, None],
                 lambda x: x.tolist(),
-                lambda x: None,
+                lambda x: None if x.dim() and len(x) else x.tolist(),  # None is for an empty batch
                 lambda x: x - x.mean(),
                 lambda x: torch.cat([x, x]),
                 lambda x: x.sum() * torch.ones_like(x),
