@@ -438,8 +438,8 @@ class Private:
         self._released.remember()
         self._released.is_unused = True
         self._learn(noised_sums)
-        if self._state.was_counted():
-            self._state.take()  # statistics of layers were learned from the release
+        if getattr(self._strategy, "running_statistics", None) is not None:
+            self._state.take()  # layers have learned statistics from the release
 
     def _learn(self, means: Mapping[str, Tensor]) -> None:
         """Let the strategy adapt to what was released, and the noise to the strategy."""
@@ -872,9 +872,12 @@ class Private:
         training_loop.require_one_process()
         self._hands.draws_from_key = False
         self._require_same_parameters(self._buffers.inventory.up_to_date())
-        self._require_verified(self._state.changed(may_wait=False))
+        moves_weights = self._clipper.moves_weights or bool(self._clipper.frozen)
+        self._require_verified(
+            self._state.changed_before_update() if moves_weights else self._state.changed(may_wait=False)
+        )
         self._follow_update()
-        if self._state.was_counted():
+        if moves_weights:
             self._state.take()  # weights were clipped, or frozen entries put back
         self._buffers.remember(batch)
         if self._independence is not None:

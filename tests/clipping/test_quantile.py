@@ -457,10 +457,13 @@ def test_damaged_norms_are_refused_before_anything_changes(norms: Any) -> None:
         del state["configuration"]["strategy"]["norms"]
     else:
         state["configuration"]["strategy"]["norms"] = norms
-    _, other = private_run(clipping=PerExample(quantile()))
-    before = repr(other.state_dict())
+    copied, other = private_run(clipping=PerExample(quantile()))
+    weights, before = copied.state_dict(), repr(other.state_dict())
+    weights = {name: t.clone() for name, t in weights.items()}
+    copied.load_state_dict(on.state_dict())
     with pytest.raises(CheckpointError, match="norms"):
         other.load_state_dict(state)
+    copied.load_state_dict(weights)
     assert repr(other.state_dict()) == before
 
 

@@ -78,7 +78,7 @@ def test_a_coupled_model_is_refused(monkeypatch):
     imdb.require_accepted(CPU)
     own = imdb.loss
     monkeypatch.setattr(imdb, "loss", lambda model, ids, y: own(model, ids, y) / (ids != PADDING).sum())
-    with pytest.raises(clipwise.ConfigurationError, match="another example"):
+    with pytest.raises(clipwise.ConfigurationError, match="number that is computed from the whole batch"):
         imdb.require_accepted(CPU)
 
 

@@ -190,6 +190,7 @@ def test_another_kind_goes_on_with_a_fresh_key_and_the_weaker_one_is_stated(
     state, secret = private.state_dict(), private._key.secret_bytes()
     private.close()
     again, goes_on = private_run(noise=second, ledger=file)
+    again.load_state_dict(model.state_dict())
     with pytest.warns(PrivacyWarning, match="fresh secret"):
         goes_on.load_state_dict(state)
     assert goes_on._key.secret_bytes() != secret

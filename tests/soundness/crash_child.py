@@ -144,7 +144,7 @@ def first_life(plan: dict[str, Any], files: Files) -> None:
     model, private = begin(plan, files)
     if plan.get("planted") == "late charge":
         charge_late(private)
-    backward = private.backward
+    backward = private._backward
 
     def seen(losses: Any, outputs: Any = None) -> bool:
         done = backward(losses, outputs)
@@ -152,7 +152,7 @@ def first_life(plan: dict[str, Any], files: Files) -> None:
             files.say("seen")
         return done
 
-    private.backward = seen  # type: ignore[method-assign]
+    private._backward = seen  # type: ignore[method-assign]
     train(model, private, files, STEPS)
     private.close()
 

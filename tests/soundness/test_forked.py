@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import Private, checkpoint
-from clipwise.errors import LedgerError, PrivacyWarning, StepError
+from clipwise.errors import CheckpointError, LedgerError, PrivacyWarning, StepError
 from tests.runs import clipped_sum_by_hand, data, gradients, losses_of, network, private_run, train
 from tests.test_engine import ALL
 
@@ -150,7 +150,6 @@ def changed_record() -> Any:
 FORKS: dict[str, dict[str, Any]] = {
     "another multiplier": {"noise_multiplier": 1.5},
     "another record": {"dataset": changed_record()},
-    "other weights": {"change": moved_weights},
     "another scheme": {"sampling": "fixed-size"},
 }
 
@@ -164,6 +163,11 @@ def test_copied_files_give_another_run_other_noise(noise: str, fork: str, tmp_pa
     _, first = files.next_release()
     _, second = copied.next_release(**FORKS[fork])
     assert are_unrelated(first, second)
+
+
+def test_copied_files_with_other_weights_do_not_go_on(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not hold the weights"):
+        Files(tmp_path / "run", "standard").next_release(change=moved_weights)
 
 
 @pytest.mark.parametrize("noise", KINDS)

@@ -194,6 +194,7 @@ def test_neighbours_that_are_given_each_others_releases_stay_alike(sampling: str
                 assert change <= limit
                 differs |= change > 0
                 q.grad.copy_(p.grad)  # what D released goes into the run on D' as well
+            second._released.remember()  # as if it were its own
             for private in (first, second):
                 private.optimizer.step()
                 private.optimizer.zero_grad()

@@ -274,7 +274,12 @@ class World:
         self.runs += 1
         is_new = self.random.random() < 0.5
         self.optimizer = self._optimizer() if is_new else self.optimizer
-        self.truth = Truth(weights=self.truth.weights, optimizer=self.truth.optimizer and not is_new)
+        # After a run that released nothing and was closed in order it is as before any run: make_private takes the
+        # first weights as public.
+        counts = self.private.steps > 0 or self.private._unverified is not None
+        self.truth = Truth(
+            weights=self.truth.weights and counts, optimizer=self.truth.optimizer and counts and not is_new
+        )
         self.saved = []
         self.private, self.batches = self._make(self._ledger()), None
 

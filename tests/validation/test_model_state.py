@@ -208,6 +208,14 @@ def test_the_projection_of_lipschitz_and_updates_by_hand_are_the_runs_own() -> N
     private.close()
 
 
+def test_the_projection_of_lipschitz_does_not_cover_up_what_torch_does_not_count() -> None:
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(FEATURES, CLASSES))
+    _, private = private_run(model, clipping=Lipschitz(0.5, input_norm=1.0), sampling="fixed-size")
+    model[1].weight.data += 1.0
+    with pytest.raises(StepError, match=NOT_OURS):
+        next(iter(private.loader))
+
+
 def test_public_statistics_follow_the_weights_and_are_no_change() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, CLASSES))
     model, statistics = replace_batchnorm(model, torch.randn(8, FEATURES), "public")
