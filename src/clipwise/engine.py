@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import Any, NoReturn
 from weakref import ref
@@ -27,6 +26,7 @@ from clipwise import accounting, checkpoint, checks, faults, fingerprint, guards
 from clipwise.about import About, versions
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
+from clipwise.book import new_tag
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, BatchClipper, Clipper, Strategy
 from clipwise.clipping.sparse import without
@@ -116,7 +116,7 @@ class Private:
         self._seeded = seed is not None
         # A run that released nothing has nothing to go on with.
         self._must_load = isinstance(ledger, FileLedger) and ledger.existing and ledger.position > 0
-        self._tag = token_hex(8)  # under which this run charges the ledger
+        self._tag = new_tag()  # under which this run charges the ledger
         ledger.enter(self._tag, self)
         self._key = NoiseKey.fresh() if seed is None or self._must_load else self._key_from(seed)
         self._watch = watch.current()  # an audit that looks on
