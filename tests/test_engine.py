@@ -477,9 +477,9 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
     def shown() -> str:
         return "shown" if gradients(model) else "hidden"
 
-    def charge(event: Any) -> None:
+    def charge(*charged: Any) -> None:
         order.append(f"charge {shown()}")
-        original(event)
+        original(*charged)
 
     def noise(*args: Any, **options: Any) -> Tensor:
         order.append(f"noise {shown()} {private._ledger.position}")
@@ -501,7 +501,7 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
 def test_nothing_is_released_if_it_cannot_be_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     model, private = private_run()
 
-    def charge(event: Any) -> None:
+    def charge(*charged: Any) -> None:
         raise LedgerError("the disk is full")
 
     monkeypatch.setattr(private._ledger, "charge", charge)
@@ -643,8 +643,8 @@ def test_an_interrupt_right_after_a_charge_makes_the_budget_smaller(monkeypatch:
     model, private = private_run(sampling="fixed-size", epsilon=1.0, delta=1e-3, steps=3)
     charge = private._ledger.charge
 
-    def interrupted(event: Any) -> None:
-        charge(event)
+    def interrupted(*charged: Any) -> None:
+        charge(*charged)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(private._ledger, "charge", interrupted)

@@ -353,6 +353,11 @@ def require_same_run(found: Record, given: Record | None, path: Path) -> None:
     )
 
 
+def new_tag() -> str:
+    """The tag of a run that begins."""
+    return secrets.token_hex(8)
+
+
 def header_line(run: str | None, block: int, header: Record) -> Record:
     """The first line of a file."""
     run = run or secrets.token_hex(16)

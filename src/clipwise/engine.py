@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -39,6 +38,7 @@ from clipwise import (
 from clipwise.about import About, versions
 from clipwise.augment import Views
 from clipwise.averaged import AveragedParameters
+from clipwise.book import new_tag
 from clipwise.budget import Budget
 from clipwise.clipping import Batch, BatchClipper, Clipper, Strategy
 from clipwise.clipping.sparse import without
@@ -139,7 +139,7 @@ class Private:
         self._key = NoiseKey.fresh() if seed is None or self._must_load else NoiseKey.from_seed(seed)
         self._key_is_new = True  # the ledger does not have its id
         runs.require_unused(self._key.id, ledger)
-        self._tag = token_hex(8)  # under which this run charges the ledger
+        self._tag = new_tag()  # under which this run charges the ledger
         ledger.enter(self._tag, self)
         self._watch = watch.current()  # an audit that looks on
         self._epoch_secret, self._slot = b"", 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -186,6 +187,7 @@ def divergence_at(order: float, entry: Entry) -> float:
     return float(rdp.divergences(compose([entry]))[_place_of(order)])
 
 
+@lru_cache(maxsize=16)  # it is asked for at every step of runs that share a ledger
 def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float:
     """The order to fix for a run that is planned: at which most of such steps fit into epsilon, or at which these steps
     cost the least if there is no budget. Without noise any order will do."""
