@@ -60,6 +60,7 @@ from clipwise.sampling import (
     Scheme,
 )
 from clipwise.statement import Statement
+from clipwise.validation.first_batches import Loss, ReplacementTest, recommend_check
 from clipwise.watch import watched
 
 
@@ -97,6 +98,7 @@ class Private:
         loader_options: Mapping[str, Any],
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
+        loss: Loss | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._model, self._parameters, self._dataset = model, parameters, dataset
@@ -127,6 +129,10 @@ class Private:
         self._hands = guards.Watch(model, optimizer)
         guards.require_alone(self, parameters)
         self._independence = checks.IndependenceProbe() if probe else None
+        self._loss, self._tests = loss, list[ReplacementTest]()
+        self._handed: Any = None  # the last batch, while compiled steps test it
+        if loss is not None and not strategy.is_coupled:
+            self._plan_test(loss)
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
@@ -192,6 +198,8 @@ class Private:
         """
         piece = self._require_open().awaited()
         self._require_no_local_update("private.step")
+        if not (self._tests or self._strategy.is_coupled or self._watch):
+            recommend_check()
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
@@ -277,8 +285,10 @@ class Private:
             if self._told_strategy != self._strategy_to_tell():
                 self._described = False  # constants were set anew: the next release says so in the ledger
 
-    def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
+    def compiled(self, loss: Loss | None = None, size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
+
+        A batch that is a mapping is one argument: `step(batch)` in place of `step(loss(batch))`.
 
         On CUDA forward, backward, clipping, noise and update run as CUDA graphs after the first few steps: a
         small model's step is then no longer a matter of how fast Python is. Elsewhere, and where something
@@ -286,13 +296,18 @@ class Private:
 
         Args:
             loss: from the batch that `loader` hands out, `loss(*batch)`, to one loss an example. It must
-                do the same at every step: a captured step does not run its Python code again.
+                do the same at every step: a captured step does not run its Python code again. By default the one
+                that `make_private` was given. The replacement test runs it on the first batches.
             size: how many examples the captured step takes; a larger batch comes in pieces, a smaller one is
                 filled up with rows that weigh nothing. By default all of a batch of constant size, and 3
                 standard deviations more than the mean of a random one. Mini-sets of `Batch` are taken whole.
         """
         self._require_no_local_update("private.compiled")
-        return CompiledStep(self, loss, size)
+        if loss is None and self._loss is None:
+            raise ConfigurationError(
+                "private.compiled needs a loss: give it here, or as make_private(..., loss=...)."
+            )
+        return CompiledStep(self, loss or self._loss, size)
 
     def _release(self, total: dict[str, Tensor]) -> None:
         """record, then noise, then make visible; the secret of this step is gone afterwards."""
@@ -593,7 +608,7 @@ class Private:
             key.advance()
             slot = (slot + 1) % self._scheme.steps_per_epoch
 
-    def _hand_out(self, batch: Any) -> Any:
+    def _hand_out(self, batch: Any, piece: Piece) -> Any:
         self._require_open()
         self._require_loaded()
         self._hands.at_draw()
@@ -606,10 +621,28 @@ class Private:
                 PrivacyWarning,
                 stacklevel=2,
             )
-        self._buffers.remember()
         if self._independence is not None:
             batch = self._independence.mark(batch)
-        return batch if self._views is None else self._views.of_batch(batch)
+        if self._views is not None:
+            batch = self._views.of_batch(batch)
+        if self._loss is not None and self._tests:
+            self._tests[0].examine(
+                batch, piece.size, self._which(piece), partial(self.loader.arrangements, piece)
+            )
+        self._handed = batch if any(test.is_pending for test in self._tests) else None
+        self._buffers.remember()
+        return batch
+
+    def _which(self, piece: Piece) -> tuple[int, int]:
+        """Tells a piece from the others of this run; one that is drawn again is the same."""
+        return self._ledger.position, piece.index_in_batch
+
+    def _plan_test(self, loss: Loss) -> ReplacementTest:
+        """Let the first batches be tested with this loss; the ledger says that it was planned."""
+        probes = self._independence is not None
+        self._tests.append(test := ReplacementTest(self._model, loss, self._views, probes))
+        self._described = False
+        return test
 
     def _over_views(self, losses: Tensor, size: int) -> Tensor:
         """One loss an example from those of its views."""
@@ -759,10 +792,16 @@ class Private:
             budget=None if self._budget is None else self._budget.epsilon,
             seeded=self._seeded,
             probed=self._independence is not None,
+            planned_tests=self._planned_tests(),
             followed_metric=self._hands.follows_metric,
             penalised=self._penalty is not None,
             versions=versions(),
         )
+
+    def _planned_tests(self) -> tuple[str, ...]:
+        if not self._tests:
+            return ()
+        return ("replacement", "collation") if self.loader.is_mixing_possible else ("replacement",)
 
     def _described_strategy(self) -> dict[str, Any]:
         """Its configuration, and what it has learned from releases."""

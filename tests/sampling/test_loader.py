@@ -122,7 +122,7 @@ def test_pieces_tell_where_a_batch_begins_and_ends() -> None:
 
 
 def test_prepare_sees_every_batch_once() -> None:
-    engine = Engine(FixedSize(SIZE, 7), prepare=lambda batch: [batch[0] + 1000])
+    engine = Engine(FixedSize(SIZE, 7), prepare=lambda batch, piece: [batch[0] + 1000])
     for (batch,) in engine.loader:
         assert batch.tolist() == [i + 1000 for i in engine.step().indices]
 

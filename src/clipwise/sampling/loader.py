@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class PrivateLoader:
         num_workers: processes that fetch ahead; 0 fetches in this one.
         pin_memory: hand out batches in page-locked memory, for faster copies to an accelerator.
         prefetch_factor: pieces that each worker fetches ahead.
-        prepare: applied to each batch just before it is handed out.
+        prepare: applied to each batch, with its piece, just before it is handed out.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PrivateLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        prepare: Callable[[Any], Any] | None = None,
+        prepare: Callable[[Any, Piece], Any] | None = None,
     ) -> None:
         self._cut = BySize(max_physical_batch_size) if cut is None else cut
         if scheme.dataset_size != self._cut.units(fetcher.dataset_size):
@@ -126,6 +126,15 @@ class PrivateLoader:
         """Whether a piece was handed out whose losses are due."""
         return self.current is not None and not self.current.consumed
 
+    @property
+    def is_mixing_possible(self) -> bool:
+        """Whether code of the user's sees several records at once before the batch is handed out."""
+        return self._fetcher.is_mixing_possible
+
+    def arrangements(self, piece: Piece) -> list[Callable[[Sequence[int]], Any]]:
+        """See `Fetcher.arrangements`."""
+        return self._fetcher.arrangements(piece.indices)
+
     def consume(self) -> Piece:
         """Mark the current piece as used, once, and return it."""
         piece = self.awaited()
@@ -137,7 +146,7 @@ class PrivateLoader:
         fetched = self._fetch_ahead() if self._num_workers or self._pin_memory else self._fetch()
         for piece, batch in fetched:
             if self._prepare is not None:
-                batch = self._prepare(batch)
+                batch = self._prepare(batch, piece)
             self.current = piece
             yield batch
             self._require_turn(turn)

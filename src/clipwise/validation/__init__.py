@@ -1,0 +1,1 @@
+"""Checks of what a user gives: models, losses, batches."""
