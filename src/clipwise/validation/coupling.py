@@ -9,9 +9,7 @@ The losses are computed again on other arrangements of the same examples:
 and again on a few examples with randomly drawn weights, with their gradients: a gate or a head that starts at zero
 hides a coupling from the losses, and a detached factor hides it from the losses for good.
 
-An arrangement may change rounding, since kernels add in another order. A difference counts if it is above a multiple
-of the unit roundoff of the coarsest type that ran, and above a multiple of what a random change of the weights by
-that roundoff does, which measures how far the model magnifies rounding.
+An arrangement may change rounding, since kernels add in another order: see rounding.py.
 
 It is a lint and no proof. No message depends on the data, except that it is raised at all.
 """
@@ -27,15 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipwise.checks import IndependenceProbe, require_losses
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.precision import without_tf32
 from clipwise.layers.clipped import unclipped
 from clipwise.shortage import is_out_of_memory
-from clipwise.structure import evaluating, tensors_in
+from clipwise.structure import evaluating
 from clipwise.validation.random_state import fixed_random_state, random_state_now, with_other_tensors
+from clipwise.validation.rounding import FLOAT32, CoarsestType, differing, largest, limits, perturbed
 
 Arrange = Callable[
     [Sequence[int]], Any
@@ -46,9 +44,6 @@ Blank = Callable[[Any, int], Any]  # the batch with an empty example in one plac
 _REPLACED = 3
 _ALONE = 16
 _FEW = 4  # examples for the part with gradients
-_ROUNDINGS = 64.0  # unit roundoffs that losses may move by; fewer of the types with 8 or 11 bits
-_ROUNDINGS_HALF = 8.0
-_SPREADS = 16.0  # times what a change of the weights by a roundoff does
 
 _ADVICE = (
     "Compute each loss from its own example, or use Batch(max_norm=...), which bounds whole mini-sets and needs far "
@@ -264,7 +259,7 @@ class _Mode:
         self._everyone = _whole("everyone", range(trial.size))
         observed = trial.observe(self._everyone)
         self._losses, self._random_state = observed.tensors[0], observed.random_state
-        self._has_gradients = len(observed.tensors) > 1  # too large to be kept
+        self._sizes = [largest(t) for t in observed.tensors]
 
     @property
     def is_finite(self) -> bool:
@@ -273,12 +268,16 @@ class _Mode:
     @cached_property
     def is_repeatable(self) -> bool:
         """Whether one seed gives the same losses twice."""
-        return self._difference(self._everyone, self._trial.observe(self._everyone)) is None
+        return self._is_same(self._trial.observe(self._everyone))
 
     @cached_property
     def is_random(self) -> bool:
         """Whether another seed gives other losses."""
-        return self._difference(self._everyone, self._trial.observe(self._everyone, seed=1)) is not None
+        return not self._is_same(self._trial.observe(self._everyone, seed=1))
+
+    def _is_same(self, observed: _Observed) -> bool:
+        """Whether the same batch gave the same losses, by the same kernels."""
+        return differing([self._losses], observed.tensors[:1], limits(self._sizes[:1], FLOAT32)) is None
 
     def examine(self, arrangements: Sequence[Arrangement]) -> None:
         """Refuse losses and gradients that move."""
@@ -301,68 +300,30 @@ class _Mode:
 
     def _difference(self, arrangement: Arrangement, found: _Observed) -> str | None:
         """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
-        same = replace(self._everyone, compared=arrangement.examples)
-        expected = self._expected(same)
-        none = [0.0] * len(expected)
-        if _beyond(expected, found.tensors, none, torch.finfo(torch.float32).eps) is None:
-            return None
-        return _beyond(expected, found.tensors, self._spread(same, expected), self._roundoff)
+        expected = self._expected(replace(self._everyone, compared=arrangement.examples))
+        if differing(expected, found.tensors, limits(self._sizes, FLOAT32)) is None:
+            return None  # as nearly always
+        number = differing(expected, found.tensors, self._limits)
+        return None if number is None else "gradient" if number else "loss"
 
     def _expected(self, same: Arrangement) -> list[Tensor]:
-        if self._has_gradients:
+        if len(self._sizes) > 1:  # gradients are too large to be kept
             return self._trial.observe(same).tensors
         return [self._losses[list(same.compared)]]
 
     @cached_property
-    def _roundoff(self) -> float:
-        """Of the coarsest floating point type that runs."""
-        coarsest = _Coarsest()
-        with coarsest:
-            self._trial.observe(self._everyone)
-        return coarsest.eps
-
-    def _spread(self, same: Arrangement, expected: list[Tensor]) -> list[float]:
-        """How far each tensor moves when all weights move by a roundoff."""
+    def _limits(self) -> list[float]:
+        """How far rounding may move each tensor, from the type that runs and from how far the model magnifies it."""
+        with CoarsestType() as coarsest:
+            expected = self._trial.observe(self._everyone).tensors
         weights = self._trial.weights or dict(self._trial.model.named_parameters(remove_duplicate=False))
-        found = [0.0] * len(expected)
-        for seed in range(2):
-            moved = self._trial.observe(same, weights=_perturbed(weights, self._roundoff, seed)).tensors
-            found = [
-                max(before, float((a - b).abs().nan_to_num(0.0, 0.0).max()) if a.numel() else 0.0)
-                for before, a, b in zip(found, expected, moved, strict=True)
-            ]
-        return found
-
-
-class _Coarsest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the largest unit roundoff of the results of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.eps = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in tensors_in(result):
-            if t.is_floating_point():
-                self.eps = max(self.eps, torch.finfo(t.dtype).eps)
-        return result
-
-
-def _beyond(
-    expected: list[Tensor], found: list[Tensor], spreads: Sequence[float], roundoff: float
-) -> str | None:
-    """The kind of the first tensor that differs by more than rounding; gradients that are not finite tell nothing."""
-    roundings = _ROUNDINGS if roundoff < 1e-5 else _ROUNDINGS_HALF
-    tops = [float(t.abs().nan_to_num(0.0, 0.0).max()) if t.numel() else 0.0 for t in expected]
-    of_gradients = max(tops[1:], default=0.0)
-    for number, (a, b, top, spread) in enumerate(zip(expected, found, tops, spreads, strict=True)):
-        if number and not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
-            continue
-        limit = roundings * roundoff * max(top, of_gradients / 8 if number else 0.0) + _SPREADS * spread
-        if not bool(torch.isclose(a, b, rtol=0.0, atol=max(limit, 1e-30), equal_nan=True).all()):
-            return "gradient" if number else "loss"
-    return None
+        spreads = [0.0] * len(expected)
+        for seed in range(3):
+            moved = self._trial.observe(
+                self._everyone, weights=perturbed(weights, coarsest.eps, seed)
+            ).tensors
+            spreads = [max(s, largest(a - b)) for s, a, b in zip(spreads, expected, moved, strict=True)]
+        return limits(self._sizes, coarsest.eps, spreads)
 
 
 def _factor(example: int) -> float:
@@ -389,13 +350,3 @@ def _drawn(p: Tensor) -> Tensor:
     if p.dim() < 2:  # biases, scales, gates: away from where they are, and from zero
         return p + (torch.rand_like(p) / 2 + 0.25) * torch.randn_like(p).sign()
     return torch.randn_like(p) / math.sqrt(max(1, p.numel() // max(1, p.shape[0])))  # 1 / sqrt(fan-in)
-
-
-def _perturbed(weights: Mapping[str, Tensor], roundoff: float, seed: int) -> dict[str, Tensor]:
-    moved: dict[int, Tensor] = {}
-    with fixed_random_state(seed), torch.no_grad():
-        for t in weights.values():
-            if id(t) not in moved:
-                changed = t * (1 + roundoff * torch.randn_like(t)) if t.is_floating_point() else t.detach()
-                moved[id(t)] = changed.requires_grad_(t.requires_grad)
-    return {name: moved[id(t)] for name, t in weights.items()}
