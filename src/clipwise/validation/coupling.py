@@ -11,7 +11,7 @@ hides a coupling from the losses, and a detached factor hides it from the losses
 
 An arrangement may change rounding, since kernels add in another order: see rounding.py.
 
-It is a lint and no proof. No message depends on the data, except that it is raised at all.
+It is a lint and no proof.
 """
 
 from __future__ import annotations
@@ -57,15 +57,6 @@ _REFUSALS: Mapping[str, str] = {
     "(private.step divides by a constant of its own), a branch on any example of the batch, a loop that stops when the "
     "whole batch has converged",
 }
-_COLLATED: Mapping[str, str] = {
-    "replaced": "another record was collated in the place of one",
-    "reversed": "the same records were collated in another order",
-    "fewer": "its record was collated with fewer others, or alone",
-}
-_COLLATION = (
-    "Usual causes: mixup or statistics of the batch in collate_fn, padding to the longest record with an average over "
-    "padding"
-)
 
 
 @dataclass(frozen=True)
@@ -137,7 +128,6 @@ class Trial:
         size: the number of examples.
         blank: empties an example; None where nothing is an empty example.
         weights: parameters in place of the model's own. Then gradients by them are compared too.
-        is_collated: whether records are collated anew, for the messages.
         notes: what could not be compared.
     """
 
@@ -147,7 +137,6 @@ class Trial:
     size: int
     blank: Blank | None = None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    is_collated: bool = False
     notes: list[str] = field(default_factory=list)
 
     def require_uncoupled(self) -> None:
@@ -242,8 +231,6 @@ class Trial:
     def refusal(self, what: str, kind: str) -> str:
         """In words, without anything of the data."""
         drawn = " (with weights drawn at random: training may lead there)" if self.weights else ""
-        if self.is_collated:
-            return f"The {what} of an example moved{drawn} when {_COLLATED[kind]}. {_COLLATION}. {_ADVICE}"
         return f"The {what} of an example moved{drawn} when {_REFUSALS[kind]}. {_ADVICE}"
 
     def _note(self, text: str) -> None:

@@ -14,13 +14,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipwise.augment import Views
+from clipwise.errors import CoupledExamplesError
 from clipwise.given import require_takes
-from clipwise.structure import arguments_of, map_tensors, take_rows, with_zeros
+from clipwise.structure import arguments_of, map_tensors, take_rows, tensors_in, with_zeros
 from clipwise.validation.coupling import Arrange, Trial
 
 Loss = Callable[..., Tensor]
 
 _TESTED_BATCHES = 2
+
+_REFUSAL = (
+    "The loss of an example, or its gradient, moved when other examples of its batch were replaced, taken out or put "
+    "in another order, or when its record was collated with other records. Usual causes: mixup or statistics of the "
+    "batch (in collate_fn, in the loss or in a frozen backbone), padding to the longest record with an average over "
+    "padding, a divisor of the whole batch, a choice of hard examples, a branch or a loop that looks at all examples. "
+    "Compute each loss from its own example, or use Batch(max_norm=...), which bounds whole mini-sets and needs far "
+    "more noise. clipwise.check(model, loss, batch) says more, on public rows. This refusal depends on private data "
+    "and is not covered by epsilon."
+)
 
 
 class ReplacementTest:
@@ -67,11 +78,18 @@ class ReplacementTest:
             # Ids, lengths and masks stay: 0 need not be one of them.
             return with_zeros(whole, rows, size * count, only_floats=True)
 
-        trial = Trial(self._model, self._run, taken, size, blank=emptied)
-        trial.require_uncoupled()
-        trial.with_random_weights(self._probe_inputs)
-        for arrange in arrangements():
-            Trial(self._model, self._run_collated, arrange, size, is_collated=True).require_uncoupled()
+        trials = [Trial(self._model, self._run_collated, arrange, size) for arrange in arrangements()]
+        # Of a packed batch only the records can be arranged anew.
+        if all(len(t) == size * count for t in tensors_in(batch) if t.dim()):
+            trials.insert(0, Trial(self._model, self._run, taken, size, blank=emptied))
+        try:
+            for number, trial in enumerate(trials):
+                trial.require_uncoupled()
+                if number == 0:
+                    trial.with_random_weights(self._probe_inputs)
+        except CoupledExamplesError:
+            # What moved, and when, depends on private data: one message says it all.
+            raise CoupledExamplesError(_REFUSAL) from None
         self._seen.add(which)  # only a batch that passed
 
     def _run(self, batch: Any) -> Tensor:
