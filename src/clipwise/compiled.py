@@ -67,7 +67,7 @@ class Graph(Protocol):
 class CompiledStep:
     """`step(*batch)`: what `private.step(loss(*batch))` does, in less time. Made by `private.compiled`."""
 
-    def __init__(self, private: Private, loss: Loss | None, size: int | None = None) -> None:
+    def __init__(self, private: Private, loss: Loss, size: int | None = None) -> None:
         if not callable(loss):
             raise ConfigurationError(
                 "loss must be a function from a batch to one loss an example, such as "

@@ -303,11 +303,12 @@ class Private:
                 standard deviations more than the mean of a random one. Mini-sets of `Batch` are taken whole.
         """
         self._require_no_local_update("private.compiled")
-        if loss is None and self._loss is None:
+        loss = self._loss if loss is None else loss
+        if loss is None:
             raise ConfigurationError(
                 "private.compiled needs a loss: give it here, or as make_private(..., loss=...)."
             )
-        return CompiledStep(self, loss or self._loss, size)
+        return CompiledStep(self, loss, size)
 
     def _release(self, total: dict[str, Tensor]) -> None:
         """record, then noise, then make visible; the secret of this step is gone afterwards."""

@@ -269,21 +269,24 @@ class _Mode:
     def examine(self, arrangements: Sequence[Arrangement]) -> None:
         """Refuse losses and gradients that move."""
         for arrangement in arrangements:
-            try:
-                found = self._trial.observe(arrangement)
-            except CoupledExamplesError:
-                raise
-            except Exception as error:
-                # An empty example, or one alone, need not be possible. What the error says may hold data.
-                if is_out_of_memory(error):
-                    raise
-                self._trial._note("The loss fails on some parts of the batch: they were not compared.")
-                continue
-            if found.random_state != self._random_state and self.is_random:
-                continue  # the others got other random numbers, which is no coupling
-            what = self._difference(arrangement, found)
+            what = self._moved(arrangement)
             if what is not None:
                 raise CoupledExamplesError(self._trial.refusal(what, arrangement.kind))
+
+    def _moved(self, arrangement: Arrangement) -> str | None:
+        try:
+            found = self._trial.observe(arrangement)
+        except CoupledExamplesError:
+            raise
+        except Exception as error:
+            # An empty example, or one alone, need not be possible. What the error says may hold data.
+            if is_out_of_memory(error):
+                raise
+            self._trial._note("The loss fails on some parts of the batch: they were not compared.")
+            return None
+        if found.random_state != self._random_state and self.is_random:
+            return None  # the others got other random numbers, which is no coupling
+        return self._difference(arrangement, found)
 
     def _difference(self, arrangement: Arrangement, found: _Observed) -> str | None:
         """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
