@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from clipwise.augment import Views
 from clipwise.errors import CoupledExamplesError
 from clipwise.given import require_takes
+from clipwise.shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.structure import arguments_of, map_tensors, take_rows, tensors_in, with_zeros
 from clipwise.validation.coupling import Arrange, Trial
 
@@ -76,21 +77,36 @@ class ReplacementTest:
         def emptied(whole: Any, place: int) -> Any:
             rows = slice(place * count, (place + 1) * count)
             # Ids, lengths and masks stay: 0 need not be one of them.
-            return with_zeros(whole, rows, size * count, only_floats=True)
+            return with_zeros(whole, rows, _rows_of(whole), only_floats=True)
 
-        trials = [Trial(self._model, self._run_collated, arrange, size) for arrange in arrangements()]
         # Of a packed batch only the records can be arranged anew.
-        if all(len(t) == size * count for t in tensors_in(batch) if t.dim()):
-            trials.insert(0, Trial(self._model, self._run, taken, size, blank=emptied))
-        try:
+        is_by_rows = all(len(t) == size * count for t in tensors_in(batch) if t.dim())
+        others = arrangements()
+
+        def tested(examples: int) -> None:
+            rows = [Trial(self._model, self._run, taken, examples, blank=emptied)] if is_by_rows else []
+            trials = rows + [Trial(self._model, self._run_collated, arrange, examples) for arrange in others]
             for number, trial in enumerate(trials):
                 trial.require_uncoupled()
                 if number == 0:
                     trial.with_random_weights(self._probe_inputs)
+
+        try:
+            self._with_memory(tested, size)
         except CoupledExamplesError:
             # What moved, and when, depends on private data: one message says it all.
             raise CoupledExamplesError(_REFUSAL) from None
         self._seen.add(which)  # only a batch that passed
+
+    def _with_memory(self, tested: Callable[[int], None], size: int) -> None:
+        """Test all examples of a batch, or as many as memory takes."""
+        try:
+            return tested(size)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Here the error is gone, and with it the tensors that its frames held.
+        with_smaller_pieces(tested, size)
 
     def _run(self, batch: Any) -> Tensor:
         device = next(self._model.parameters()).device
@@ -99,6 +115,10 @@ class ReplacementTest:
 
     def _run_collated(self, batch: Any) -> Tensor:
         return self._run(batch if self._views is None else self._views.alike().of_batch(batch))
+
+
+def _rows_of(batch: Any) -> int:
+    return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
 
 
 @cache
