@@ -1,6 +1,7 @@
 """Views are draws of one example alone, and averaging them before the clip keeps the sensitivity."""
 
 import copy
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -247,11 +248,40 @@ def test_a_compiled_step_takes_views_too():
     assert private.steps == private._scheme.steps_per_epoch
 
 
-def test_batches_of_another_form_are_refused_with_random_changes():
-    with pytest.raises(ConfigurationError, match="first entry"):
-        Views(2, Flip()).of_batch({"x": images(2)})
-    doubled = Views(2).of_batch({"x": images(2)})
-    assert len(doubled["x"]) == 4
+def test_views_of_a_mapping_change_its_inputs_and_repeat_the_rest():
+    x, y = images(3), torch.arange(3)
+    for kind in (dict, UserDict):
+        found = Views(2, Crop(8, 2), seed=1).of_batch(
+            kind({"labels": y, "size": torch.tensor(8), "pixels": x})
+        )
+        assert type(found) is kind and list(found) == ["labels", "size", "pixels"]
+        assert torch.equal(found["pixels"], Views(2, Crop(8, 2), seed=1).of(x))
+        assert found["labels"].tolist() == [0, 0, 1, 1, 2, 2] and found["size"].item() == 8
+    rows = torch.randn(3, 5)
+    negated = Views(2, lambda rows, random: -rows).of_batch({"ids": y, "row": rows})
+    assert torch.equal(negated["row"], -rows.repeat_interleave(2, 0))
+
+
+def test_views_of_a_named_tuple_keep_its_names():
+    found = Views(2, Flip()).of_batch(namedtuple("Pair", "x y")(images(2), torch.arange(2)))
+    assert found._fields == ("x", "y") and len(found.x) == len(found.y) == 4
+
+
+def test_a_mapping_whose_inputs_are_not_clear_is_refused_with_random_changes():
+    for batch, words in (
+        ({"image": images(2), "mask": images(2)}, "each of 'image', 'mask'"),
+        ({"labels": torch.arange(2)}, "no tensor"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            Views(2, Flip()).of_batch(batch)
+        assert all(len(rows) == 4 for rows in Views(2).of_batch(batch).values())
+
+
+def test_views_that_are_alike_have_the_same_draws_in_every_batch():
+    alike = Views(2, Crop(8, 2), Flip()).alike()
+    x = images(5)
+    found = alike.of(x).view(5, 2, *x.shape[1:])
+    assert torch.equal(alike.of(x[3:4]), found[3]) and torch.equal(alike.of(x.flip(0))[:2], found[4])
 
 
 def views_of_the_first_batch(**options):

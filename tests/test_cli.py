@@ -40,6 +40,9 @@ def clipped():
     from clipwise import layers
     return layers.clip_inputs(nn.Sequential(nn.Linear(4, 3)), input_norm=1.0), losses, (x, y)
 
+def mapping():
+    return nn.Linear(4, 3), lambda model, batch: losses(model, batch["x"], batch["y"]), {"x": x, "y": y}
+
 def coupled():
     return nn.Linear(4, 3), lambda model, x, y: losses(model, x - x.mean(0), y), (x, y)
 
@@ -72,7 +75,7 @@ def target(tmp_path, monkeypatch):
 
 
 def test_check_accepts(target):
-    for form in (f"{target}.py:fine", f"{target}:fine", f"{target}.py:clipped"):
+    for form in (f"{target}.py:fine", f"{target}:fine", f"{target}.py:clipped", f"{target}.py:mapping"):
         result = clipwise("check", form)
         assert result.exit_code == 0 and result.stdout.startswith("Accepted")
 

@@ -664,8 +664,7 @@ def test_rows_of_another_shape_or_type_are_gathered_by_ordinary_steps(recorded: 
 
     runs = []
     for is_compiled in (True, False):
-        model = Texts()
-        turns = iter([shapes[0]] * 2 + shapes)  # two to see what an empty batch is
+        model, made = Texts(), list[Private]()
         texts = [torch.linspace(-1, 1, 7).double() * i for i in range(1, 9)]
         _, private = private_run(
             model,
@@ -674,9 +673,9 @@ def test_rows_of_another_shape_or_type_are_gathered_by_ordinary_steps(recorded: 
             sampling="full",
             noise_multiplier=0,
             clipping=PerExample(0.4),
-            collate_fn=lambda rows: collate(next(turns, shapes[0]))(rows),
+            collate_fn=lambda rows, made=made: collate(shapes[min(made[0].steps, 9) if made else 0])(rows),
         )
-        turns = iter(shapes)
+        made.append(private)
         step: Callable[..., bool] = lambda x, m=model, p=private: p.step(m(x.double()))  # noqa: E731
         go(private, private.compiled(lambda x, m=model: m(x.double())) if is_compiled else step, len(shapes))
         runs.append(model)
@@ -685,18 +684,18 @@ def test_rows_of_another_shape_or_type_are_gathered_by_ordinary_steps(recorded: 
 
 
 def test_a_number_beside_the_rows_is_no_row(recorded: list[Recorded]) -> None:
-    factors = iter(torch.linspace(1, 3, 50).double())
+    made: list[Private] = []
 
     def collate(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
         x, y = (torch.stack(side) for side in zip(*rows, strict=True))
-        return next(factors), x, y
+        return torch.linspace(1, 3, 50).double()[made[-1].steps if made else 0], x, y
 
     runs = []
     for is_compiled in (True, False):
-        factors = iter(torch.linspace(1, 3, 50).double())
         model, private = exact_run(
             sampling="full", collate_fn=collate, clipping=PerExample(50.0), probe_independence=False
         )
+        made.append(private)
         loss = lambda factor, x, y, m=model: factor * losses_of(m, (x, y))  # noqa: E731
         step: Callable[..., bool] = lambda *batch, p=private, f=loss: p.step(f(*batch))  # noqa: E731
         go(private, private.compiled(loss) if is_compiled else step, 8)
@@ -723,11 +722,12 @@ def test_tensors_at_other_places_of_the_batch_are_gathered_by_ordinary_steps(
     runs = []
     for is_compiled in (True, False):
         torch.manual_seed(0)
-        model, turns = nn.Linear(3, 3).double(), iter(range(99))
+        model, made = nn.Linear(3, 3).double(), list[Private]()
 
-        def collate(rows: list[tuple[Tensor, Tensor]], turns: Any = turns) -> tuple[Any]:
+        def collate(rows: list[tuple[Tensor, Tensor]], made: list[Private] = made) -> tuple[Any]:
             x, z = (torch.stack(side) for side in zip(*rows, strict=True))
-            return (({"x": x, "z": z, "w": None}) if next(turns) % 10 < 9 else later(x, z),)
+            is_usual = not made or made[0].steps % 10 < 9
+            return ({"x": x, "z": z, "w": None} if is_usual else later(x, z),)
 
         def loss(batch: dict[str, Tensor | None], m: nn.Module = model) -> Tensor:
             z, w = batch["z"], batch["w"]
@@ -737,6 +737,7 @@ def test_tensors_at_other_places_of_the_batch_are_gathered_by_ordinary_steps(
         _, private = private_run(
             model, sgd(model), rows, sampling="full", noise_multiplier=0, collate_fn=collate, epochs=30
         )
+        made.append(private)
 
         def ordinarily(batch: Any, private: Private = private, loss: Any = loss) -> bool:
             return private.step(loss(batch))

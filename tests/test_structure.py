@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipwise.structure import map_tensors, tensors_in
+from clipwise.structure import arguments_of, map_tensors, take_rows, tensors_in, with_zeros
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -88,3 +88,45 @@ def test_the_original_stays_what_it_was() -> None:
     value = {"a": [inner]}
     double(value)
     assert value["a"][0] is inner and inner.item() == 1
+
+
+def test_a_mapping_that_cannot_be_built_from_its_items_becomes_a_dict() -> None:
+    found = double(defaultdict(list, {"x": torch.tensor(1)}))
+    assert type(found) is dict and found["x"].item() == 2
+
+
+def test_lists_and_tuples_are_several_arguments_and_all_else_is_one() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    assert arguments_of((x, y)) == arguments_of([x, y]) == arguments_of(Pair(x, y)) == (x, y)
+    mapping = UserDict({"x": x})
+    assert arguments_of(mapping) == (mapping,) and arguments_of(x) == (x,)
+
+
+def test_rows_are_taken_of_all_that_has_them() -> None:
+    batch = {
+        "x": torch.arange(6.0).view(3, 2).requires_grad_(),
+        "sides": (torch.arange(3), ["a", "b", "c"]),
+        "rate": torch.tensor(0.5),
+        "classes": torch.arange(4),
+        "none": None,
+    }
+    found = take_rows(batch, [2, 0, 2], 3)
+    assert found["x"].tolist() == [[4, 5], [0, 1], [4, 5]] and not found["x"].requires_grad
+    assert found["sides"][0].tolist() == [2, 0, 2] and found["sides"][1] == ["c", "a", "c"]
+    assert found["rate"] == 0.5 and found["classes"].tolist() == [0, 1, 2, 3] and found["none"] is None
+    found["classes"].zero_()
+    assert batch["classes"].tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
+
+
+def test_columns_are_no_rows() -> None:
+    x, y = torch.arange(2), torch.arange(2) + 2
+    assert [t.tolist() for t in take_rows((x, y), [1], 2)] == [[1], [3]]
+
+
+def test_zeros_for_some_rows() -> None:
+    batch = torch.ones(3, 2), torch.ones(3, dtype=torch.long), torch.ones(4)
+    everything = with_zeros(batch, slice(1, 2), 3)
+    assert everything[0].tolist() == [[1, 1], [0, 0], [1, 1]] and everything[1].tolist() == [1, 0, 1]
+    floats = with_zeros(batch, slice(1, 2), 3, only_floats=True)
+    assert floats[0].tolist() == [[1, 1], [0, 0], [1, 1]] and floats[1].tolist() == [1, 1, 1]
+    assert floats[2].tolist() == [1] * 4 and batch[0].tolist() == [[1, 1]] * 3

@@ -39,6 +39,8 @@ class About:
         key: the public id of the noise key that it began with.
         draws: where random layers drew from: "key" of the run, "torch", or "seeded": torch with a seed set by hand.
         probed: whether the first batches were examined for losses that depend on other examples.
+        planned_tests: which tests that run the loss again were planned on the first batches, "replacement" and
+            "collation". Never what they found.
         followed_metric: whether a scheduler that is fed a metric has set the learning rate.
         penalised: whether a penalty was added to the gradient after the noise.
         versions: of the software that it ran on.
@@ -59,6 +61,7 @@ class About:
     key: str | None = None
     draws: str | None = None
     probed: bool | None = None
+    planned_tests: tuple[str, ...] | None = None
     followed_metric: bool | None = None
     penalised: bool | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +88,8 @@ class About:
                 )
                 for p in known["parts"]
             )
+        if known.get("planned_tests") is not None:
+            known["planned_tests"] = tuple(known["planned_tests"])
         return cls(**known)
 
 

@@ -16,7 +16,7 @@ Guarantee:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.given import plain
-from clipwise.randomness import private_generator
+from clipwise.randomness import generator_from, private_generator
 from clipwise.sampling.schemes import whole
-from clipwise.structure import map_tensors
+from clipwise.structure import map_tensors, mapping_like, sequence_like
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
 
@@ -111,22 +111,42 @@ class Views:
         return rows
 
     def labels(self, y_B: Tensor) -> Tensor:
-        """[B, ...] to [B K, ...]: each view has its example's label."""
-        return y_B.repeat_interleave(self.count, 0)
+        """[B, ...] to [B K, ...]: each view has its example's label. A number of the whole batch stays."""
+        return y_B.repeat_interleave(self.count, 0) if y_B.dim() else y_B
 
     def of_batch(self, batch: Any, random: torch.Generator | None = None) -> Any:
-        """The views of a whole batch: of its inputs, which come first, with everything else for each view."""
+        """The views of a whole batch: of its inputs, with everything else for each view.
+
+        The inputs are the first entry of a tuple or list. Of a mapping they are the one tensor of three or more
+        dimensions, or if there is none the one tensor of two in floating point.
+        """
         if isinstance(batch, Tensor):
             return self.of(batch, random)
         if not self._draws:
             return map_tensors(self.labels, batch)
+        if isinstance(batch, Mapping):
+            inputs = _inputs_of(batch)
+            return mapping_like(
+                batch,
+                {
+                    key: self.of(value, random) if key == inputs else map_tensors(self.labels, value)
+                    for key, value in batch.items()
+                },
+            )
         if not isinstance(batch, (tuple, list)) or not batch or not isinstance(batch[0], Tensor):
             raise ConfigurationError(
                 "Views with random changes needs batches whose first entry is a tensor of inputs, as in (inputs, "
-                "labels): let collate_fn make such, or give averaged_views=K and change the rows in your loop."
+                "labels), or a mapping: let collate_fn make such, or give averaged_views=K and change the rows in "
+                "your loop."
             )
         first, *others = batch
-        return type(batch)([self.of(first, random), *(map_tensors(self.labels, other) for other in others)])
+        return sequence_like(
+            batch, [self.of(first, random), *(map_tensors(self.labels, other) for other in others)]
+        )
+
+    def alike(self) -> Views:
+        """The same views with the same draws for every example, to compare examples in other batches."""
+        return _Alike(self.count, *self._draws)
 
     def mean(self, losses: Tensor) -> Tensor:
         """[B K] losses of views to [B] losses of examples."""
@@ -136,6 +156,29 @@ class Views:
                 "with reduction='none'."
             )
         return losses.view(len(losses) // self.count, self.count).mean(1)
+
+
+class _Alike(Views):
+    def of(self, x_BCHW: Tensor, random: torch.Generator | None = None) -> Tensor:
+        if len(x_BCHW) == 0:
+            return super().of(x_BCHW)
+        rows = (x_BCHW[row : row + 1] for row in range(len(x_BCHW)))
+        return torch.cat([super(_Alike, self).of(x_1CHW, generator_from(bytes(32))) for x_1CHW in rows])
+
+
+def _inputs_of(batch: Mapping[Any, Any]) -> Any:
+    """The key of what is changed at random."""
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+    found = [key for key, t in tensors.items() if t.dim() >= 3]
+    found = found or [key for key, t in tensors.items() if t.dim() == 2 and t.is_floating_point()]
+    if len(found) != 1:
+        raise ConfigurationError(
+            "Views with random changes needs one entry of the batch to be the inputs, and in this mapping "
+            + ("no tensor" if not found else f"each of {', '.join(map(repr, found))}")
+            + " could be: let collate_fn make a tuple with the inputs first, or give averaged_views=K and change the "
+            "rows in your loop."
+        )
+    return found[0]
 
 
 def _require_images(draw: Draw, x: Tensor) -> None:

@@ -34,13 +34,14 @@ from clipwise.noise import key_words
 from clipwise.release import buckets, in_order_of, laid_as, noised, scales_of
 from clipwise.sampling.schemes import whole
 from clipwise.shortage import is_out_of_memory, with_smaller_pieces
-from clipwise.structure import map_tensors, tensors_in
+from clipwise.structure import arguments_of, map_tensors, tensors_in
 from clipwise.validation.marked import plain
 
 if TYPE_CHECKING:
     from clipwise.engine import Private
     from clipwise.privacy import Part
     from clipwise.sampling.loader import Piece
+    from clipwise.validation.replacement import Arrange
 
 Loss = Callable[..., Tensor]
 
@@ -82,6 +83,8 @@ class CompiledStep:
         self._private, self._loss = private, loss
         self._size = _piece_size(private) if size is None else whole("size", size, least=_SMALLEST)
         self._device = next(iter(private._parameters.values())).device
+        is_tested = loss is private._loss or private._strategy.is_coupled  # elsewhere, or not at all
+        self._test = None if is_tested else private._plan_test(loss)
         self._ordinary = 0
         self._replayed = 0
         self._attempts = 0
@@ -103,6 +106,10 @@ class CompiledStep:
         private = self._private
         piece = private._require_open().awaited()
         checks.require_rows(batch, piece.size * private.views)
+        if self._test is not None and self._test.is_pending:
+            self._test.examine(
+                map_tensors(plain, batch), piece.size, private._which(piece), partial(self._arrangements, batch, piece)
+            )
         batch = map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
         if piece.index_in_batch == 0:
             self._is_replaying = self._may_replay(batch)
@@ -112,6 +119,12 @@ class CompiledStep:
             return self._ordinary_step(batch, piece)
         self._replayed += 1
         return self._captured.step(map_tensors(plain, batch), piece)
+
+    def _arrangements(self, batch: tuple[Any, ...], piece: Piece) -> Sequence[Arrange]:
+        """To collate the records anew, if the loss gets the batch as it was handed out."""
+        handed = self._private._handed
+        is_same = handed is not None and _is_equal(batch, arguments_of(handed))
+        return self._private.loader.arrangements(piece) if is_same else ()
 
     def _ordinary_step(self, batch: Sequence[Any], piece: Piece) -> bool:
         """An ordinary step; in smaller pieces if memory is short."""
@@ -521,6 +534,14 @@ def _kinds(value: Any) -> object:
     if isinstance(value, Mapping):
         return [(key, _kinds(member)) for key, member in value.items()]
     return [_kinds(member) for member in value] if isinstance(value, (list, tuple)) else type(value)
+
+
+def _is_equal(batch: Any, other: Any) -> bool:
+    """Whether two batches hold the same values at the same places, perhaps on different devices."""
+    pairs = zip(tensors_in(batch), tensors_in(other), strict=False)
+    return _kinds(batch) == _kinds(other) and all(
+        torch.equal(a.detach(), b.detach().to(a.device)) for a, b in pairs
+    )
 
 
 def _is_all_tensors(value: Any) -> bool:

@@ -79,6 +79,7 @@ from clipwise.sampling import (
 from clipwise.statement import Statement
 from clipwise.validation import training_loop
 from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.first_batches import Loss, ReplacementTest, recommend_check
 from clipwise.validation.model_state import ModelState
 from clipwise.watch import watched
 
@@ -121,6 +122,7 @@ class Private:
         collate_fn: Callable[[list[Any]], Any] | None,
         probe: bool,
         changed_before: list[str],
+        loss: Loss | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._model, self._parameters, self._dataset = model, parameters, dataset
@@ -159,6 +161,10 @@ class Private:
         self._warned: set[str] = set()
         self._unverified: str | None = None  # why the weights were not verified when the run was closed
         self._independence = IndependenceProbe() if probe else None
+        self._loss, self._tests = loss, list[ReplacementTest]()
+        self._handed: Any = None  # the last batch, while compiled steps test it
+        if loss is not None and not strategy.is_coupled:
+            self._plan_test(loss)
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
@@ -234,6 +240,8 @@ class Private:
         self._require_no_local_update("private.step")
         if losses is None:
             return self._gather(piece, self._nothing(piece))
+        if not (self._tests or self._strategy.is_coupled or self._watch):
+            recommend_check()
         losses = self._over_views(losses, piece.size)
         losses = checks.require_losses(losses, piece.size, self._strategy.is_coupled)
         self._begin(piece)
@@ -400,8 +408,10 @@ class Private:
         with randomness.drawing_from(self._key.derive(f"randomness/{piece.index_in_batch}"), devices):
             yield
 
-    def compiled(self, loss: Callable[..., Tensor], size: int | None = None) -> CompiledStep:
+    def compiled(self, loss: Loss | None = None, size: int | None = None) -> CompiledStep:
         """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
+
+        A batch that is a mapping is one argument: `step(batch)` in place of `step(loss(batch))`.
 
         On CUDA forward, backward, clipping, noise and update run as CUDA graphs after the first few steps: a
         small model's step is then no longer a matter of how fast Python is. Elsewhere, and where something
@@ -409,12 +419,18 @@ class Private:
 
         Args:
             loss: from the batch that `loader` hands out, `loss(*batch)`, to one loss an example. It must
-                do the same at every step: a captured step does not run its Python code again.
+                do the same at every step: a captured step does not run its Python code again. By default the one
+                that `make_private` was given. The replacement test runs it on the first batches.
             size: how many examples the captured step takes; a larger batch comes in pieces, a smaller one is
                 filled up with rows that weigh nothing. By default all of a batch of constant size, and 3
                 standard deviations more than the mean of a random one. Mini-sets of `Batch` are taken whole.
         """
         self._require_no_local_update("private.compiled")
+        loss = self._loss if loss is None else loss
+        if loss is None:
+            raise ConfigurationError(
+                "private.compiled needs a loss: give it here, or as make_private(..., loss=...)."
+            )
         return CompiledStep(self, loss, size)
 
     def _release(self, total: dict[str, Tensor]) -> None:
@@ -879,14 +895,27 @@ class Private:
         self._follow_update()
         if moves_weights:
             self._state.take()  # weights were clipped, or frozen entries put back
+        if self._views is not None:
+            secret = self._key.derive(f"views/{piece.index_in_batch}")
+            batch = self._views.of_batch(batch, randomness.generator_from(secret))
+        if self._loss is not None and self._tests:
+            self._tests[0].examine(
+                batch, piece.size, self._which(piece), partial(self.loader.arrangements, piece)
+            )
+        self._handed = batch if any(test.is_pending for test in self._tests) else None
         self._buffers.remember(batch)
-        if self._independence is not None:
-            batch = self._independence.mark(batch)
-        if self._views is None:
-            return batch
-        return self._views.of_batch(
-            batch, randomness.generator_from(self._key.derive(f"views/{piece.index_in_batch}"))
-        )
+        return batch if self._independence is None else self._independence.mark(batch)
+
+    def _which(self, piece: Piece) -> tuple[int, int]:
+        """Tells a piece from the others of this run; one that is drawn again is the same."""
+        return self._ledger.made(self._tag), piece.index_in_batch
+
+    def _plan_test(self, loss: Loss) -> ReplacementTest:
+        """Let the first batches be tested with this loss; the ledger says that it was planned."""
+        probes = self._independence is not None
+        self._tests.append(test := ReplacementTest(self._model, loss, self._views, probes))
+        self._described = False
+        return test
 
     def _over_views(self, losses: Tensor, size: int) -> Tensor:
         """One loss an example from those of its views."""
@@ -1034,10 +1063,16 @@ class Private:
             key=self._key.id,
             draws=self._hands.draws or None,
             probed=self._independence is not None,
+            planned_tests=self._planned_tests(),
             followed_metric=self._hands.follows_metric,
             penalised=self._penalty is not None,
             versions=versions(),
         )
+
+    def _planned_tests(self) -> tuple[str, ...]:
+        if not self._tests:
+            return ()
+        return ("replacement", "collation") if self.loader.is_mixing_possible else ("replacement",)
 
     def _described_strategy(self) -> dict[str, Any]:
         """Its configuration, and what it has learned from releases."""

@@ -82,6 +82,7 @@ def make_private(
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
     probe_independence: bool = True,
+    loss: Callable[..., Tensor] | None = None,
 ) -> Private:
     """Make the training of a model private. The model, the optimizer and the data set stay yours.
 
@@ -131,6 +132,12 @@ def make_private(
         probe_independence: test whether a loss depends on other examples' inputs, on the first batches and whenever
             a part of the graph gets its first gradient. The loader then hands out marked tensors, which behave as
             ordinary ones: `requires_grad` is False, `numpy()` works.
+        loss: from a batch that the loader hands out to one loss for each row: `loss(*batch)` for a tuple or list,
+            `loss(batch)` for a mapping or a tensor; tensors are moved to the model's device first. Put everything
+            between the loader and the losses into it, such as a normalisation of the inputs. Before the first
+            releases it is run some dozens of times, with examples replaced, reordered and taken out and with
+            records collated anew, and a loss that depends on other examples is refused. The loop stays yours;
+            `private.compiled()` uses the same loss. It must not have lasting effects of its own.
 
     Returns:
         The private run: loop over `.loader`, call `.step(losses)`.
@@ -155,6 +162,10 @@ def make_private(
     require_penalty(penalty, model)
     if not isinstance(probe_independence, bool):
         raise ConfigurationError(f"probe_independence must be True or False, not {probe_independence!r}.")
+    if loss is not None and not callable(loss):
+        raise ConfigurationError(
+            f"loss must be a function from a batch to one loss an example, not {type(loss).__name__}."
+        )
     users = None if group is None else _users(group, strategy)
     unit = strategy.unit if users is None else Unit.USER
     records = Fetcher(dataset, collate_fn).dataset_size
@@ -236,6 +247,7 @@ def make_private(
             collate_fn=collate_fn,
             probe=probe_independence and not strategy.is_coupled,
             changed_before=changed_before,
+            loss=loss,
         )
     except BaseException:
         if not isinstance(ledger, Ledger):

@@ -1,6 +1,6 @@
 """`clipwise.check`: would this model and this loss be accepted, and if not, why?
 
-It runs the model and the loss again with one example replaced or taken out, under the same random state,
+It runs the model and the loss again with examples replaced, taken out and in another order (validation/replacement.py),
 and so also sees couplings that no gradient shows, such as a loss divided by the number of valid tokens in
 the batch, or by the number of its examples.
 Run it on synthetic or public rows: what it says depends on them.
@@ -9,15 +9,13 @@ Run it on synthetic or public rows: what it says depends on them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipwise.checks import BufferGuard, require_losses, require_no_batch_statistics
 from clipwise.clipping import Backprop, Batch, Strategy
@@ -28,8 +26,10 @@ from clipwise.given import require_module, require_takes
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.meeting import first_meeting, first_random
-from clipwise.structure import evaluating
+from clipwise.structure import arguments_of, take_rows, tensors_in, with_zeros
 from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.random_state import fixed_random_state
+from clipwise.validation.replacement import Trial
 
 Loss = Callable[..., Tensor]
 
@@ -56,14 +56,14 @@ class Report:
         return "\n".join(lines)
 
 
-def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy | None = None) -> Report:
-    """Say whether `loss(model, *batch)` can be trained privately.
+def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = None) -> Report:
+    """Say whether `loss(model, *batch)` can be trained privately, or `loss(model, batch)` for a mapping or a tensor.
 
     Args:
         model: in the mode in which it will be trained.
         loss: gives one loss an example.
-        batch: the loss's further arguments, each with the examples along its first axis; at least two
-            examples, synthetic or public.
+        batch: as a loader hands it out: a tuple or list of the loss's further arguments, or one argument that is a
+            mapping or a tensor. Examples are along the first axis of each tensor; at least two, synthetic or public.
         clipping: the strategy to train with; one that clips single examples if left out, which for a model of
             `layers.clip_inputs` is `Backprop()`. Under one that clips whole mini-sets, such as `Batch`, examples may
             depend on one another, and the loss may be a single number.
@@ -72,14 +72,14 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
         A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
     """
     require_module(model)
-    size = _size(batch)
+    size, batch = _size(batch), arguments_of(batch)
     require_takes("loss", loss, "loss(model, *batch)", model, *batch)
     report = Report()
     if clipping is None and trainable_clips(model) is not None:
         clipping = Backprop()
     is_coupled = clipping is not None and clipping.is_coupled
     structure = partial(_clipped_structure, clipping) if isinstance(clipping, Backprop) else _structure
-    tests: tuple[Callable[..., None], ...] = (structure, _replacement, _removal, _random_numbers)
+    tests: tuple[Callable[..., None], ...] = (structure, _coupling, _random_numbers)
     if isinstance(clipping, Batch) and clipping.local_update is not None:
         tests = (_copied_structure,)
     elif is_coupled:
@@ -96,7 +96,7 @@ def check(model: nn.Module, loss: Loss, batch: Sequence[Any], clipping: Strategy
     return report
 
 
-def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+def _structure(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
     """The checks that a first training step makes."""
     losses, parameters = _examined(model, loss, batch, size)
     with warnings.catch_warnings(record=True) as caught:
@@ -106,7 +106,7 @@ def _structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, re
 
 
 def _clipped_structure(
-    clipping: Backprop, model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report
+    clipping: Backprop, model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
 ) -> None:
     """The checks of a first step of backpropagation clipping."""
     layers = clipping.layers_of(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
@@ -116,7 +116,7 @@ def _clipped_structure(
 
 
 def _examined(
-    model: nn.Module, loss: Loss, batch: Sequence[Any], size: int
+    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int
 ) -> tuple[Tensor, dict[str, nn.Parameter]]:
     """Losses that pass what every step of single examples must, and what is trained."""
     require_no_batch_statistics(model)
@@ -125,74 +125,52 @@ def _examined(
         raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
     guard, probe = BufferGuard(model), IndependenceProbe()
     guard.remember()
-    losses = require_losses(_run(model, loss, probe.mark(tuple(batch))), size)
+    losses = require_losses(_run(model, loss, probe.mark(batch)), size)
     guard.compare()
     probe.examine(losses)
     return losses, parameters
 
 
-def _coupled_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+def _coupled_structure(
+    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
+) -> None:
     """The checks of a first step that clips whole mini-sets."""
     require_no_batch_statistics(model, is_coupled=True)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
     guard = BufferGuard(model)
     guard.remember()
-    require_losses(_run(model, loss, tuple(batch)), size, is_coupled=True)
+    require_losses(_run(model, loss, batch), size, is_coupled=True)
     guard.compare()
 
 
-def _copied_structure(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+def _copied_structure(
+    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
+) -> None:
     """The checks of a local update, which works on a copy: that may learn what it likes, and the model does not."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    require_losses(_run(copied(model), loss, tuple(batch)), size, is_coupled=True)
+    require_losses(_run(copied(model), loss, batch), size, is_coupled=True)
+
+
+def _coupling(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
+    """The replacement test, also with weights drawn at random."""
+    trial = Trial(
+        model,
+        lambda arguments: loss(model, *arguments),
+        lambda places: take_rows(batch, places, size),
+        size,
+        blank=lambda whole, place: with_zeros(whole, slice(place, place + 1), size),
+        notes=report.notes,
+    )
+    trial.require_uncoupled()
+    trial.with_random_weights(probe_inputs=True)
 
 
 @torch.no_grad()
-def _replacement(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
-    """Replace one example; every other example's loss must stay what it was."""
-    before = _run(model, loss, batch)
-    for place in _places(size):
-        for source in ((place + 1) % size, None):
-            after = _run(model, loss, _with_row(batch, place, size, source))
-            if _moved(before, after, _others(place, size)):
-                raise CoupledExamplesError(
-                    "The loss of an example moved when only another example was replaced. Usual causes: a loss "
-                    "divided by something of the whole batch (such as its number of valid tokens), batch "
-                    "statistics, a comparison between examples. Compute each loss from its own example, or use "
-                    "Batch(max_norm=...), which bounds whole mini-sets and needs far more noise."
-                )
-
-
-@torch.no_grad()
-def _removal(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
-    """Take one example out; every other example's loss must stay what it was. The size drawn is secret.
-
-    Random layers draw other numbers for another size, so a model that has them is looked at in `.eval()`.
-    """
-    everyone = torch.arange(size)
-    random = _moved(_run(model, loss, batch), _run(model, loss, batch, seed=1), everyone)
-    with evaluating(model) if random else nullcontext():
-        before = _run(model, loss, batch)
-        if _moved(before, _run(model, loss, batch, seed=1), everyone):
-            report.notes.append("The losses are random even in .eval(): no example was taken out to test.")
-            return
-        for place in _places(size):
-            others = _others(place, size)
-            after = _run(model, loss, _without_row(batch, place, size))
-            if after.shape != others.shape or _moved(before[others], after, torch.arange(size - 1)):
-                raise CoupledExamplesError(
-                    "The loss of an example moved when another example was taken out of the batch. Usual cause: a "
-                    "loss divided by the number of examples. How many are drawn is secret, and private.step divides "
-                    "by a constant of its own: leave the division out."
-                )
-
-
-@torch.no_grad()
-def _random_numbers(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int, report: Report) -> None:
+def _random_numbers(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
     """Say if examples share their random numbers: the same example everywhere, and all losses move as one."""
-    alike = _rows(batch, size, lambda x: x[:1].expand_as(x).clone())
+    alike = take_rows(batch, [0] * size, size)
     one, other = _run(model, loss, alike), _run(model, loss, alike, seed=1)
     everyone = torch.arange(size)
     if not _moved(one, other, everyone) or _moved(one, one[:1].expand_as(one), everyone):
@@ -206,11 +184,11 @@ def _random_numbers(model: nn.Module, loss: Loss, batch: Sequence[Any], size: in
 
 
 @torch.no_grad()
-def _where(model: nn.Module, loss: Loss, batch: Sequence[Any], size: int) -> str:
+def _where(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int) -> str:
     """A sentence about where examples meet, or nothing if no replacement shows it."""
     before = _run(model, loss, batch)
     for place in _places(size):
-        replaced = _with_row(batch, place, size, None)
+        replaced = with_zeros(batch, slice(place, place + 1), size)
         if not _moved(before, _run(model, loss, replaced), _others(place, size)):
             continue
         as_it_is, changed = partial(_run, model, loss, batch), partial(_run, model, loss, replaced)
@@ -233,45 +211,19 @@ def _moved(before: Tensor, after: Tensor, where: Tensor) -> bool:
     return bool(((after - before).abs() > tolerance)[where].any())
 
 
-def _run(model: nn.Module, loss: Loss, batch: Sequence[Any], seed: int = 0) -> Tensor:
+def _run(model: nn.Module, loss: Loss, batch: tuple[Any, ...], seed: int = 0) -> Tensor:
     """The losses under a fixed random state, so that dropout draws the same mask every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with fixed_random_state(seed):
         return loss(model, *batch)
 
 
-def _with_row(batch: Sequence[Any], place: int, size: int, source: int | None) -> tuple[Any, ...]:
-    """The batch with one example replaced by another one, or by zeros."""
-
-    def replaced(x: Tensor) -> Tensor:
-        changed = x.clone()
-        changed[place] = 0 if source is None else x[source]
-        return changed
-
-    return _rows(batch, size, replaced)
-
-
-def _without_row(batch: Sequence[Any], place: int, size: int) -> tuple[Any, ...]:
-    """The batch with one example taken out."""
-    return _rows(batch, size, lambda x: x[_others(place, size)])
-
-
-def _rows(batch: Sequence[Any], size: int, change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """The batch with a change made to every tensor that holds the examples along its first axis."""
-
-    def changed(x: Any) -> Any:
-        return change(x) if isinstance(x, Tensor) and x.dim() > 0 and len(x) == size else x
-
-    result: tuple[Any, ...] = pytree.tree_map(changed, tuple(batch))
-    return result
-
-
-def _size(batch: Sequence[Any]) -> int:
-    if not isinstance(batch, (list, tuple)):
+def _size(batch: object) -> int:
+    if not isinstance(batch, (list, tuple, Mapping, Tensor)):
         raise ConfigurationError(
-            f"batch must be a tuple of the loss's further arguments, such as (x, y), not {type(batch).__name__}."
+            "batch must be a tuple of the loss's further arguments, such as (x, y), or a mapping, not "
+            f"{type(batch).__name__}."
         )
-    tensors = [x for x in pytree.tree_leaves(tuple(batch)) if isinstance(x, Tensor) and x.dim() > 0]
+    tensors = [x for x in tensors_in(batch) if x.dim() > 0]
     if not tensors or len(tensors[0]) < 2:
         raise ConfigurationError("batch must hold tensors with at least two examples along their first axis.")
     return len(tensors[0])

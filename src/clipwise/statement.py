@@ -79,6 +79,17 @@ class Statement:
         return False if False in told else None if None in told or not told else True
 
     @property
+    def planned_tests(self) -> tuple[str, ...] | None:
+        """The tests of the loss that were planned in every process of the run; None if that is not recorded."""
+        told = [sitting.planned_tests for sitting in self.sittings]
+        if () in told:
+            return ()
+        known = [tests for tests in told if tests is not None]
+        if not known or len(known) < len(told):
+            return None
+        return tuple(name for name in known[0] if all(name in tests for tests in known))
+
+    @property
     def noise(self) -> str | None:
         """The weakest kind of noise of any sitting; None if that is not recorded."""
         told = [sitting.noise for sitting in self.sittings]
@@ -110,7 +121,9 @@ class Statement:
         )
         owned = f"one item of the data set is one {self.spent.unit}{several}"
         found = [
-            wording.SEPARATE if self._is_coupled() else f"{wording.INDEPENDENT}: {probed}",
+            wording.SEPARATE
+            if self._is_coupled()
+            else f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
             wording.RANDOM_LAYERS[self.draws],
@@ -164,6 +177,7 @@ class Statement:
             "budget": self.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
+            "planned_tests": None if self._is_coupled() else self.planned_tests,
             "tuning": self._tuning(),
             "public_data": wording.public_data(self.about.strategy or {}, self.about.public_statistics),
             "assumptions": self.assumptions(),

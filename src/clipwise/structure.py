@@ -2,24 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """How a loss takes a batch: a list or tuple as `loss(*batch)`, a mapping or a tensor as `loss(batch)`."""
+    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure, with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
+    return _map_members(lambda member: map_tensors(change, member), value)
+
+
+def take_rows(batch: Any, rows: Sequence[int], size: int) -> Any:
+    """These rows of a batch of `size` rows, in this order, as copies without history.
+
+    Lists of plain values, such as texts, count as rows too. What does not have `size` rows stays.
+    """
+    if isinstance(batch, Tensor):
+        if batch.dim() == 0 or len(batch) != size:
+            return batch.detach().clone()
+        return batch.detach()[torch.tensor(rows, dtype=torch.long, device=batch.device)]
+    if isinstance(batch, (list, tuple)) and len(batch) == size and not any(map(_is_nested, batch)):
+        return sequence_like(batch, [batch[row] for row in rows])
+    return _map_members(lambda member: take_rows(member, rows, size), batch)
+
+
+def with_zeros(batch: Any, rows: slice, size: int, only_floats: bool = False) -> Any:
+    """A copy of a batch of `size` rows with zeros in some rows of its tensors, or of those in floating point."""
+
+    def zeroed(t: Tensor) -> Tensor:
+        if t.dim() == 0 or len(t) != size or (only_floats and not t.is_floating_point()):
+            return t
+        changed = t.detach().clone()
+        changed[rows] = 0
+        return changed
+
+    return map_tensors(zeroed, batch)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (Tensor, Mapping, list, tuple))
+
+
+def _map_members(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same container with every member changed; what is no container stays."""
     if isinstance(value, Mapping):
-        return type(value)({k: map_tensors(change, v) for k, v in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, v) for v in value))
+        return mapping_like(value, {key: change(member) for key, member in value.items()})
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(change, v) for v in value)
+        return sequence_like(value, [change(member) for member in value])
     return value
+
+
+def mapping_like(example: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type, built anew: a mapping may carry more than its items. A dict if it cannot be built."""
+    try:
+        return type(example)(content)  # type: ignore[call-arg]
+    except TypeError:
+        return content
+
+
+def sequence_like(example: list[Any] | tuple[Any, ...], members: list[Any]) -> Sequence[Any]:
+    """A list or tuple of the same type, with other members."""
+    return type(example)(*members) if hasattr(example, "_fields") else type(example)(members)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -40,6 +40,8 @@ NOT_COVERED = (
     "hyper-parameters chosen by looking at the same data",
     "anything printed or logged from private batches, such as the training loss",
     "other runs on the same data",
+    "refusals by checks that look at private batches: that a run was refused, or was not, is an output outside of "
+    "epsilon",
     "side channels such as the time a step takes",
     "what is true of the population, whether or not a given {unit} takes part",
 )
@@ -189,6 +191,16 @@ def counts(parts: Sequence[Part]) -> bool:
 
 def _is_statistics(part: Part) -> bool:
     return not part.parameters and part.name.startswith(STATISTICS_OF)
+
+
+def planned(tests: Sequence[str] | None) -> str:
+    """Which tests run the loss again on the first batches. What they find is no part of a statement."""
+    if tests is None:
+        return "not recorded whether a replacement test was planned"
+    if not tests:
+        return "no replacement test could run: it needs make_private(loss=...), or clipwise.check and public rows"
+    collation = " and of how records are collated" if "collation" in tests else ""
+    return f"a replacement test of the losses{collation} was planned on the first batches"
 
 
 def not_covered(unit: Unit, noise: str | None = None) -> tuple[str, ...]:

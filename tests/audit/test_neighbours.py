@@ -108,6 +108,14 @@ def test_layers_that_are_drawn_for_each_example_are_compared_by_the_last_one() -
     audit.neighbours(*small(clipping=PerExample(max_norm=1.0, parts=RandomLayer()))).require()
 
 
+def test_a_batch_may_be_a_mapping() -> None:
+    def of_mapping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return losses(model, batch["x"], batch["y"])
+
+    batch = dict(zip("xy", rows(), strict=True))
+    audit.neighbours(*run_of(network(), of_mapping, batch), records=(1,)).require()
+
+
 def test_one_layer_of_dropout_is_compared_by_the_last_record() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3))

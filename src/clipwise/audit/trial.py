@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from clipwise.clipping import Backprop, PerExample, Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.make import make_private
+from clipwise.structure import arguments_of, tensors_in
 
 STEPS = 6
 
@@ -21,23 +22,24 @@ STEPS = 6
 def run_of(
     model: nn.Module,
     loss: Callable[..., Tensor],
-    batch: Sequence[Any],
+    batch: Any,
     clipping: Strategy | None = None,
     step: Callable[..., bool] | None = None,
     **options: Any,
-) -> tuple[Callable[[Any], None], TensorDataset]:
+) -> tuple[Callable[[Any], None], Any]:
     """A function that trains a copy of the model on a data set, and the batch as such a data set.
 
     Args:
         model: is copied before each run.
-        loss: `loss(model, *batch)` gives one loss an example.
-        batch: tensors whose first dimension counts the examples.
+        loss: `loss(model, *batch)` gives one loss an example, or `loss(model, batch)` for a mapping.
+        batch: tensors whose first dimension counts the examples, in a tuple, list or mapping.
         clipping: the strategy; `PerExample(max_norm=1.0)` by default, `Backprop()` for a model that is clipped for it.
         step: `step(private, model, *batch)`, for a strategy that needs more than losses. It returns what
             `private.step` does, which is called by default.
         options: further arguments of `make_private`.
     """
-    tensors = [t for t in batch if isinstance(t, Tensor) and t.dim()]
+    columns = batch.values() if isinstance(batch, Mapping) else batch
+    tensors = [t for t in columns if isinstance(t, Tensor) and t.dim()]
     if len(tensors) < len(batch) or len({len(t) for t in tensors}) != 1 or len(tensors[0]) < 4:
         raise ConfigurationError(
             "batch must hold tensors whose first dimension counts the same examples, at least 4, to make neighbouring "
@@ -58,13 +60,17 @@ def run_of(
         left = int(chosen["steps"])
         while left:
             for rows in private.loader.pieces():
+                taken = (own, *arguments_of(rows))
                 if step is not None:
-                    left -= step(private, own, *rows)
+                    left -= step(private, *taken)
                 else:
-                    left -= private.step(loss(own, *rows) if len(rows[0]) else None)
+                    is_empty = next((len(t) for t in tensors_in(rows) if t.dim()), 0) == 0
+                    left -= private.step(None if is_empty else loss(*taken))
                 if not left:
                     break
 
+    if isinstance(batch, Mapping):
+        return train, [dict(zip(batch, row, strict=True)) for row in zip(*tensors, strict=True)]
     return train, TensorDataset(*tensors)
 
 

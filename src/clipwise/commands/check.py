@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +21,8 @@ def check(
         str,
         typer.Argument(
             help="path/to/file.py:function or package.module:function. The function takes no arguments and "
-            "returns (model, loss, batch), where loss(model, *batch) gives one loss an example."
+            "returns (model, loss, batch), where loss(model, *batch) gives one loss an example, or loss(model, batch) "
+            "if the batch is a mapping."
         ),
     ],
     neighbours: Annotated[
@@ -43,9 +44,10 @@ def check(
         def example():
             return Net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"), (x, y)
 
-    Use synthetic or public rows for the batch: what a check says depends on them. It runs your code, replaces
-    one example after the other and looks whether any other example's loss moves. With --neighbours it also trains a
-    copy privately, with and without an example, and compares every release. It is a lint and no proof.
+    Use synthetic or public rows for the batch: what a check says depends on them. It runs your code with examples
+    replaced, taken out and in another order, and looks whether any other example's loss or gradient moves. With
+    --neighbours it also trains a copy privately, with and without an example, and compares every release. It is a lint
+    and no proof.
 
     Exit code 0: accepted. 1: refused. 2: the check could not be made.
     """
@@ -62,12 +64,12 @@ def check(
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _parts(made: object, target: str) -> tuple[nn.Module, Callable[..., Any], Sequence[Any]]:
+def _parts(made: object, target: str) -> tuple[nn.Module, Callable[..., Any], Any]:
     if isinstance(made, tuple) and len(made) == 3:
         model, loss, batch = made
-        if isinstance(model, nn.Module) and callable(loss) and isinstance(batch, (tuple, list)):
+        if isinstance(model, nn.Module) and callable(loss) and isinstance(batch, (tuple, list, Mapping)):
             return model, loss, batch
     raise ConfigurationError(
         f"{target} must return (model, loss, batch): a torch.nn.Module, a function loss(model, *batch) and a "
-        "tuple of its further arguments, such as (x, y)."
+        "tuple of its further arguments, such as (x, y), or a mapping that is one argument."
     )

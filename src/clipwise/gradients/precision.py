@@ -111,6 +111,13 @@ def ieee_arithmetic() -> Products:
 
 
 @contextmanager
+def without_tf32() -> Iterator[None]:
+    """No TensorFloat-32 in this block; autocast stays as it is."""
+    with _matrix_products("highest"), _convolutions("ieee"):
+        yield
+
+
+@contextmanager
 def _matrix_products(wanted: str) -> Iterator[None]:
     try:
         before = torch.get_float32_matmul_precision()

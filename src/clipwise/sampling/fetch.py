@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from clipwise.errors import ConfigurationError
 from clipwise.sampling.dataset_kind import length_of
 from clipwise.sampling.schemes import Indices
+from clipwise.structure import mapping_like, sequence_like
 
 Collate = Callable[[list[Any]], Any]
 
@@ -79,6 +80,32 @@ class Fetcher(Dataset[Any]):
             "records, or a collate_fn that also accepts []."
         )
 
+    @property
+    def is_mixing_possible(self) -> bool:
+        """Whether code of the user's sees several records at once: a `collate_fn`, or a `__getitems__`."""
+        return self._tensors is None and (self._collate_fn is not None or self._fetches_together)
+
+    @property
+    def _fetches_together(self) -> bool:
+        return getattr(self._dataset, "__getitems__", None) is not None
+
+    def arrangements(self, indices: Indices) -> list[Callable[[Sequence[int]], Any]]:
+        """Functions that make a batch of some of these records, by their place among them, in any order.
+
+        With a `collate_fn` the records are fetched once, so that random augmentation of a record stays what it is.
+        With a `__getitems__`, which may mix records itself, they are fetched anew.
+        """
+        found: list[Callable[[Sequence[int]], Any]] = []
+        if self._tensors is not None:
+            return found
+        if self._collate_fn is not None:
+            records = self._records(indices.tolist())
+            # Copies, because some collate functions take their records apart.
+            found.append(lambda places: self._collate([copy.copy(records[place]) for place in places]))
+        if self._fetches_together:
+            found.append(lambda places: self[indices[list(places)]])
+        return found
+
     def _records(self, indices: list[int]) -> list[Any]:
         get_many = getattr(self._dataset, "__getitems__", None)
         if get_many is not None:
@@ -124,26 +151,14 @@ def _none_from_one_and_two(one: Any, two: Any) -> Any:
     elif type(one) is not type(two):
         raise _UnknownStructureError
     elif isinstance(one, Mapping) and one.keys() == two.keys():
-        return _mapping_like(one, {key: _none_from_one_and_two(one[key], two[key]) for key in one})
+        return mapping_like(one, {key: _none_from_one_and_two(one[key], two[key]) for key in one})
     elif isinstance(one, (list, tuple)):
         if (len(one), len(two)) == (1, 2):
             return type(one)()
         if len(one) == len(two):
             members = [_none_from_one_and_two(a, b) for a, b in zip(one, two, strict=True)]
-            return _sequence_like(one, members)
+            return sequence_like(one, members)
     raise _UnknownStructureError
-
-
-def _mapping_like(example: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
-    # Built anew instead of copied: a mapping may carry more of the record than its items.
-    try:
-        return type(example)(content)  # type: ignore[call-arg]
-    except TypeError:
-        return content
-
-
-def _sequence_like(example: list[Any] | tuple[Any, ...], members: list[Any]) -> Sequence[Any]:
-    return type(example)(*members) if hasattr(example, "_fields") else type(example)(members)
 
 
 def _is_plain_tensors(dataset: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -151,6 +151,15 @@ class PrivateLoader:
         """Whether a batch was handed out that was not used to its end."""
         piece = self.current
         return piece is not None and not (piece.consumed and piece.last)
+
+    @property
+    def is_mixing_possible(self) -> bool:
+        """Whether code of the user's sees several records at once before the batch is handed out."""
+        return self._fetcher.is_mixing_possible
+
+    def arrangements(self, piece: Piece) -> list[Callable[[Sequence[int]], Any]]:
+        """See `Fetcher.arrangements`."""
+        return self._fetcher.arrangements(piece.indices)
 
     def consume(self) -> Piece:
         """Mark the current piece as used, once, and return it."""
