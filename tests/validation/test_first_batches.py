@@ -416,9 +416,9 @@ def test_views_with_a_collate_fn() -> None:
     loss = partial(losses_of, model)
     images = TensorDataset(torch.rand(SIZE, 1, 10, 10), torch.arange(SIZE) % 3)
     views = {"averaged_views": Views(2, Crop(8, 0), Flip())}
-    private = run_of(model, images, loss, collate_fn=default_collate, **views)
-    train(private, loss)
-    assert private.steps == 3
+    with run_of(model, images, loss, collate_fn=default_collate, **views) as private:
+        train(private, loss)
+        assert private.steps == 3
     refused(run_of(model, images, loss, collate_fn=mixup, **views), loss)
 
 
