@@ -14,6 +14,7 @@ import clipwise
 from clipwise import PerExample, augment, models
 from clipwise.augment import Crop, Flip, Views
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError
+from clipwise.randomness import generator_from
 from tests.sites import site
 from tests.soundness.neighbours import distance
 
@@ -251,11 +252,10 @@ def test_a_compiled_step_takes_views_too():
 def test_views_of_a_mapping_change_its_inputs_and_repeat_the_rest():
     x, y = images(3), torch.arange(3)
     for kind in (dict, UserDict):
-        found = Views(2, Crop(8, 2), seed=1).of_batch(
-            kind({"labels": y, "size": torch.tensor(8), "pixels": x})
-        )
+        batch = kind({"labels": y, "size": torch.tensor(8), "pixels": x})
+        found = Views(2, Crop(8, 2)).of_batch(batch, generator_from(bytes(32)))
         assert type(found) is kind and list(found) == ["labels", "size", "pixels"]
-        assert torch.equal(found["pixels"], Views(2, Crop(8, 2), seed=1).of(x))
+        assert torch.equal(found["pixels"], Views(2, Crop(8, 2)).of(x, generator_from(bytes(32))))
         assert found["labels"].tolist() == [0, 0, 1, 1, 2, 2] and found["size"].item() == 8
     rows = torch.randn(3, 5)
     negated = Views(2, lambda rows, random: -rows).of_batch({"ids": y, "row": rows})

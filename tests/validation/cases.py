@@ -116,7 +116,7 @@ def zero_head() -> nn.Module:
 def scaled_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Losses as they should be, with gradients that a mean of the batch scales."""
     losses = losses_of(model, x, y)
-    return losses.detach() + x.square().mean() * (losses - losses.detach())
+    return losses.detach() + x.square().mean().item() * (losses - losses.detach())
 
 
 def hard_examples(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def test_a_released_gradient_may_be_thrown_away(set_to_none: bool) -> None:
 
 def test_losses_over_a_constant_are_harmless() -> None:
     model, private = private_run(sampling="fixed-size", max_physical_batch_size=2)
-    for batch in private.loader:
+    for batch in private.loader.pieces():
         private.step(losses_of(model, batch) / 4)
     private.close()
 

@@ -64,5 +64,11 @@ def with_other_tensors(model: nn.Module, tensors: Mapping[str, Tensor], act: Cal
     """
     buffers = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
     given = {f"model.{name}": t for name, t in {**buffers, **tensors}.items()}
-    found: Found = torch.func.functional_call(_Around(model, act), given, (), tie_weights=False)
+    # A forward pass of a recurrent layer lists the weights that it finds.
+    listed = [(m, list(m._flat_weights)) for m in model.modules() if isinstance(m, nn.RNNBase)]
+    try:
+        found: Found = torch.func.functional_call(_Around(model, act), given, (), tie_weights=False)
+    finally:
+        for layer, weights in listed:
+            layer._flat_weights = weights
     return found
