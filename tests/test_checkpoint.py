@@ -609,7 +609,7 @@ def test_a_budget_counts_what_a_joined_ledger_holds(place: Place) -> None:
     stopped(place, steps=8, noise_multiplier=2.0)
     book = ledger.FileLedger(place.ledger, join=True)
     model, private = place.begin(ledger=book, epsilon=EPSILON, delta=DELTA, epochs=2)
-    train(model, private, 10)  # the noise is calibrated so that the planned steps fit beside those of the other run
+    train(model, private, 10)  # the planned steps fit beside those of the other run
     until_exhausted(model, private)
     assert 18 <= private._ledger.position <= 20
     assert private.spent().accountant == "renyi-filter" and 1.9 < private.spent().epsilon <= EPSILON

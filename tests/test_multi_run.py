@@ -226,7 +226,7 @@ def test_the_order_follows_from_the_first_plan(tmp_path: Path) -> None:
         train(private._model, private, 1)
         event = private._event
     found = ledger.read(tmp_path / "ledger")
-    assert found.plan == {"budget": EPSILON, "delta": DELTA, "planned": 10}
+    assert found.plan == {"budget": EPSILON, "delta": DELTA, "planned": 10, "late": False}
     options = {"noise_multiplier": 2.0, "epochs": 50, "delta": 1e-7}
     with private_run(ledger=FileLedger(tmp_path / "ledger", join=True), **options)[1] as private:
         train(private._model, private, 2)
@@ -245,8 +245,23 @@ def test_a_plan_goes_along_with_a_checkpoint() -> None:
         other.load_state_dict(private.state_dict())
     model.zero_grad()
     train(model, other, 1)
-    assert other._ledger.plan == private._ledger.plan == {"budget": EPSILON, "delta": DELTA, "planned": 10}
+    plan = {"budget": EPSILON, "delta": DELTA, "planned": 10, "late": False}
+    assert other._ledger.plan == private._ledger.plan == plan
     assert [entry.run for entry in other._ledger.history()] == [private._tag, other._tag]
+
+
+def test_without_a_plan_the_first_budget_decides(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    with private_run(ledger=path, noise_multiplier=2.0)[1] as private:
+        train(private._model, private, 3)
+    assert ledger.read(path).plan is None
+    model, private = private_run(ledger=FileLedger(path, join=True), **BUDGET)
+    train(model, private, 10)
+    order = accounting.filter.order_for_budget(EPSILON, DELTA)
+    spent = accounting.filter.epsilon_at(order, private._ledger.history(), DELTA)
+    assert private.spent().epsilon == spent and 0.95 * EPSILON < spent <= EPSILON
+    private.close()
+    assert of_ledger(path).spent.epsilon == spent
 
 
 # Going on

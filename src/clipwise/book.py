@@ -62,11 +62,10 @@ class Book:
         self.block = 0
         self.header: Record = {}
         self.about: list[Record] = []
-        self.plan: Record | None = None  # what was said about the first run before anything was released
+        self.plan: Record | None = None  # the first budget or length of a run that was described
         self.declared: list[tuple[str, str]] = []  # kind and reason
-        self._verified: dict[
-            str, bool
-        ] = {}  # by run that was closed: whether the weights were then as it left them
+        # By run that was closed: whether the weights were then as it left them.
+        self._verified: dict[str, bool] = {}
         self.ids: dict[Event, int] = {}
         self.counts: dict[str, int] = {}  # releases of each run
         self.open: dict[
@@ -241,8 +240,8 @@ class Book:
         self.exact = self.exact and record.get("exact", False)  # format 1 did not say
 
     def _describe(self, about: Record) -> None:
-        if self.plan is None and not self.total:
-            self.plan = {name: about.get(name) for name in PLAN}
+        if self.plan is None and (about.get("budget") or (about.get("planned") and not self.total)):
+            self.plan = {name: about.get(name) for name in PLAN} | {"late": self.total > 0}
         self.about.append(about)
 
     def _define(self, event: Event) -> Event:

@@ -27,8 +27,9 @@ class Budget:
         self._most: int | None = None  # how often a unit may take part in a single run
 
     def allows(self, history: Sequence[Entry], plan: Mapping[str, Any] | None) -> bool:
-        """Whether a ledger may hold this history; `plan` is that of its first run."""
+        """Whether a ledger may hold this history; `plan` is that of the ledger."""
         if multi_run.is_shared(history):
+            plan = plan or multi_run.late_plan(self.epsilon, self.delta)
             spent = multi_run.epsilon_of(history, self.delta, multi_run.FILTER, plan, self.epsilon)
             return spent <= self.epsilon
         event = history[-1].event

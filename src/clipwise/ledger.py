@@ -154,7 +154,7 @@ class Snapshot:
         torn: whether the last line is torn; if so, the most that it may stand for is counted.
         about: what the run said about itself each time it began or went on; empty in older files.
         exact: whether everything that is counted was released.
-        plan: what the first run had planned; None in older files.
+        plan: the first plan that a run has described; None in older files.
         declared: kind and reason of changes of the weights that a user declared.
         verified: whether the weights were what the releases left when the last run was closed; None if it was not.
     """

@@ -31,7 +31,7 @@ class Limit(Protocol):
     """What decides whether a release may be charged. It is asked while the ledger is locked."""
 
     def allows(self, history: Sequence[Entry], plan: Mapping[str, JSON] | None) -> bool:
-        """Whether the ledger may hold this history; `plan` is that of its first run."""
+        """Whether the ledger may hold this history; `plan` is that of the ledger."""
 
     def refuse(self, history: Sequence[Entry]) -> NoReturn:
         """Raise an error that says why the history, which is not allowed, is not."""
@@ -89,7 +89,10 @@ class Ledger(ABC):
 
     @property
     def plan(self) -> Mapping[str, JSON] | None:
-        """What the first run had planned, as it was described before anything was released; None if it was not."""
+        """The first plan that a run has described; None if no run had one.
+
+        That is its `budget` and `delta`, the steps `planned`, and whether others had released before (`late`).
+        """
         return self._book.plan
 
     @property

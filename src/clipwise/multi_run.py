@@ -2,8 +2,9 @@
 
 A run that is configured after releases of others were seen is adaptive: its noise, rate and length may depend on them.
 PLD totals are proven for runs that were all fixed before the first release. What holds for adaptive ones is a Renyi
-filter (accounting/filter.py), at one order that is fixed before the first release: here the best one for the plan of
-the first run, which that run writes into the ledger before it releases anything.
+filter (accounting/filter.py), at one order that does not depend on releases: the best one for the plan of the first
+run, which that run writes into the ledger before it releases anything. If it had none, the first budget of a later
+run decides, and of that run nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from clipwise.about import About
 from clipwise.accounting import calibrate
-from clipwise.accounting.filter import best_order, epsilon_at
+from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
 from clipwise.accounting.interpret import epsilon as epsilon_by
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry, Event, rounded_up
@@ -40,15 +41,23 @@ def assumption_of(history: Sequence[Entry], accountant: str) -> str:
 
 
 def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
-    """The order of the filter: a function of what was known before the first release.
+    """The order of the filter.
 
     Args:
         history: all releases. Only the kind of the first one counts.
         plan: `Ledger.plan`. What it does not say is filled in by constants.
     """
     plan, event = plan or {}, history[0].event
+    delta, budget = plan.get("delta") or DEFAULT_DELTA, plan.get("budget")
+    if budget is not None and plan.get("late"):
+        return order_for_budget(budget, delta)
     steps = plan.get("planned") or round(DEFAULT_EPOCHS / event.sample_rate)
-    return best_order(Entry(event, steps), plan.get("delta") or DEFAULT_DELTA, plan.get("budget"))
+    return best_order(Entry(event, steps), delta, budget)
+
+
+def late_plan(epsilon: float, delta: float) -> dict[str, Any]:
+    """The plan of a ledger whose first run had none, when a run with this budget comes."""
+    return {"budget": epsilon, "delta": delta, "late": True}
 
 
 def epsilon_of(
@@ -71,7 +80,7 @@ class Held:
     Args:
         history: all releases.
         about: what their runs said about themselves.
-        plan: that of the first run.
+        plan: that of the ledger.
         goes_on: whether the new run has to go on with one of those, from its checkpoint.
     """
 
@@ -109,10 +118,11 @@ class Held:
             found = self._noise_before(event, steps, epsilon, delta)
             if found is not None or not any(about.noise_multiplier for about in self.about):
                 return found  # older versions kept no plan, and took the ledger for empty
-        order = order_of(self.history, self.plan)
+        plan = self.plan or late_plan(epsilon, delta)
+        order = order_of(self.history, plan)
         z = calibrate.smallest_noise_after(self.history, event, steps, epsilon, delta, order)
         if z is None:
-            spent = rounded_up(epsilon_of(self.history, delta, FILTER, self.plan))
+            spent = rounded_up(epsilon_of(self.history, delta, FILTER, plan))
             releases, runs = sum(e.count for e in self.history), len({e.run for e in self.history})
             raise ConfigurationError(
                 f"epsilon={epsilon:g} at delta={delta:g} is used up: the ledger already holds {releases} releases of "

@@ -287,7 +287,7 @@ class Statement:
         runs = len({entry.run for entry in self.history})
         found = [
             f"{runs} runs have charged this ledger. The Renyi filter holds also where a run was configured after "
-            "releases of others were seen; its order was fixed before the first release"
+            "releases of others were seen; its order follows from the first plan in the ledger, and from no release"
         ]
         if self.if_fixed is not None:
             found.append(f"pld: epsilon {rounded_up(self.if_fixed)} {multi_run.IF_FIXED}")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipwise.accounting import Filter, interpret, rdp
+from clipwise.accounting import Filter, gaussian, interpret, rdp
 from clipwise.accounting.composition import compose
-from clipwise.accounting.filter import best_order
+from clipwise.accounting.filter import best_order, order_for_budget
 from clipwise.accounting.filter import epsilon_at as history_at
 from clipwise.errors import BudgetExhausted, ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
@@ -129,6 +129,14 @@ def test_the_best_order_is_that_of_the_plan(entry: Make, epsilon: float | None) 
     else:
         assert order == Filter(epsilon, DELTA, plan=[plan]).order
     assert best_order(Entry(replace(plan.event, noise_multiplier=0.0), 3), DELTA, epsilon) in rdp.ORDERS
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 2.0, 10.0])
+def test_the_order_for_a_budget_is_best_for_gaussians(entry: Make, epsilon: float) -> None:
+    z = 1 / gaussian.largest_mu(epsilon, DELTA)
+    plan = [entry("full", 1.0, z, 1)]
+    best = min(epsilon_at(order, plan) for order in rdp.ORDERS)
+    assert epsilon_at(order_for_budget(epsilon, DELTA), plan) < 1.02 * best
 
 
 def test_cut_batches_need_a_plan_that_has_them(entry: Make) -> None:

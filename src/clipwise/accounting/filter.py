@@ -17,7 +17,7 @@ from clipwise.accounting import rdp, truncation
 from clipwise.accounting.arguments import number, whole
 from clipwise.accounting.composition import compose, require_one_guarantee
 from clipwise.errors import BudgetExhausted, ConfigurationError
-from clipwise.privacy import Entry, Event
+from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
 # Of delta, kept for cut batches where the plan has some.
 FOR_CUTS = 1e-3
@@ -204,6 +204,13 @@ def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float
     return float(rdp.ORDERS[int(np.argmin(np.where(usable, badness, np.inf)))])
 
 
+def order_for_budget(epsilon: float, delta: float) -> float:
+    """The order to fix if nothing is known but the budget: the best one for Gaussian mechanisms that use it up."""
+    step = Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, noise_multiplier=1.0, sample_rate=1.0)
+    return best_order(Entry(step, 1), delta, epsilon)
+
+
+@lru_cache(maxsize=64)
 def _place_of(order: float | None) -> int:
     places = np.flatnonzero(np.isclose(rdp.ORDERS, np.nan if order is None else float(order), rtol=1e-9))
     if len(places) != 1:

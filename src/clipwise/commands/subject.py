@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def plan(self) -> Mapping[str, Any] | None:
-        """That of the first run of the ledger that was named first."""
+        """That of the ledger that was named first."""
         return self.runs[0].found.plan if self.runs else None
 
     @property
@@ -71,7 +71,7 @@ class Subject:
         order = multi_run.order_of(self.history, self.plan)
         named = ", with ledgers named in the order in which they were begun" if len(self.runs) > 1 else ""
         say(
-            f"The Renyi filter (order {order:g}, from the plan of the first run{named}) holds also for runs that were "
+            f"The Renyi filter (order {order:g}, from the first plan{named}) holds also for runs that were "
             f"configured after releases of others were seen. All other figures hold {self.assumption}."
         )
 
