@@ -83,6 +83,14 @@ INDEPENDENT: dict[str, tuple[Loss, Callable[[], tuple[Tensor, ...]]]] = {
     ),
     "time first": (lambda x: TABLE(x.T).tanh().sum((0, 2)), words),
     "unused input": (lambda x, y: TABLE(y).sum(1), vectors),
+    "numbers for targets": (
+        lambda x, y: (MODEL(x).sum(1) - y).square(),
+        lambda: (torch.randn(B, D), torch.randn(B)),
+    ),
+    "inputs without entries": (
+        lambda x, y: MODEL(x).sum(1) + y.sum(1),
+        lambda: (torch.randn(B, D), torch.randn(B, 0)),
+    ),
     "in place": (lambda x, y: cross_entropy(MODEL(x.mul_(2)), y), vectors),
 }
 

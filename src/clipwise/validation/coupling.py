@@ -202,7 +202,8 @@ def _require_apart(
         if number < marked and len(p) == len(weights_B):
             # As the loader hands them out: one loss a *position*, of all examples, is none an example.
             layouts = [layout for layout in layouts if layout.axis == 0]
-            finite_B, live_B = torch.isfinite(p).flatten(1).all(1), w.flatten(1).any(1)
+            p_Bn, w_Bn = (t.reshape(len(t), t[0].numel()) for t in (p, w))
+            finite_B, live_B = torch.isfinite(p_Bn).all(1), w_Bn.any(1)
             is_live |= _several(finite_B & live_B)
             is_finite &= _several(finite_B)
         else:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from clipwise.structure import map_tensors, tensors_in
 
@@ -53,7 +53,7 @@ class Trace:
         # The anchor requires a gradient, so that there is a node. In place of a leaf, which could not be changed in
         # place, and without a copy.
         entered: Tensor = _Enter.apply(torch.zeros((), requires_grad=True), (value,))  # type: ignore[no-untyped-call]
-        self.inputs.append(GradientEdge(entered.grad_fn, 0))  # type: ignore[arg-type]
+        self.inputs.append(get_gradient_edge(entered))  # which keeps the node, also if nobody uses the tensor
         return _as_marked(entered, self, is_pooled=False)
 
 
