@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,19 @@ from tests.user_loops.run import ACTIONS, Outcome, sequence
 SEEDS = range(100)
 
 
-def outcomes(folder: Path, seeds: range = SEEDS) -> list[Outcome]:
-    found = []
+def outcomes(folder: Path, seeds: range = SEEDS) -> Iterator[Outcome]:
     for seed in seeds:
         (folder / str(seed)).mkdir()
-        found.append(sequence(seed, folder / str(seed)))
-    return found
+        yield sequence(seed, folder / str(seed))
 
 
-def broken(found: list[Outcome]) -> list[str]:
-    return [f"--only {o.seed}: {o.problems[0]}: {' '.join(o.actions)}" for o in found if o.problems]
+def broken(found: Iterable[Outcome]) -> Iterator[str]:
+    return (f"--only {o.seed}: {o.problems[0]}: {' '.join(o.actions)}" for o in found if o.problems)
 
 
 def test_a_hundred_loops_end_in_a_true_statement_or_an_error(tmp_path: Path) -> None:
-    found = outcomes(tmp_path)
-    assert broken(found) == []
+    found = list(outcomes(tmp_path))
+    assert list(broken(found)) == []
     assert {action for outcome in found for action in outcome.actions} == set(ACTIONS)
     assert sum(outcome.refusals == 0 for outcome in found) > 10  # and not everything is refused
     assert sum(outcome.releases for outcome in found) > 100
