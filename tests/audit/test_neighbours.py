@@ -160,7 +160,7 @@ def test_a_loss_that_couples_examples_is_found() -> None:
     assert {finding.what for finding in report.findings} == {"sensitivity", "joint"}
 
 
-def full_run(dataset: Any, steps: int) -> Iterator[tuple[nn.Sequential, Tensor]]:
+def full_run(dataset: Any, steps: int) -> Iterator[tuple[nn.Sequential, Tensor, clipwise.Private]]:
     """Step by step, with the model and the inputs of each: whoever runs it may do something in between."""
     model = network()
     private = clipwise.make_private(
@@ -174,12 +174,12 @@ def full_run(dataset: Any, steps: int) -> Iterator[tuple[nn.Sequential, Tensor]]
     for _ in range(steps):
         for x, y in private.loader:
             private.step(losses(model, x, y))
-            yield model, x
+            yield model, x, private
 
 
 def test_steps_that_depend_on_the_data_are_found() -> None:
     def make_run(dataset: Any) -> None:
-        for _, x in full_run(dataset, steps=3):
+        for _, x, _ in full_run(dataset, steps=3):
             if len(x) < 32:
                 return
 
@@ -189,9 +189,10 @@ def test_steps_that_depend_on_the_data_are_found() -> None:
 
 def test_a_parameter_that_is_moved_past_the_noise_is_found() -> None:
     def make_run(dataset: Any) -> None:
-        for model, x in full_run(dataset, steps=2):
+        for model, x, private in full_run(dataset, steps=2):
             with torch.no_grad():
                 model[0].bias.add_(x.mean())
+            private.declare_update("post-processing", "which is not true")
 
     report = audit.neighbours(make_run, torch.utils.data.TensorDataset(*rows()))
     assert any(finding.what == "state" and "'0.bias'" in finding.text for finding in report.findings)

@@ -14,8 +14,8 @@ def test_it_says_what_the_run_said(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     model, private = private_run(ledger=path, clipping=PerExample(0.5, parts="layer"), delta=1e-6)
     train(model, private, 3)
-    said = private.statement()
     private.close()
+    said = private.statement()
     assert clipwise("statement", path).stdout == f"{said}\n"
     assert json.loads(clipwise("statement", path, "--json").stdout) == said.to_dict()
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from clipwise import Batch, checks
 from clipwise.audit.trial import run_of
+from clipwise.validation.model_state import ModelState
 from tests.audit.bug import Bug, Subject, losses, rows
 
 
@@ -15,6 +16,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checks, "require_no_batch_statistics", lambda *_: None)
     patch.setattr(checks, "require_no_statistics_in", lambda *_: None)
     patch.setattr(checks.BufferGuard, "compare_listed", lambda self: None)
+    patch.setattr(ModelState, "changed", lambda self, *_, **__: [])
 
 
 def normalized(steps: int) -> Subject:
