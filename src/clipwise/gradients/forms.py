@@ -190,9 +190,9 @@ class Written(Form):
         return written
 
     @classmethod
-    def zeros(cls, batch: int, shape: torch.Size, device: torch.device) -> Written:
+    def zeros(cls, batch: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Written:
         """No example has any gradient."""
-        return cls.of(torch.zeros((), device=device).expand(batch, *shape))
+        return cls.of(torch.zeros((), dtype=dtype, device=device).expand(batch, *shape))
 
     @property
     def is_kept(self) -> bool:

@@ -294,6 +294,12 @@ def output_shape(node: Node, number: int) -> torch.Size:
     return torch.Size(node._input_metadata[number].shape)
 
 
+def dtype_at(node: Node, number: int) -> torch.dtype:
+    """The type of one output of a node."""
+    dtype: torch.dtype = node._input_metadata[number].dtype
+    return dtype
+
+
 def gradients_at(
     graph: Graph, edges: list[tuple[Node, int]], weights_B: Tensor, retain: bool
 ) -> dict[tuple[Node, int], Tensor]:
