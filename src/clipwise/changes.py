@@ -34,7 +34,9 @@ class Changes:
             small = [t for t in near if t.numel() <= _SMALL]
             apart = [[t] for t in near if t.numel() > _SMALL]
             self._near = [_Words(those) for those in (small, *apart) if those]
-            self._far = [t for t in self._tensors if t.is_floating_point() and not _has_words(t)]
+            self._far = [
+                t for t in self._tensors if (t.is_floating_point() or t.is_complex()) and not _has_words(t)
+            ]
             self._sums = self._sums_now()
         self._seen, self._lengths = self._counts(), self._lengths_now()
 

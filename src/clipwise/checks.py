@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.observed import observations
+from clipwise.real_views import real_view
 from clipwise.structure import map_tensors, tensors_in
 
 _PROBED_BATCHES = 2
@@ -57,13 +59,18 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             f"Parameter {forgotten[0]!r} is trainable but the optimizer does not hold it: add it to the "
             "optimizer, or freeze it with requires_grad_(False)."
         )
-    for name, p in trainable.items():
-        if not p.is_floating_point():
-            raise ConfigurationError(
-                f"Parameter {name!r} is {p.dtype}: only real floating point is supported."
-            )
     guards.require_no_hooks(trainable)
     return trainable
+
+
+def require_real(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
+    """Refuse complex parameters, for a strategy that does not know them."""
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise ConfigurationError(
+                f"Parameter {name!r} is {p.dtype}, and clipping={strategy} is for real parameters. Keep it as pairs of "
+                "real numbers and call torch.view_as_complex in forward, or use PerExample or Batch without sparse."
+            )
 
 
 _USE_BATCH = (
@@ -260,7 +267,7 @@ def _digest(tensor: Tensor) -> tuple[float, ...]:
     """Numbers that hardly stay what they are when the contents change."""
     if is_lazy(tensor):
         return ()
-    values = tensor.detach().double().nan_to_num()
+    values = real_view(tensor.detach()).double().nan_to_num()
     return float(values.sum()), float(values.abs().sum())
 
 
@@ -339,7 +346,7 @@ class IndependenceProbe:
     def _marked(self, value: Tensor) -> Tensor:
         if value.dim() == 0:
             return value  # a number of the whole batch, and no example's
-        if not value.is_floating_point() or value.requires_grad:
+        if not (value.is_floating_point() or value.is_complex()) or value.requires_grad:
             self._ids.append(value)
             return value
         leaf = value.detach().requires_grad_()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.real_views import real_view
 
 if TYPE_CHECKING:
     from clipwise.engine import Private
@@ -163,7 +164,7 @@ class Watch:
 
 def _digest(p: Tensor) -> tuple[float, float]:
     """Two numbers that hardly stay what they are when the contents change; the same for a copy put back."""
-    values = p.detach().double().nan_to_num().flatten()
+    values = real_view(p.detach()).double().nan_to_num().flatten()
     return float(values.sum()), float(values.abs().sum())
 
 

@@ -17,6 +17,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
+from clipwise.real_views import dimension
 from clipwise.sampling import Scheme
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -165,6 +166,7 @@ class Strategy(ABC):
         is_coupled: whether the bound holds although examples of a batch depend on one another.
         bounds_inside: whether it bounds gradients inside the network, so that a loss must come from its outputs.
         takes_views: whether an example may have several rows in a batch.
+        takes_complex: whether parameters may be complex. They count as pairs of real ones.
     """
 
     unit: Unit = Unit.RECORD
@@ -172,6 +174,7 @@ class Strategy(ABC):
     is_coupled: bool = False
     bounds_inside: bool = False
     takes_views: bool = True
+    takes_complex: bool = False
 
     @abstractmethod
     def attach(self, site: Site) -> Clipper:
@@ -234,7 +237,7 @@ def _divided(
         found = [z * b.sensitivity for b in bounds]
     elif isinstance(split, str):
         sizes = [
-            sum(parameters[n].numel() for n in b.parameters) if b.size is None else b.size for b in bounds
+            sum(dimension(parameters[n]) for n in b.parameters) if b.size is None else b.size for b in bounds
         ]
         found = split_noise([b.sensitivity for b in bounds], sizes, z, split)
     else:

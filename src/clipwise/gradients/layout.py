@@ -24,6 +24,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from clipwise.gradients.forms import as_real
+
 LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot push a gradient into the denormals
 LARGEST_WEIGHT = 2.0 ** (LEVELS - 1)
 _QUIET = 1e-10  # of the longest row, squared: on CUDA, shorter rows say nothing
@@ -153,8 +155,8 @@ class Probe:
         """
         if self.again is None:
             return 0.0
-        apart = ((self.again - self.plain).double() / self._scale).nan_to_num(0, 0, 0)
-        rows = apart.movedim(axis, 0).reshape(apart.shape[axis], -1).square().sum(1)
+        apart = ((self.again - self.plain) / self._scale).nan_to_num(0, 0, 0)
+        rows = as_real(apart.movedim(axis, 0).reshape(apart.shape[axis], -1)).double().square().sum(1)
         return _UNREPEATABLE * rows.max()
 
     def agrees_by_entry(self, layout: Layout) -> bool:
@@ -170,7 +172,7 @@ class Probe:
     def _moments(self, axis: int) -> tuple[Tensor, Tensor, Tensor]:
         """|p|^2, <p, w> and |w|^2 of every row along an axis."""
         rest = self.plain.numel() // max(1, self.plain.shape[axis])
-        p, w = (x.movedim(axis, 0).reshape(x.shape[axis], rest) for x in self._speaking)
+        p, w = (as_real(x.movedim(axis, 0).reshape(x.shape[axis], rest)) for x in self._speaking)
         return p.square().sum(1), (p * w).sum(1), w.square().sum(1)
 
     def ratios(self, axis: int) -> Tensor:
@@ -186,7 +188,8 @@ class Probe:
         speak, or one bad example would let any axis pass that crosses it.
         """
         silent = ~(torch.isfinite(self.plain) & torch.isfinite(self.weighted))
-        p, w = (x.double().masked_fill(silent, 0) / self._scale for x in (self.plain, self.weighted))
+        wide = torch.complex128 if self.plain.is_complex() else torch.float64
+        p, w = (x.to(wide).masked_fill(silent, 0) / self._scale for x in (self.plain, self.weighted))
         return p, w
 
     @cached_property
@@ -199,7 +202,7 @@ class Probe:
     @property
     def _lost(self) -> float:
         """An entry below this may have lost its digits, in units of the largest."""
-        tiny = torch.finfo(torch.float64 if self.plain.dtype == torch.float64 else torch.float32).tiny
+        tiny = torch.finfo(torch.promote_types(self.plain.dtype, torch.float32)).tiny
         return _DENORMAL * tiny / self._scale
 
     def is_dead(self) -> bool:

@@ -19,7 +19,7 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.operations import ROW_MOVERS
 from clipwise.gradients.outline import Outline
 from clipwise.gradients.probing import Prober
-from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
+from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import (
     Edge,
     Graph,
@@ -267,7 +267,7 @@ def _carries_examples(
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     regular = {k: prober.layouts((node, k)) for k in outputs}
     try:
-        finish = begin(node, shapes)
+        finish = begin(node, shapes) if covers(node) else None
     except CoupledExamplesError:  # comes again if the node turns out to be a use
         return None if all(regular.values()) else False
     if not all(regular.values()):
