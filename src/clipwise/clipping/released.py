@@ -64,7 +64,7 @@ class Estimated(Typical):
         self._sizes = {
             h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()
         }
-        self.norms = {h: math.sqrt(sum(sizes.values())) for h, sizes in self._sizes.items()}
+        self.norms = {h: math.sqrt(max(sum(sizes.values()), 1)) for h, sizes in self._sizes.items()}
         self._weight = 0.0  # of all that was heard, in the running means: 1 - memory^t
         self._squares = dict.fromkeys(question.groups, 0.0)
         self._variances = dict.fromkeys(question.groups, 0.0)

@@ -185,6 +185,16 @@ class Strategy(ABC):
         """The configuration in plain types, for fingerprints and statements."""
 
 
+def require_entries(parameters: Parameters, strategy: str) -> None:
+    """Refuse empty parameters, for a strategy that bounds whole layers."""
+    for name, p in parameters.items():
+        if p.numel() == 0:
+            raise ConfigurationError(
+                f"Parameter {name!r} has no entries, and {strategy} has no bound for a layer without any: take the "
+                "layer out of the model."
+            )
+
+
 def noised_parts(
     bounds: Sequence[Bound],
     parameters: Parameters,
