@@ -84,11 +84,30 @@ class Prober:
 
     def ragged(self, edge: Edge) -> Ragged | None:
         """The layout with rows in an order or a number of their own, if every row has one owner."""
+        return self._numbers.read(self._spelled_out(edge))
+
+    def is_shared_buffer(self, edge: Edge) -> bool:
+        """Whether each row has one owner if two axes are taken together: a buffer with places for rows of any example.
+
+        As [experts, capacity, ...] in a mixture of experts, where one place holds another example in each expert.
+        """
+        probes = self._spelled_out(edge)
+        for axis in range(self._plain[edge].dim() - 1):
+            flat = [
+                Probe(p.plain.flatten(axis, axis + 1), p.weighted.flatten(axis, axis + 1), p.weights_B)
+                for p in probes
+            ]
+            if self._numbers.read(flat) is not None:
+                return True
+        return False
+
+    def _spelled_out(self, edge: Edge) -> list[Probe]:
+        """The probes of an edge, with those among them from which owners can be read."""
         for weights_B in (*self._numbers.weights, self._random):
             if not any(weights_B is w for w in self._weights):
                 self._weights.append(weights_B)
         self._complete()
-        return self._numbers.read(self._probes(edge))
+        return self._probes(edge)
 
     def settle(self, edge: Edge) -> tuple[list[Layout], bool]:
         """The layouts that may be right at an edge, and whether they may be so on another batch as well.
