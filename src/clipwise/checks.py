@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from clipwise import guards
 from clipwise.drawn_size import DrawnSize
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
-from clipwise.gradients.layout import Probe, private_generator, probe_weights
+from clipwise.gradients.layout import LARGEST_WEIGHT, Probe, private_generator, probe_weights, surviving
 from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
@@ -321,25 +322,33 @@ class IndependenceProbe:
 
         `plain` is what the outputs are multiplied with before they are added up.
         """
-        rows_B = weights_B.to(plain).view(-1, *[1] * (plain.dim() - 1))
-        with ieee_arithmetic(), unclipped():
-            found: list[tuple[Tensor | None, ...]] = [
-                torch.autograd.grad(outputs, inputs, w, retain_graph=True, allow_unused=True)
-                if inputs
-                else ()
-                for w in (plain, plain * rows_B)
-            ]
+
+        def gradients(given: Tensor) -> tuple[Tensor | None, ...]:
+            with ieee_arithmetic(), unclipped():
+                return torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
+
+        if not inputs:
+            return True
+        # If one example depends on another, it is seen where the other has the larger weight: in one of these two.
+        both = (weights_B, LARGEST_WEIGHT / weights_B)
+        found, *weighted = (gradients(w) for w in (plain, *(plain * _by_row(w_B, plain) for w_B in both)))
+        thrice: tuple[Tensor | None, ...] = ()
         finite = True
-        for number, (p, w) in enumerate(zip(*found, strict=True)):
-            if p is None or w is None:
+        for number, p in enumerate(found):
+            ws = [w for w in (each[number] for each in weighted) if w is not None]
+            if p is None or len(ws) < len(both):
                 continue
             finite &= bool(torch.isfinite(p).all())
-            layouts = Probe(p, w, weights_B.to(p.device)).layouts()
+            probes = [Probe(p, w, w_B.to(p.device)) for w, w_B in zip(ws, both, strict=True)]
+            layouts = surviving(probes)
+            if not layouts and not probes[0].repeats:  # it may be rounding
+                thrice = thrice or gradients(3 * plain)
+                layouts = surviving([replace(probe, thrice=thrice[number]) for probe in probes])
             if number < len(self._leaves) and len(p) == len(weights_B):
                 # As the loader hands them out: one loss a *position*, of all examples, is none an example.
                 layouts = [layout for layout in layouts if layout.axis == 0]
             # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
-            if bool(w.any()) and not layouts:
+            if not layouts and any(bool(w.any()) for w in ws):
                 raise CoupledExamplesError(refusal)
         return finite
 
@@ -352,6 +361,11 @@ class IndependenceProbe:
         leaf = value.detach().requires_grad_()
         self._leaves.append(leaf)
         return leaf.clone()  # not a leaf itself, so that the model may work on it in place
+
+
+def _by_row(weights_B: Tensor, like: Tensor) -> Tensor:
+    """One weight a row, in a shape that broadcasts to a tensor's."""
+    return weights_B.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
 def _lookups(losses: Tensor, ids: list[Tensor]) -> list[GradientEdge]:
