@@ -28,6 +28,7 @@ test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.compiled
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.backprop
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.normalization
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.attention
 
 fuzz: $(STAMP)  ## 2,000 random models against a forward pass per example
 	$(BIN)/python -m tests.fuzz --models 2000 --seed 0

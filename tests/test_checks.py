@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.checks import BufferGuard, require_losses, trainable_parameters
+from clipwise.checks import BufferGuard, require_losses, require_real, trainable_parameters
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 
 B, T, D = 7, 4, 5
@@ -40,10 +40,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             trainable_parameters(*bad)  # type: ignore[arg-type]
 
 
-def test_complex_parameters_are_refused() -> None:
+def test_complex_parameters_are_refused_where_a_strategy_does_not_take_them() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
-    with pytest.raises(ConfigurationError, match=r"'w' is torch\.complex64"):
-        trainable_parameters(model, sgd(*model.parameters()))
+    found = trainable_parameters(model, sgd(*model.parameters()))
+    with pytest.raises(ConfigurationError, match=r"'w' is torch\.complex64, and clipping=Lipschitz"):
+        require_real(found, "Lipschitz")
 
 
 # Losses

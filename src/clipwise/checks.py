@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -10,6 +12,7 @@ from clipwise import guards
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.inventory import Inventory
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
+from clipwise.real_views import real_view
 from clipwise.structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
 from clipwise.validation.marked import tracked
@@ -60,13 +63,18 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             f"Parameter {forgotten[0]!r} is trainable but the optimizer does not hold it: add it to the "
             "optimizer, or freeze it with requires_grad_(False)."
         )
-    for name, p in trainable.items():
-        if not p.is_floating_point():
-            raise ConfigurationError(
-                f"Parameter {name!r} is {p.dtype}: only real floating point is supported."
-            )
     guards.require_no_hooks(trainable)
     return trainable
+
+
+def require_real(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
+    """Refuse complex parameters, for a strategy that does not know them."""
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise ConfigurationError(
+                f"Parameter {name!r} is {p.dtype}, and clipping={strategy} is for real parameters. Keep it as pairs of "
+                "real numbers and call torch.view_as_complex in forward, or use PerExample or Batch without sparse."
+            )
 
 
 _LEARNED = (
@@ -249,5 +257,5 @@ def _digest(tensor: Tensor) -> tuple[float, ...]:
     """Numbers that hardly stay what they are when the contents change."""
     if is_lazy(tensor):
         return ()
-    values = tensor.detach().double().nan_to_num()
+    values = real_view(tensor.detach()).double().nan_to_num()
     return float(values.sum()), float(values.abs().sum())

@@ -98,6 +98,7 @@ class CompiledStep:
         is_constant = is_constant and not any(part.grid for part in private._parts)
         # Statistics follow the weights, and examples of several rows are not filled up.
         is_constant = is_constant and private._public_statistics is None and private.views == 1
+        is_constant = is_constant and not any(p.is_complex() for p in private._parameters.values())
         is_constant = is_constant and private._penalty is None and private._watch is None
         self._stays_ordinary = not (is_constant and _can_capture(self._device))
 

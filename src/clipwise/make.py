@@ -152,6 +152,8 @@ def make_private(
     strategy = PerExample() if clipping is None else clipping
     if not isinstance(strategy, Strategy):
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
+    if not strategy.takes_complex:
+        checks.require_real(parameters, type(strategy).__name__)
     # The trace of Lipschitz refuses them too, and names a layer that has bounds.
     is_judged_later = isinstance(strategy, Lipschitz) or (
         isinstance(strategy, Batch) and strategy.local_update is not None

@@ -10,11 +10,23 @@ from torch import Tensor
 
 from clipwise.noise import NoiseKey, gaussian, gaussian_in_pieces
 from clipwise.privacy import Part
+from clipwise.real_views import complex_view, real_view
 from clipwise.release import fit_together, noised, noised_together, scales_of
 from clipwise.secure import noised_on_grid, rounded_gaussian
 
 
 def noised_sums(
+    total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
+) -> dict[str, Tensor]:
+    """(sum + noise) / L of each sum. Noise falls on the real and on the imaginary parts of a complex one."""
+    are_complex = [name for name, t in total.items() if t.is_complex()]
+    total.update({name: real_view(total[name]) for name in are_complex})
+    total = _noised_sums(total, parts, divisor, key)
+    total.update({name: complex_view(total[name]) for name in are_complex})
+    return total
+
+
+def _noised_sums(
     total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
 ) -> dict[str, Tensor]:
     """(sum + noise) / L, with L the expected size: for what is drawn is secret. Sums are written over.

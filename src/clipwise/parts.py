@@ -9,6 +9,7 @@ from torch import nn
 from clipwise.clipping import Clipper, noised_parts
 from clipwise.clipping.strategy import Split
 from clipwise.privacy import Part
+from clipwise.real_views import dimension
 from clipwise.secure import on_grid
 
 
@@ -20,4 +21,4 @@ def parts_of(
     if noise != "secure":
         return parts
     beside = {b.name: b.size or 1 for b in clipper.bounds if not b.parameters}  # a count is one number
-    return on_grid(parts, beside | {name: p.numel() for name, p in parameters.items()})
+    return on_grid(parts, beside | {name: dimension(p) for name, p in parameters.items()})

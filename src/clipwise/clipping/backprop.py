@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping.choices import require_split
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
-from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
+from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.given import with_plain_numbers
 from clipwise.gradients.precision import chosen_arithmetic
@@ -95,6 +95,7 @@ class Backprop(Strategy):
         """Bind to a model whose trainable parameters are all in clipped layers."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"Backprop protects single records, not unit={str(site.unit)!r}.")
+        require_entries(site.parameters, "Backprop")
         return BackpropClipper(site, self.layers_of(site.model, site.parameters))
 
     def layers_of(self, model: nn.Module, parameters: Parameters) -> dict[str, ClippedLayer]:

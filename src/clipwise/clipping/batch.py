@@ -30,6 +30,7 @@ from clipwise.given import require_takes, with_plain_numbers
 from clipwise.gradients.rare import PutAside, Rare
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
+from clipwise.real_views import complex_view, dimension, real_view
 from clipwise.sampling import Partition, Scheme
 from clipwise.sampling.schemes import whole
 
@@ -39,6 +40,7 @@ LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 _ROOM = 2.0**-20
 _ROOM_64 = 2.0**-40  # where nothing is rounded to float32
 _UNIT = 2.0**-53  # of rounding to float64
+_DOUBLE = (torch.float64, torch.complex128)
 _LEAST_WEIGHT = 2.0**-100  # that a vector is multiplied with; it counts 0 instead
 # All mini-sets of a batch that is drawn in such a way are of one size, or nearly.
 _OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
@@ -126,6 +128,11 @@ class Batch(Strategy):
             )
         return thinned(self.sparse, constants, site)
 
+    @property
+    def takes_complex(self) -> bool:  # type: ignore[override]
+        """What `Sparse` freezes are real entries."""
+        return self.sparse is None
+
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
         return {
@@ -207,6 +214,14 @@ class BatchClipper(ClipperByConstants):
 
     def _clipped(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
+        clipped = self._clipped_pairs({name: real_view(g) for name, g in vectors.items()})
+        of_complex = {
+            n for n, t in clipped.items() if self._parameters[n].is_complex() and not t.is_complex()
+        }
+        return {name: complex_view(t) if name in of_complex else t for name, t in clipped.items()}
+
+    def _clipped_pairs(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same of vectors that are all real."""
         vectors = without(vectors, self._constants.frozen)
         groups, scales = self._constants.groups, self._constants.scales
         lengths = _lengths(vectors, scales)
@@ -259,7 +274,11 @@ class BatchClipper(ClipperByConstants):
 
     def _zeros(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         parameters = self._parameters if names is None else {name: self._parameters[name] for name in names}
-        return {name: torch.zeros_like(p, dtype=self._dtype(p)) for name, p in parameters.items()}
+        types = {
+            n: self._dtype(p).to_complex() if p.is_complex() else self._dtype(p)
+            for n, p in parameters.items()
+        }
+        return {name: torch.zeros_like(p, dtype=types[name]) for name, p in parameters.items()}
 
     def _room(self, names: Sequence[str]) -> float:
         """How much of C is left for rounding: of the norm, of what is clipped, and of its sum.
@@ -268,12 +287,13 @@ class BatchClipper(ClipperByConstants):
         are no longer than C by k^2 / 2 u C: twice that for the sums of two neighbours.
         """
         group = [self._parameters[name] for name in names]
-        if any(p.dtype != torch.float64 for p in group):
+        if any(p.dtype not in _DOUBLE for p in group):
             return _ROOM
-        return _ROOM_64 + _UNIT * (sum(p.numel() for p in group) + self._most_added**2)
+        return _ROOM_64 + _UNIT * (sum(dimension(p) for p in group) + self._most_added**2)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        return torch.float64 if self._adds_up or p.dtype == torch.float64 else torch.float32
+        """Of the sum, or of the pairs in it."""
+        return torch.float64 if self._adds_up or p.dtype in _DOUBLE else torch.float32
 
     def _changes(self, model: nn.Module) -> dict[str, Tensor]:
         """What a local update made of its copy."""
@@ -297,17 +317,25 @@ class BatchClipper(ClipperByConstants):
                 raise StepError(
                     f"local_update returned {name!r}, which is no trainable parameter of the model."
                 )
-            shape = self._parameters[name].shape
+            p = self._parameters[name]
             fits = isinstance(delta, Tensor) and delta.layout == torch.strided and not delta.is_meta
-            if not fits or delta.shape != shape or not delta.is_floating_point():
+            if not fits or delta.shape != p.shape or not (p.is_complex() or delta.is_floating_point()):
                 raise StepError(
-                    f"local_update: the change of {name!r} must be a dense tensor of real numbers, of shape "
-                    f"{tuple(shape)} as the parameter itself."
+                    f"local_update: the change of {name!r} must be a dense tensor of "
+                    f"{'complex' if p.is_complex() else 'real'} numbers, of shape {tuple(p.shape)} as the parameter "
+                    "itself."
                 )
         return {
-            name: deltas[name].detach().to(p.device) if name in deltas else torch.zeros_like(p)
+            name: _in_space_of(p, deltas[name].detach().to(p.device))
+            if name in deltas
+            else torch.zeros_like(p)
             for name, p in self._parameters.items()
         }
+
+
+def _in_space_of(p: Tensor, delta: Tensor) -> Tensor:
+    """A change of a complex parameter is complex, however it is given."""
+    return delta.to(torch.promote_types(delta.dtype, torch.complex64)) if p.is_complex() else delta
 
 
 def _lengths(vectors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:

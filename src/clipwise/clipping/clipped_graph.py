@@ -81,15 +81,18 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
     """Row i of every clipped layer must belong to example i: shown by a probe (gradients/layout.py)."""
     weights_B = probe_weights(len(losses), losses)
     seen: list[dict[Node, Tensor]] = []
-    for w in (torch.ones_like(losses), weights_B):
+    ones_B = torch.ones_like(losses)
+    # Where kernels add in an order that changes, a third pass shows how far rounding goes (gradients/layout.py).
+    for w in (ones_B, weights_B, 3 * ones_B)[: 2 if losses.device.type == "cpu" else 3]:
         gradients: dict[Node, Tensor] = {}
         with unclipped(gradients.__setitem__), ieee_arithmetic():
             torch.autograd.grad(losses, list(parameters.values()), w, retain_graph=True, allow_unused=True)
         seen.append(gradients)
-    plain, weighted = seen
+    plain, weighted, *thrice = seen
     for node in nodes:
         if node in plain:
-            probe = Probe(plain[node], weighted[node], weights_B.to(plain[node].device))
+            at = weights_B.to(plain[node].device)
+            probe = Probe(plain[node], weighted[node], at, *(found[node] for found in thrice))
             if not probe.agrees(Layout(node.axis, 1, len(losses), 1)):
                 raise CoupledExamplesError(
                     f"Layer {_layer_of(node).name!r} does not have one row for each example along axis "  # type: ignore[union-attr]

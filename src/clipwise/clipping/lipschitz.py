@@ -16,7 +16,7 @@ from clipwise.clipping.choices import require_split
 from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
 from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.repeated import RepeatedOutputs
-from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy
+from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
 from clipwise.given import require_bool, with_plain_numbers
 from clipwise.gradients.precision import chosen_arithmetic
@@ -151,6 +151,7 @@ class Lipschitz(Strategy):
         """Trace the model, clip its weights, and bound its gradients; or refuse what has no bound, by name."""
         if site.unit is not Unit.RECORD:
             raise ConfigurationError(f"Lipschitz protects single records, not unit={str(site.unit)!r}.")
+        require_entries(site.parameters, "Lipschitz")
         device = next(iter(site.parameters.values())).device
         arithmetic = chosen_arithmetic(device)
         network = trace(site.model, self._shape(site), arithmetic)

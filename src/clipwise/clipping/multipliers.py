@@ -15,6 +15,7 @@ from clipwise.clipping.schedule import Every
 from clipwise.clipping.strategy import Site
 from clipwise.given import require_bool, with_plain_numbers
 from clipwise.known import require_known
+from clipwise.real_views import dimension
 
 KINDS = ("optimal", "paper")
 
@@ -79,7 +80,7 @@ class Multipliers(NormPolicy):
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
     ) -> Choice:
         """One part, and m_h for the typical norms of its layers."""
-        sizes = {h: sum(site.parameters[n].numel() for n in names) for h, names in layers.items()}
+        sizes = {h: sum(dimension(site.parameters[n]) for n in names) for h, names in layers.items()}
         m = multipliers(e, sizes, self.kind, self._keeps_length())
         C = max_norm * (_length(m, e) if self.relative else 1.0)
         by_name = {n: m[h] for h, names in layers.items() for n in names}

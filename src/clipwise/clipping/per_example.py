@@ -125,6 +125,11 @@ class PerExample(Strategy):
             return chosen_arithmetic(next(iter(parameters.values())).device)
         return TF32 if self.products == "tf32" else IEEE
 
+    @property
+    def takes_complex(self) -> bool:  # type: ignore[override]
+        """What `Sparse` freezes are real entries."""
+        return self.sparse is None
+
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types. `method` is a performance knob and left out; `products` is stated
         by what it comes to, the clipper's arithmetic."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from clipwise.clipping.typical import Question, Typical
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
 from clipwise.given import with_plain_numbers
+from clipwise.real_views import dimension, real_view
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class Estimated(Typical):
     def __init__(self, rule: Released, question: Question) -> None:
         self._groups, self._memory = question.groups, float(rule.memory)
         parameters = question.site.parameters
-        self._sizes = {h: {n: parameters[n].numel() for n in names} for h, names in question.groups.items()}
-        self.norms = {h: math.sqrt(sum(sizes.values())) for h, sizes in self._sizes.items()}
+        self._sizes = {
+            h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()
+        }
+        self.norms = {h: math.sqrt(max(sum(sizes.values()), 1)) for h, sizes in self._sizes.items()}
         self._weight = 0.0  # of all that was heard, in the running means: 1 - memory^t
         self._squares = dict.fromkeys(question.groups, 0.0)
         self._variances = dict.fromkeys(question.groups, 0.0)
@@ -74,7 +77,9 @@ class Estimated(Typical):
             raise StepError(
                 "Released(...) needs to know the noise of each release: the strategy does not tell it."
             )
-        energies = torch.stack([means[n].double().square().sum().to(device) for n in names]).tolist()
+        energies = torch.stack(
+            [real_view(means[n]).double().square().sum().to(device) for n in names]
+        ).tolist()
         energy = dict(zip(names, energies, strict=True))
         if not all(map(math.isfinite, energies)):
             return

@@ -17,6 +17,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
+from clipwise.real_views import dimension
 from clipwise.sampling import Scheme
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -172,6 +173,7 @@ class Strategy(ABC):
         takes_views: whether an example may have several rows in a batch.
         clips_whole_blocks: whether everything that a mini-set of records adds to the release is clipped as a whole.
             Only then can another block of a partition stand in for the one that holds a record.
+        takes_complex: whether parameters may be complex. They count as pairs of real ones.
     """
 
     unit: Unit = Unit.RECORD
@@ -180,6 +182,7 @@ class Strategy(ABC):
     bounds_inside: bool = False
     takes_views: bool = True
     clips_whole_blocks: bool = False
+    takes_complex: bool = False
 
     @abstractmethod
     def attach(self, site: Site) -> Clipper:
@@ -188,6 +191,16 @@ class Strategy(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types, for fingerprints and statements."""
+
+
+def require_entries(parameters: Parameters, strategy: str) -> None:
+    """Refuse empty parameters, for a strategy that bounds whole layers."""
+    for name, p in parameters.items():
+        if p.numel() == 0:
+            raise ConfigurationError(
+                f"Parameter {name!r} has no entries, and {strategy} has no bound for a layer without any: take the "
+                "layer out of the model."
+            )
 
 
 def noised_parts(
@@ -242,7 +255,7 @@ def _divided(
         found = [z * b.sensitivity for b in bounds]
     elif isinstance(split, str):
         sizes = [
-            sum(parameters[n].numel() for n in b.parameters) if b.size is None else b.size for b in bounds
+            sum(dimension(parameters[n]) for n in b.parameters) if b.size is None else b.size for b in bounds
         ]
         found = split_noise([b.sensitivity for b in bounds], sizes, z, split)
     else:

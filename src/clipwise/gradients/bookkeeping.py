@@ -8,7 +8,6 @@ The result gives norms and weighted sums. Nothing here knows about privacy.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,10 +25,19 @@ from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.gradients.rare import Rare
 from clipwise.gradients.resolve import Resolved, Resolver
 from clipwise.gradients.rules import RuleDoesNotApply, begin
-from clipwise.gradients.walk import Edge, Graph, Outlines, Use, gradients_at, node_name, output_shape
+from clipwise.gradients.selfcheck import Operand, Trust, has_gradient
+from clipwise.gradients.walk import (
+    Edge,
+    Graph,
+    Outlines,
+    Use,
+    dtype_at,
+    gradients_at,
+    node_name,
+    output_shape,
+)
 
 _MOST_OUTLINES = 512
-_CHECKED_BATCHES = 2  # of each kind of graph, against plain autograd
 
 
 class FallbackWarning(UserWarning):
@@ -46,19 +54,16 @@ class Memory:
     resolver: Resolver = field(default_factory=Resolver)
     paths: dict[Plan, Paths] = field(default_factory=dict)
     fallbacks: set[str] = field(default_factory=set)
-    checked: Counter[Outline] = field(default_factory=Counter)
+    trusts: dict[Outline, Trust] = field(default_factory=dict)
     fits: dict[tuple[object, ...], bool] = field(
         default_factory=dict
     )  # which batches book-keeping has room for
 
-    def must_check(self, outline: Outline) -> bool:
-        """Whether a graph is still new; counts the calls."""
-        if self.checked[outline] >= _CHECKED_BATCHES:
-            return False
-        if len(self.checked) >= _MOST_OUTLINES:
-            self.checked.clear()
-        self.checked[outline] += 1
-        return True
+    def trust_in(self, outline: Outline) -> Trust:
+        """What has been compared with plain autograd in graphs of this kind."""
+        if outline not in self.trusts and len(self.trusts) >= _MOST_OUTLINES:
+            self.trusts.clear()
+        return self.trusts.setdefault(outline, Trust())
 
     def paths_of(self, graph: Graph, parameters: Parameters) -> list[dict[int, Path]]:
         """Of each use, the paths of its operands."""
@@ -83,7 +88,8 @@ class Book:
         self._resolved = resolved
         # Gradients of the pass that found the layouts; on a graph that is known already there was none.
         self._gradients = resolved.gradients
-        self._new = resolved.gradients is not None
+        self._trust = self._memory.trust_in(self._graph.outline)
+        self._open = self._trust.open_in(self._graph.plan)  # what is still to be compared with plain autograd
         self._shapes = {
             use: {j: output_shape(*source) for j, source in use.operands.items()} for use in self._graph.uses
         }
@@ -93,18 +99,43 @@ class Book:
     def gradients(self, retain: bool = False) -> PerExampleGradients:
         """One backward pass. Without `retain` it frees the graph."""
         graph = self._graph
-        outputs, self._gradients = self._gradients or self._backward(retain), None
+        outputs, self._gradients = self._gradients or self._backward(retain or bool(self._open)), None
         found: list[Contribution] = []
-        for use, paths in zip(graph.uses, self._memory.paths_of(graph, self._parameters), strict=True):
+        all_paths = self._memory.paths_of(graph, self._parameters)
+        for use, paths in zip(graph.uses, all_paths, strict=True):
             forms = self._forms(use, {k: outputs[(use.node, k)] for k in use.outputs})
             found.extend(Contribution(forms[j], path) for j, path in paths.items())
         result = PerExampleGradients(
             len(graph.losses), join(self._parameters, found), self._memory.arithmetic, self._memory.rare
         )
-        if self._new and self._memory.must_check(graph.outline):
-            selfcheck.check(result, graph.losses, self._parameters, lambda i: self._arriving(outputs, i))
-        self._new = False
+        self._compare(result, outputs, all_paths)
         return result
+
+    def _compare(
+        self, result: PerExampleGradients, outputs: Mapping[Edge, Tensor], paths: list[dict[int, Path]]
+    ) -> None:
+        """Compare what is still open with plain autograd."""
+        live: dict[Operand, Tensor] = {}
+        behind: dict[Operand, tuple[str, ...]] = {}
+        for use, by_operand in zip(self._graph.uses, paths, strict=True):
+            for j, path in by_operand.items():
+                operand = Operand(use.index, j)
+                if operand in self._open:
+                    live[operand] = self._live(use, {k: outputs[(use.node, k)] for k in use.outputs})
+                    behind[operand] = tuple(path.parameters)
+
+        def examine(example: int) -> selfcheck.Examined:
+            arriving = self._arriving(outputs, example)
+            return selfcheck.examined(result, self._graph.losses, example, self._parameters, arriving)
+
+        if live and self._memory.rare.any(torch.stack(list(live.values()))):
+            selfcheck.check(examine, live, behind, self._trust)
+        self._open = []
+
+    def _live(self, use: Use, outputs: Mapping[int, Tensor]) -> Tensor:
+        """Which examples have a gradient at a use."""
+        live_B = has_gradient(outputs, self._resolved.layouts[use.index])
+        return live_B.to(self._graph.losses.device)
 
     def _backward(self, retain: bool) -> dict[Edge, Tensor]:
         edges = [(use.node, k) for use in self._graph.uses for k in use.outputs]
@@ -150,7 +181,7 @@ class Book:
                 pass
         if all(_is_nobodys(g, layouts[k]) for k, g in outputs.items()):
             return {
-                j: Written.zeros(len(self._graph.losses), shape, device)
+                j: Written.zeros(len(self._graph.losses), shape, dtype_at(*use.operands[j]), device)
                 for j, shape in self._shapes[use].items()
             }
         _announce(use, self._graph, self._memory)

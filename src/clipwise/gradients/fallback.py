@@ -15,7 +15,7 @@ from torch import Tensor
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.walk import Node, node_name
+from clipwise.gradients.walk import Node, dtype_at, node_name, zeros_at
 
 
 def call(node: Node, outputs: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
@@ -32,6 +32,25 @@ def call(node: Node, outputs: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]
     return result if isinstance(result, tuple) else (result,)
 
 
+def _results(node: Node) -> dict[int, int]:
+    """Where the gradient of each input of a node lies among those that the node returns: operand -> place.
+
+    A built-in operation returns one for each of its `next_functions`. An `autograd.Function` returns one for each
+    argument of `forward`, of which `next_functions` has the tensors alone; those that need a gradient are the same
+    ones in both, in the same order.
+    """
+    operands = [j for j, (source, _) in enumerate(node.next_functions) if source is not None]
+    if callable(node):
+        return {j: j for j in operands}
+    arguments = [place for place, needed in enumerate(node.needs_input_grad) if needed]
+    if len(arguments) != len(operands):
+        raise UnsupportedModelError(
+            f"{node_name(node)} does not say which of its arguments need a gradient, so its per-example gradients "
+            "cannot be matched with its inputs. method='loop' is exact."
+        )
+    return dict(zip(operands, arguments, strict=True))
+
+
 def forms(
     node: Node,
     shapes: Mapping[int, torch.Size],
@@ -40,16 +59,13 @@ def forms(
 ) -> dict[int, Form]:
     """One form for each wanted operand, at the price of B calls of the node."""
     batch = next(iter(layouts.values())).batch
-    device = next(iter(outputs.values())).device
+    results = _results(node)
     rows: dict[int, list[Tensor]] = {operand: [] for operand in shapes}
     with _only_finite(node):
         for i in range(batch):
             grads = call(node, {k: layouts[k].only(g, i) for k, g in outputs.items()})
             for operand, shape in shapes.items():
-                grad = grads[operand]
-                # A node may leave the sum over broadcast positions to the engine that called it.
-                one = torch.zeros(shape, device=device) if grad is None else grad.detach().sum_to_size(shape)
-                rows[operand].append(one)
+                rows[operand].append(_as_input(grads[results[operand]], shape, *node.next_functions[operand]))
     written = {operand: torch.stack(grads) for operand, grads in rows.items()}
     healthy_B = _finite([layouts[k].split(g) for k, g in outputs.items()])
     if bool(healthy_B.any()) and not bool(healthy_B.all()) and not bool(_finite(written.values()).any()):
@@ -58,6 +74,14 @@ def forms(
             "kept apart from the others there. Leave such examples out of the data, or make them finite."
         )
     return {operand: Written.of(grads) for operand, grads in written.items()}
+
+
+def _as_input(grad: Tensor | None, shape: torch.Size, source: Node, number: int) -> Tensor:
+    """A gradient in the shape and type of the input, to which a node may leave it to the engine to bring it."""
+    if grad is None:
+        return zeros_at(source, number)
+    grad, dtype = grad.detach().sum_to_size(shape), dtype_at(source, number)
+    return (grad.real if grad.is_complex() and not dtype.is_complex else grad).to(dtype)
 
 
 def _finite(tensors: Iterable[Tensor]) -> Tensor:
@@ -87,10 +111,10 @@ def _only_finite(node: Node) -> Iterator[None]:
 
 
 def _saved(node: Node) -> Iterator[Tensor]:
-    """The floating point tensors that a node keeps; their `.data`, so that no version changes."""
+    """The real and complex tensors that a node keeps; their `.data`, so that no version changes."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             value = getattr(node, name)
             for saved in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(saved, Tensor) and saved.is_floating_point():
+                if isinstance(saved, Tensor) and (saved.is_floating_point() or saved.is_complex()):
                     yield saved.data

@@ -86,7 +86,14 @@ def roundoff(dtype: torch.dtype) -> float:
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Sums run in float32 or better."""
+    if x.is_complex():
+        return x if x.dtype != torch.complex32 else x.to(torch.complex64)
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def as_real(x_Bn: Tensor) -> Tensor:
+    """Rows of complex numbers as rows of twice as many real ones, of the same length; real rows as they are."""
+    return torch.view_as_real(x_Bn.resolve_conj()).flatten(1) if x_Bn.is_complex() else x_Bn
 
 
 def squared_norms(x_Bn: Tensor) -> Tensor:
@@ -95,6 +102,7 @@ def squared_norms(x_Bn: Tensor) -> Tensor:
     A block of k squares is summed, in any order, with relative error at most (k + 2) u, which is half of
     that for its root. A square below the smallest number is lost: at most sqrt(k tiny) a block.
     """
+    x_Bn = as_real(x_Bn)
     B, n = x_Bn.shape
     if kernels.usable(x_Bn):
         return row_squares(x_Bn)
@@ -190,9 +198,9 @@ class Written(Form):
         return written
 
     @classmethod
-    def zeros(cls, batch: int, shape: torch.Size, device: torch.device) -> Written:
+    def zeros(cls, batch: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Written:
         """No example has any gradient."""
-        return cls.of(torch.zeros((), device=device).expand(batch, *shape))
+        return cls.of(torch.zeros((), dtype=dtype, device=device).expand(batch, *shape))
 
     @property
     def is_kept(self) -> bool:
@@ -246,6 +254,15 @@ class Written(Form):
     def _chunks(self) -> list[slice]:
         whole = chunks(self.batch, _bytes(1, self.shape, self.dtype))
         return whole if whole[0].stop <= self._piece else self._pieces()
+
+
+def real(form: Form) -> Form:
+    """The real part of complex gradients, of a form that writes them out."""
+    if not form.dtype.is_complex:
+        return form
+    return Written(
+        form.batch, form.shape, form.dtype.to_real(), lambda examples: form.instantiate(examples).real
+    )
 
 
 class Permuted(Form):
@@ -589,8 +606,12 @@ def _flat(gradients: Tensor) -> Tensor:
 @ieee_arithmetic()
 def _combine(w_B: Tensor, gradients: Tensor) -> Tensor:
     """sum_i w_i gradient_i; what was measured is summed as it is, so these products are never rounded."""
-    flat = at_least_float32(_flat(gradients))
-    return (w_B.to(flat.dtype) @ flat).view(gradients.shape[1:])
+    gradients = at_least_float32(gradients)
+    flat = as_real(_flat(gradients))
+    total = w_B.to(flat.dtype) @ flat
+    if gradients.is_complex():
+        total = torch.view_as_complex(total.view(-1, 2))
+    return total.view(gradients.shape[1:])
 
 
 def _zero(x: Tensor, muted_B: Tensor) -> Tensor:

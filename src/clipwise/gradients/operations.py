@@ -16,10 +16,24 @@ PURE = named(
     *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Flip", "Movedim"),
     *("Neg", "Exp", "Log", "Sqrt", "Rsqrt", "Pow", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax"),
     *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
+    *("ViewAsReal", "ViewAsComplex", "Conj", "ConjPhysical", "Angle", "FftR2C", "FftC2C", "FftC2R"),
 )
 
 # Functions of nothing but the tensors that they take: DERIVED when all of those are in the graph and are.
-CLOSED = PURE | named("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "WeightNormInterface")
+CLOSED = PURE | named(
+    "Mm",
+    "Bmm",
+    "Addmm",
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Cat",
+    "Stack",
+    "Complex",
+    "Polar",
+    "WeightNormInterface",
+)
 
 # Nodes that can move rows about in a way that depends on the data: no layout outlives its batch then.
 ROW_MOVERS = named(
@@ -33,8 +47,12 @@ ROW_MOVERS = named(
 ISOMETRIC = named(
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
     *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
+    *("ViewAsReal", "ViewAsComplex", "Conj", "ConjPhysical"),
 )
 CASTS = named("ToCopy")
+CROSSES = (
+    "between real and complex"  # a cast, and then it does not: the imaginary part of a gradient is dropped
+)
 
 # Numbers by which a node cuts a tensor: the data may choose them, so they are part of an outline.
 CUTS = {

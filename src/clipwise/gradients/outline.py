@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from clipwise.gradients.operations import CLOSED, ISOMETRIC, TRANSPOSE
+from clipwise.gradients.operations import CLOSED, CROSSES, ISOMETRIC, TRANSPOSE
 
 Inputs = tuple[tuple[int, int], ...]  # place (-1: none) and output of everything that a node takes
 BY_HAND = ((), (TRANSPOSE,))  # ways on which gradients are carried without autograd
@@ -21,7 +21,8 @@ BY_HAND = ((), (TRANSPOSE,))  # ways on which gradients are carried without auto
 class Entry(NamedTuple):
     """A place: an operation with its inputs; or a parameter's name.
 
-    `cuts` is where it cuts along the examples, if it does, or that it transposes what is made of parameters.
+    `cuts` is where it cuts along the examples, if it does, or that it transposes what is made of parameters or casts it
+    between real and complex numbers.
     """
 
     name: str
@@ -167,7 +168,8 @@ class Plan:
         places: list[int] = []
         place = source
         while (inputs := entries[place].inputs) is not None:
-            if entries[place].name not in ISOMETRIC or len(inputs) != 1:
+            entry = entries[place]
+            if entry.name not in ISOMETRIC or len(inputs) != 1 or entry.cuts == CROSSES:
                 return Route(source, number, self._parameters_behind(source), False, (), ())
             places.append(place)
             place = inputs[0][0]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.layout import LARGEST_WEIGHT, Layout, Probe, hypotheses, probe_weights
+from clipwise.gradients.layout import LARGEST_WEIGHT, Layout, Probe, hypotheses, probe_weights, surviving
 from clipwise.gradients.owners import Numbers, Ragged
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Edge, Graph, gradients_at
 
 _EXTRA_PROBES = 4
+_TOGETHER = 16  # edges
 
 
 class Prober:
@@ -23,7 +24,7 @@ class Prober:
         self._graph = graph
         self._plain: dict[Edge, Tensor] = {}
         self._last: tuple[object, list[Probe]] | None = None
-        self._again: dict[Edge, Tensor] = {}  # where no layout agreed, in case that kernels do not repeat
+        self._thrice: dict[Edge, Tensor] = {}  # where no layout agreed: how much may be rounding (layout.py)
         self._weigh(1.0)
 
     def _weigh(self, unit: float) -> None:
@@ -72,23 +73,43 @@ class Prober:
 
     def layouts(self, edge: Edge) -> list[Layout]:
         """The regular layouts that survive all probes."""
-        found = self._surviving(edge)
-        if not found and edge not in self._again and self._plain[edge].device.type != "cpu":
-            self._again.update(self._backward([edge], torch.ones_like(self._graph.losses)))
-            found = self._surviving(edge)
+        probes = self._probes(edge)
+        found = surviving(probes)
+        if not found and edge not in self._thrice and not probes[0].repeats:
+            edges = list(self._plain)
+            place = edges.index(edge)
+            # Those that come next will ask for it, too; all at once would take as much memory as the graph.
+            some = edges[place : place + _TOGETHER]
+            self._thrice = self._backward(some, torch.full_like(self._graph.losses, 3.0))
+            found = surviving(self._probes(edge))
         return found
-
-    def _surviving(self, edge: Edge) -> list[Layout]:
-        first, *others = self._probes(edge)
-        return [layout for layout in first.layouts() if all(p.agrees(layout) for p in others)]
 
     def ragged(self, edge: Edge) -> Ragged | None:
         """The layout with rows in an order or a number of their own, if every row has one owner."""
+        return self._numbers.read(self._spelled_out(edge))
+
+    def is_shared_buffer(self, edge: Edge) -> bool:
+        """Whether each row has one owner if two axes are taken together: a buffer with places for rows of any example.
+
+        As [experts, capacity, ...] in a mixture of experts, where one place holds another example in each expert.
+        """
+        probes = self._spelled_out(edge)
+        for axis in range(self._plain[edge].dim() - 1):
+            flat = [
+                Probe(p.plain.flatten(axis, axis + 1), p.weighted.flatten(axis, axis + 1), p.weights_B)
+                for p in probes
+            ]
+            if self._numbers.read(flat) is not None:
+                return True
+        return False
+
+    def _spelled_out(self, edge: Edge) -> list[Probe]:
+        """The probes of an edge, with those among them from which owners can be read."""
         for weights_B in (*self._numbers.weights, self._random):
             if not any(weights_B is w for w in self._weights):
                 self._weights.append(weights_B)
         self._complete()
-        return self._numbers.read(self._probes(edge))
+        return self._probes(edge)
 
     def settle(self, edge: Edge) -> tuple[list[Layout], bool]:
         """The layouts that may be right at an edge, and whether they may be so on another batch as well.
@@ -111,21 +132,21 @@ class Prober:
             if len(left) == 1:
                 break
             weights_B = probe_weights(batch, self._graph.losses) * self._unit
-            again = Probe(plain, self._backward([edge], weights_B)[edge], weights_B)
-            left = [layout for layout in left if again.agrees(layout)]
+            more = Probe(plain, self._backward([edge], weights_B)[edge], weights_B, self._thrice.get(edge))
+            left = [layout for layout in left if more.agrees(layout)]
         return left, True
 
     def _probes(self, edge: Edge) -> list[Probe]:
         """What was worked out of the last edge is kept: several questions in a row are about the same one."""
-        made = (edge, len(self._weighted[edge]), edge in self._again, self._unit)
+        made = (edge, len(self._weighted[edge]), edge in self._thrice, self._unit)
         if self._last is None or self._last[0] != made:
             self._last = made, self._new_probes(edge)
         return self._last[1]
 
     def _new_probes(self, edge: Edge) -> list[Probe]:
         pairs = zip(self._weighted[edge], self._weights, strict=True)
-        again = self._again.get(edge)
-        return [Probe(self._plain[edge], weighted, weights_B, again) for weighted, weights_B in pairs]
+        thrice = self._thrice.get(edge)
+        return [Probe(self._plain[edge], weighted, weights_B, thrice) for weighted, weights_B in pairs]
 
     def _complete(self) -> None:
         """One backward pass for each weighting that some edges still lack."""

@@ -19,7 +19,7 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.operations import ROW_MOVERS
 from clipwise.gradients.outline import Outline
 from clipwise.gradients.probing import Prober
-from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin
+from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import (
     Edge,
     Graph,
@@ -35,6 +35,16 @@ _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
+_USUAL_CAUSES = (
+    "Usual causes: batch statistics, subtracting a mean over the batch, a loss that compares examples. Compute each "
+    "example's loss from that example alone."
+)
+_SHARED_BUFFER = (
+    "rows of all examples share one buffer, and the whole batch decides which row gets which place, as in a mixture of "
+    "experts with a capacity (GShard, Switch). When places run out, which rows of an example are dropped depends on "
+    "the other examples, and no gradient shows it. Make each example a group with a capacity of its own, or pick the "
+    "rows of each expert by an index, without a capacity. Batch(max_norm=...) clips whole mini-sets instead."
+)
 
 
 @dataclass
@@ -115,10 +125,13 @@ class Resolver:
         for node, index in graph.taken_for_derived:
             growth = growths.setdefault(index, Growth())
             if growth.observe(output_shape(node, graph.outline.outputs[index][0]), len(graph.losses)):
+                prober, edge = Prober(graph), (node, graph.outline.outputs[index][0])
+                prober.at([edge])
                 raise CoupledExamplesError(
-                    f"The result of {node_name(node)} grows with the batch, yet none of its rows belongs to one "
-                    "example alone. Usual causes: batch statistics, subtracting a mean over the batch, a loss "
-                    "that compares examples. Compute each example's loss from that example alone."
+                    f"In the result of {node_name(node)} {_SHARED_BUFFER}"
+                    if prober.is_shared_buffer(edge)
+                    else f"The result of {node_name(node)} grows with the batch, yet none of its rows belongs to one "
+                    f"example alone. {_USUAL_CAUSES}"
                 )
 
     def _recall(self, graph: Graph) -> Resolved | None:
@@ -188,11 +201,12 @@ class Resolver:
                 found, sure = prober.settle((use.node, k))
                 certain &= sure
                 if not found:
+                    place = f"At {use.describe(graph.names)}"
                     raise CoupledExamplesError(
-                        f"At {use.describe(graph.names)} a row of the computation belongs to several "
-                        "examples, so per-example gradients cannot be told apart. Usual causes: batch "
-                        "statistics, subtracting a mean over the batch, a loss that compares examples. Compute "
-                        "each example's loss from that example alone."
+                        f"{place} {_SHARED_BUFFER}"
+                        if prober.is_shared_buffer((use.node, k))
+                        else f"{place} a row of the computation belongs to several examples, so per-example gradients "
+                        f"cannot be told apart. {_USUAL_CAUSES}"
                     )
                 candidates[(use.index, k)] = found
         self._remember(graph, carries_data, candidates, certain)
@@ -267,7 +281,7 @@ def _carries_examples(
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     regular = {k: prober.layouts((node, k)) for k in outputs}
     try:
-        finish = begin(node, shapes)
+        finish = begin(node, shapes) if covers(node) else None
     except CoupledExamplesError:  # comes again if the node turns out to be a use
         return None if all(regular.values()) else False
     if not all(regular.values()):

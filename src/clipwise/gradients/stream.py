@@ -47,6 +47,9 @@ class Pass:
     late: list[tuple[Use, Outputs]] = field(default_factory=list)
     arrived: set[Use] = field(default_factory=set)
     doubts: list[Tensor] = field(default_factory=list)
+    untried: list[Tensor] = field(
+        default_factory=list
+    )  # gradients at uses whose rules are still to be compared
     # Each device has a thread of its own, and the arithmetic of products is one switch for all of them.
     lock: RLock = field(default_factory=RLock)
 
@@ -95,9 +98,10 @@ class Stream(Book):
     def each(self, take: Take, retain: bool) -> None:
         """One backward pass, in which `take` gets the gradients of every parameter; it frees the graph if told to.
 
-        What `take` gets of a parameter for the second time stands for what it got before.
+        What `take` gets of a parameter for the second time stands for what it got before. While rules are still to be
+        compared with plain autograd, the graph is kept.
         """
-        if self.is_probed or not self._flows(Pass(take, retain)):
+        if self.is_probed or not self._flows(Pass(take, retain or bool(self._open))):
             found = self.gradients(retain).by_parameter
             for name in list(found):
                 take({name: found.pop(name)})
@@ -111,7 +115,11 @@ class Stream(Book):
         self._deepest = [use for use, above in zip(graph.uses, plan.has_use_behind, strict=True) if not above]
 
     def _flows(self, now: Pass) -> bool:
-        """One pass. False if a layout turned out to be wrong: then others are known, and what was taken is void."""
+        """One pass. False if it has to be made again, in which case what was taken is void.
+
+        A layout turned out to be wrong, and others are known by now; or a use got a gradient whose rule is still to be
+        compared with plain autograd.
+        """
         edges = [(use.node, k) for use in self._deepest for k in use.outputs]
         handles = [use.node.register_prehook(partial(self._arrives, now, use)) for use in self._hooked]
         try:
@@ -133,7 +141,8 @@ class Stream(Book):
             self._add(now, use, self._forms(use, outputs))
         for name in list(now.waiting):
             now.take({name: self._joined(now, name)})
-        return True
+        # Else it is made again with all gradients at hand, which are compared.
+        return not (now.untried and self._memory.rare.any(torch.stack(now.untried)))
 
     def _has_slow_uses(self) -> bool:
         """The fallback calls nodes after the pass, so they must keep what they saved."""
@@ -154,6 +163,8 @@ class Stream(Book):
     def _receive(self, now: Pass, use: Use, outputs: Outputs, inside: bool) -> None:
         now.arrived.add(use)
         self._note_doubts(now, use, outputs)
+        if any(operand.use == use.index for operand in self._open):
+            now.untried.append(self._live(use, outputs))
         forms = self._forms_by_rule(use, outputs)
         if forms is None:
             now.late.append((use, outputs))

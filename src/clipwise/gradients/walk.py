@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients.opaque import COMPILED, REFUSALS, require_not_rerun
-from clipwise.gradients.operations import ACCUMULATE, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
+from clipwise.gradients.operations import ACCUMULATE, CASTS, CROSSES, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
 from clipwise.gradients.outline import Entry, Outline, Plan
 
 Node = Any  # torch exposes autograd nodes by duck type only
@@ -251,6 +251,8 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             if compared:
                 cutting.append(index)
                 cuts = _cuts(node, name, len(losses))
+            elif of_parameters and name in CASTS:  # which is not compared: a parameter keeps its type
+                cuts = CROSSES if _crosses(node) else None
             entries.append(Entry(name, inputs, cuts))
 
     reached = {entry.name for entry in entries if entry.inputs is None}
@@ -275,6 +277,11 @@ def _cuts(node: Node, name: str, batch: int) -> object:
     return tuple(getattr(node, saved) for saved in CUTS[name]) if size % batch == 0 else None
 
 
+def _crosses(node: Node) -> bool:
+    """Whether a cast goes from real to complex numbers, or back."""
+    return dtype_at(node, 0).is_complex != dtype_at(*node.next_functions[0]).is_complex
+
+
 def _transposes(node: Node, name: str) -> bool:
     """Whether a node turns a matrix on its side. (Torch gives -1 in unsigned 64 bits, which is odd as well.)"""
     if len(output_shape(node, 0)) != 2:
@@ -292,6 +299,12 @@ def _some(names: list[str], most: int = 5) -> str:
 def output_shape(node: Node, number: int) -> torch.Size:
     """The shape of one output of a node."""
     return torch.Size(node._input_metadata[number].shape)
+
+
+def dtype_at(node: Node, number: int) -> torch.dtype:
+    """The type of one output of a node."""
+    dtype: torch.dtype = node._input_metadata[number].dtype
+    return dtype
 
 
 def gradients_at(

@@ -20,8 +20,13 @@ Draw = Callable[[int, int], Tensor]  # from a bucket's number and size to whole 
 
 
 def grid_step(sensitivity: float, noise_std: float, size: int) -> float:
-    """The largest power of two g with g sqrt(d) <= 2^-16 S; or g <= 2^-36 sigma, where that is more."""
-    limit = max(FINER_THAN_SENSITIVITY * sensitivity / math.sqrt(size), COARSER_THAN_NOISE * noise_std)
+    """The largest power of two g with g sqrt(d) <= 2^-16 S; or g <= 2^-36 sigma, where that is more.
+
+    An empty part (d = 0) takes the step of a single number: nothing lies on its grid.
+    """
+    limit = max(
+        FINER_THAN_SENSITIVITY * sensitivity / math.sqrt(max(size, 1)), COARSER_THAN_NOISE * noise_std
+    )
     _, exponent = math.frexp(limit)  # limit = m 2^exponent, m in [1/2, 1)
     return math.ldexp(0.5, exponent)
 

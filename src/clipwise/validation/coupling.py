@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients.layout import Probe, probe_weights
+from clipwise.gradients.layout import LARGEST_WEIGHT, Probe, probe_weights, surviving
 from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
@@ -188,17 +189,28 @@ def _require_apart(
     `plain_sum` is what the outputs are multiplied with before they are added up. Returns whether this proves anything:
     a NaN can hide what all examples share, and a gradient of 0 shows nothing.
     """
-    rows_B = weights_B.to(plain_sum).view(-1, *[1] * (plain_sum.dim() - 1))
-    with ieee_arithmetic(), unclipped():
-        found: list[tuple[Tensor | None, ...]] = [
-            torch.autograd.grad(outputs, inputs, w, retain_graph=True, allow_unused=True)
-            for w in (plain_sum, plain_sum * rows_B)
-        ]
+
+    def gradients(given: Tensor) -> tuple[Tensor | None, ...]:
+        with ieee_arithmetic(), unclipped():
+            return torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
+
+    # If one example depends on another, it is seen where the other has the larger weight: in one of these two.
+    both = (weights_B, LARGEST_WEIGHT / weights_B)
+    found, *weighted = (
+        gradients(w) for w in (plain_sum, *(plain_sum * _by_row(w_B, plain_sum) for w_B in both))
+    )
+    thrice: tuple[Tensor | None, ...] = ()
     is_finite, is_live = True, False
-    for number, (p, w) in enumerate(zip(*found, strict=True)):
-        if p is None or w is None:
+    for number, p in enumerate(found):
+        ws = [w for w in (each[number] for each in weighted) if w is not None]
+        if p is None or len(ws) < len(both):
             continue
-        layouts = Probe(p, w, weights_B.to(p.device)).layouts()
+        w = ws[0]
+        probes = [Probe(p, each, w_B.to(p.device)) for each, w_B in zip(ws, both, strict=True)]
+        layouts = surviving(probes)
+        if not layouts and not probes[0].repeats:  # it may be rounding
+            thrice = thrice or gradients(3 * plain_sum)
+            layouts = surviving([replace(probe, thrice=thrice[number]) for probe in probes])
         if number < marked and len(p) == len(weights_B):
             # As the loader hands them out: one loss a *position*, of all examples, is none an example.
             layouts = [layout for layout in layouts if layout.axis == 0]
@@ -210,9 +222,14 @@ def _require_apart(
             is_live |= _is_live(w)
             is_finite &= bool(torch.isfinite(p).all())
         # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
-        if bool(w.any()) and not layouts:
+        if not layouts and any(bool(each.any()) for each in ws):
             raise CoupledExamplesError(refusal)
     return is_finite and is_live
+
+
+def _by_row(weights_B: Tensor, like: Tensor) -> Tensor:
+    """One weight a row, in a shape that broadcasts to a tensor's."""
+    return weights_B.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
 def _several(flags_B: Tensor) -> bool:

@@ -47,7 +47,7 @@ class Trace:
         if type(value) is not Tensor or value.requires_grad:
             self.others.append(value)  # a type of the user's own, with rules of its own
             return value
-        if not value.is_floating_point():
+        if not (value.is_floating_point() or value.is_complex()):
             self.others.append(value)
             return _as_marked(value.detach(), self, is_pooled=False)
         # The anchor requires a gradient, so that there is a node. In place of a leaf, which could not be changed in

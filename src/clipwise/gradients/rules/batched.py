@@ -14,7 +14,7 @@ from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, 
 from clipwise.gradients.walk import Node
 
 
-@register("BmmBackward0")
+@register("BmmBackward0", takes_complex=True)
 def bmm(node: Node, shapes: Shapes) -> Finish:
     """out_g = left_g @ right_g. Operand 0 or 1 is the stack of weights."""
     left = node._saved_self if 1 in shapes else None
@@ -23,9 +23,9 @@ def bmm(node: Node, shapes: Shapes) -> Finish:
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         forms: dict[int, Form] = {}
         if left is not None:  # gradient of right_g: sum_t left_gt g_gt^T, examples along the rows
-            forms[1] = _products(_rows(left, layout, 1), _rows(g, layout, 1))
+            forms[1] = _products(_rows(left.conj(), layout, 1), _rows(g, layout, 1))
         if right is not None:  # gradient of left_g: sum_t g_gt right_gt^T, examples along the columns
-            forms[0] = _products(_rows(g.mT, layout, 2), _rows(right.mT, layout, 2))
+            forms[0] = _products(_rows(g.mT, layout, 2), _rows(right.mT.conj(), layout, 2))
         return forms
 
     return finish

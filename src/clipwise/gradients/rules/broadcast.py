@@ -11,7 +11,7 @@ from clipwise.gradients.rules.sums import broadcast_sum
 from clipwise.gradients.walk import Node
 
 
-@register("ExpandBackward0")
+@register("ExpandBackward0", takes_complex=True)
 def expand(node: Node, shapes: Shapes) -> Finish:
     """Every copy of the operand gets its own gradient; an example's copies are summed."""
 
@@ -21,7 +21,7 @@ def expand(node: Node, shapes: Shapes) -> Finish:
     return finish
 
 
-@register("RepeatBackward0")
+@register("RepeatBackward0", takes_complex=True)
 def repeat(node: Node, shapes: Shapes) -> Finish:
     """As expand, but a repeated axis holds (copies, size) and the examples must lie in the copies."""
     shape = shapes[0]

@@ -11,34 +11,38 @@ from clipwise.gradients.rules.sums import broadcast_sum
 from clipwise.gradients.walk import Node
 
 
-@register("AddBackward0")
+@register("AddBackward0", takes_complex=True)
 def add(node: Node, shapes: Shapes) -> Finish:
     """out = left + alpha right."""
-    return _linear(shapes, {0: 1, 1: node._saved_alpha})
+    return _linear(shapes, {0: 1, 1: node._saved_alpha.conjugate()})
 
 
-@register("SubBackward0")
+@register("SubBackward0", takes_complex=True)
 def sub(node: Node, shapes: Shapes) -> Finish:
     """out = left - alpha right."""
-    return _linear(shapes, {0: 1, 1: -node._saved_alpha})
+    return _linear(shapes, {0: 1, 1: -node._saved_alpha.conjugate()})
 
 
-@register("MulBackward0")
+@register("MulBackward0", takes_complex=True)
 def mul(node: Node, shapes: Shapes) -> Finish:
     """out = left * right."""
-    factor = {0: node._saved_other if 0 in shapes else 1, 1: node._saved_self if 1 in shapes else 1}
+    factor: dict[int, float | Tensor] = {}
+    if 0 in shapes:
+        factor[0] = node._saved_other.conj()
+    if 1 in shapes:
+        factor[1] = node._saved_self.conj()
     return _linear(shapes, factor)
 
 
-@register("DivBackward0")
+@register("DivBackward0", takes_complex=True)
 def div(node: Node, shapes: Shapes) -> Finish:
     """out = left / right."""
     right = node._saved_other
     factor: dict[int, float | Tensor] = {}
     if 0 in shapes:
-        factor[0] = 1 / at_least_float32(right)
+        factor[0] = 1 / at_least_float32(right).conj()
     if 1 in shapes:
-        factor[1] = -at_least_float32(node._saved_self) / at_least_float32(right).square()
+        factor[1] = (-at_least_float32(node._saved_self) / at_least_float32(right).square()).conj()
     return _linear(shapes, factor)
 
 
@@ -50,14 +54,14 @@ def prelu(node: Node, shapes: Shapes) -> Finish:
     return _linear(shapes, {1: node._saved_self.clamp(max=0)})
 
 
-@register("WhereBackward0")
+@register("WhereBackward0", takes_complex=True)
 def where(node: Node, shapes: Shapes) -> Finish:
     """out = left where the condition holds, else right."""
     condition = node._saved_condition
     return _linear(shapes, {0: condition, 1: ~condition})
 
 
-@register("MaskedFillBackward0", "MaskedFillBackward1")
+@register("MaskedFillBackward0", "MaskedFillBackward1", takes_complex=True)
 def masked_fill(node: Node, shapes: Shapes) -> Finish:
     """out = x where the mask is false, else one value."""
     mask = node._saved_mask

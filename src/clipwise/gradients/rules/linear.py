@@ -5,19 +5,20 @@ Positions were folded into the rows of a matrix product before autograd saw it; 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import Form, Outer
+from clipwise.gradients.forms import Form, Outer, Written
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.rules.sums import broadcast_sum
 from clipwise.gradients.walk import Node
 
 
-@register("AddmmBackward0")
+@register("AddmmBackward0", takes_complex=True)
 def addmm(node: Node, shapes: Shapes) -> Finish:
     """out = beta bias + alpha mat1 @ mat2."""
-    alpha, beta = node._saved_alpha, node._saved_beta
+    alpha, beta = node._saved_alpha.conjugate(), node._saved_beta.conjugate()
     mat1 = node._saved_mat1 if 2 in shapes else None
     mat2 = node._saved_mat2 if 1 in shapes else None
 
@@ -35,7 +36,7 @@ def addmm(node: Node, shapes: Shapes) -> Finish:
     return finish
 
 
-@register("MmBackward0")
+@register("MmBackward0", takes_complex=True)
 def mm(node: Node, shapes: Shapes) -> Finish:
     """out = left @ right."""
     left = node._saved_self if 1 in shapes else None
@@ -52,16 +53,25 @@ def mm(node: Node, shapes: Shapes) -> Finish:
     return finish
 
 
-def _right_factor(left: Tensor, g: Tensor, layout: Layout) -> Outer:
-    """out = left @ W with examples along the rows: gradient of W is sum_t left_t g_t^T."""
+def _right_factor(left: Tensor, g: Tensor, layout: Layout) -> Form:
+    """out = left @ W with examples along the rows: gradient of W is sum_t conj(left_t) g_t^T."""
     if layout.axis != 0:
         raise RuleDoesNotApply("the examples do not lie along the rows")
-    return Outer(layout.rows(left), layout.rows(g))
+    return _outer(layout.rows(left.conj()), layout.rows(g))
 
 
-def _left_factor(g: Tensor, right: Tensor, layout: Layout) -> Outer:
-    """out = W @ right with examples along the columns: gradient of W is sum_t g_t right_t^T."""
+def _left_factor(g: Tensor, right: Tensor, layout: Layout) -> Form:
+    """out = W @ right with examples along the columns: gradient of W is sum_t g_t conj(right_t)^T."""
     if layout.axis != 1:
         raise RuleDoesNotApply("the examples do not lie along the columns")
     columns = layout.on_axis(0)
-    return Outer(columns.rows(g.T), columns.rows(right.T))
+    return _outer(columns.rows(g.T), columns.rows(right.T.conj()))
+
+
+def _outer(left_BTm: Tensor, right_BTn: Tensor) -> Form:
+    """sum_t left_t right_t^T. Complex ones are written out: inner products of positions are of real numbers."""
+    if not (left_BTm.is_complex() or right_BTn.is_complex()):
+        return Outer(left_BTm, right_BTn)
+    shape = torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
+    dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
+    return Written(len(left_BTm), shape, dtype, lambda examples: left_BTm[examples].mT @ right_BTn[examples])

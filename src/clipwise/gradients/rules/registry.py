@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import Form
+from clipwise.gradients.forms import Form, real
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.walk import Node, node_name
+from clipwise.gradients.walk import Node, dtype_at, node_name
 
 Shapes = Mapping[int, torch.Size]  # operand position -> shape of that operand
 Finish = Callable[[Tensor, Layout], dict[int, Form]]
@@ -32,17 +32,23 @@ class RuleDoesNotApply(Exception):  # noqa: N818 (a signal between rooms, no err
 
 
 _RULES: dict[str, Rule] = {}
+_TAKES_COMPLEX: set[str] = set()
 _RULES_FOR_ALL: dict[str, RuleForAll] = {}
 
 
-def register(*names: str) -> Callable[[Rule], Rule]:
+def register(*names: str, takes_complex: bool = False) -> Callable[[Rule], Rule]:
     """Enter a rule for the autograd nodes of these names, by their first output.
 
     A rule is a function `rule(node, shapes)`. `shapes` holds the shapes of those operands whose per-example
     gradients are wanted, by position. It reads what the node saved and returns `finish(g, layout)`: from the
     gradient at the output, and from where the examples lie in it, one form for each wanted operand. It raises
     RuleDoesNotApply where it does not cover a case. The first batches of every new kind of graph are compared
-    with plain autograd, so a rule with a mistake in it is found before anything is released.
+    with plain autograd, so a rule with a mistake in it is found before anything is released. Positions count the
+    tensors among the arguments.
+
+    A rule with `takes_complex` is also called where the output is complex. The gradient of a loss L is then
+    dL/dRe + i dL/dIm, as torch has it; the imaginary part of what the rule gives for a real operand is dropped. Other
+    rules are not called there.
 
     Example, for a `torch.autograd.Function` called Scale that computes x * w for w of shape [n]:
 
@@ -59,6 +65,8 @@ def register(*names: str) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
         for name in names:
             _RULES[name] = rule
+        _TAKES_COMPLEX.difference_update(names)
+        _TAKES_COMPLEX.update(names if takes_complex else ())
         return rule
 
     return enter
@@ -87,16 +95,28 @@ def begin(node: Node, shapes: Shapes) -> FinishAll | None:
         if name in _RULES_FOR_ALL:
             return _RULES_FOR_ALL[name](node, shapes)
         if name in _RULES:
-            return _of_the_first(_RULES[name](node, shapes))
+            return _of_the_first(_RULES[name](node, shapes), node)
     except (RuleDoesNotApply, AttributeError):
         pass
     return None
 
 
-def _of_the_first(finish: Finish) -> FinishAll:
+def covers(node: Node) -> bool:
+    """Whether the node's rule is one for the type of its output."""
+    return not dtype_at(node, 0).is_complex or node_name(node) in _TAKES_COMPLEX
+
+
+def _of_the_first(finish: Finish, node: Node) -> FinishAll:
     def finish_all(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
         if set(outputs) != {0}:
             raise RuleDoesNotApply("another output than the first has a gradient")
-        return finish(outputs[0], layouts[0])
+        g, layout = outputs[0], layouts[0]
+        if not g.is_complex():
+            return finish(g, layout)
+        if not covers(node):
+            raise RuleDoesNotApply("the output is complex")
+        inputs = node.next_functions
+        forms = finish(g, layout)
+        return {j: f if dtype_at(*inputs[j]).is_complex else real(f) for j, f in forms.items()}
 
     return finish_all

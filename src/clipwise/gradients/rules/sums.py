@@ -19,7 +19,10 @@ def broadcast_sum(h: Tensor, layout: Layout, shape: torch.Size) -> Written:
     if shape and layout.axis < missing and h.shape[missing:] == shape:  # a bias, nearly always
         h_BTp = layout.rows(h.flatten(missing))
         one_position = h_BTp.shape[1] == 1  # nothing to sum: as at each time step of an RNN
-        sums_Bp = at_least_float32(h_BTp[:, 0]) if one_position else position_sums(h_BTp)
+        if one_position or h.is_complex():
+            sums_Bp = at_least_float32(h_BTp[:, 0] if one_position else h_BTp.sum(1))
+        else:
+            sums_Bp = position_sums(h_BTp)
         return Written.of(sums_Bp.reshape(layout.batch, *shape))
     split = layout.split(at_least_float32(h))  # [B, ..., outer, inner, ...]
     summed = [layout.axis + 1, layout.axis + 2]
