@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clipwise.checks import IndependenceProbe
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients import Memory, by_loop, per_example_gradients
+from clipwise.validation.coupling import IndependenceProbe
 from tests.gpu.verdicts import Verdicts, failures_of
 
 DEVICE = torch.device("cuda")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clipwise import checks
-from clipwise.checks import IndependenceProbe
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients import Memory, per_example_gradients
 from clipwise.gradients.layout import Layout, Probe, probe_weights, surviving
+from clipwise.validation import coupling
+from clipwise.validation.coupling import IndependenceProbe
 
 T, D = 16, 24
 
@@ -81,7 +81,7 @@ def test_another_order_of_sums_is_no_coupling(layers: int, monkeypatch: pytest.M
         rounded.append(probes[0].thrice is not None)
         return surviving(probes)
 
-    monkeypatch.setattr(checks, "surviving", noted)
+    monkeypatch.setattr(coupling, "surviving", noted)
     model = Layered(layers)
     for seed, size in enumerate((2, 3, 8, 16)):
         ids = batch(size, seed)
