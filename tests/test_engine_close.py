@@ -75,7 +75,7 @@ def test_an_end_without_an_error_costs_nothing(path: Path) -> None:
     model, private = private_run(ledger=path, max_physical_batch_size=3, sampling="shuffled")
     train(model, private, 4)
     next(iter(private.loader))
-    assert private.step(losses_of(model, next(iter(private.loader)))) is False  # a piece of a batch
+    assert private.step(losses_of(model, next(iter(private.loader.pieces())))) is False  # a piece of a batch
     private.close()
     assert counted(path) == (4, True)
 
@@ -83,7 +83,7 @@ def test_an_end_without_an_error_costs_nothing(path: Path) -> None:
 def test_a_batch_of_which_a_piece_was_used_stays_counted(path: Path) -> None:
     model, private = private_run(ledger=path, max_physical_batch_size=3, sampling="shuffled")
     with pytest.raises(ZeroDivisionError), private:
-        assert private.step(losses_of(model, next(iter(private.loader)))) is False
+        assert private.step(losses_of(model, next(iter(private.loader.pieces())))) is False
         raise ZeroDivisionError
     assert counted(path) == (1, False)
 

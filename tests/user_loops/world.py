@@ -359,7 +359,7 @@ class World:
     def _batch(self) -> Any:
         for _ in range(2):
             if self.batches is None:
-                self.batches = iter(self.private.loader)
+                self.batches = iter(self.private.loader.pieces())
             batch = next(self.batches, None)
             if batch is not None:
                 return batch

@@ -18,11 +18,11 @@ network; it is measured. A pass over *three times* the losses rounds every entry
 
     gradient(3 sum_i loss_i) / 3 - gradient(sum_i loss_i)
 
-is as long as the difference of two passes becomes, in every example, whatever the order of sums. Rows may be off by 4
+is as long as the difference of two passes becomes, in every example, whatever the order of sums. Rows may be off by 8
 times that, and at weight r_i by r_i times as much: rounding scales with an example's own weight. (On an H200, with 12
-to 24 layers and 1024 to 4096 positions, passes are up to 0.7 % apart, so that about 3 % are allowed.) Coupling does not
+to 24 layers and 1024 to 4096 positions, passes are up to 0.7 % apart, so that about 6 % are allowed.) Coupling does not
 scale so: a share s of example j's gradient in a row of example i is an error of s r_j, which is 2^12 s r_i for weights
-that are far apart. So shares of about 0.03 / 2^12 are seen in bfloat16, and of 1e-3 / 2^12 in float32, of gradients of
+that are far apart. So shares of about 0.06 / 2^12 are seen in bfloat16, and of 1e-3 / 2^12 in float32, of gradients of
 one size.
 
 Legend: B examples in the batch; an axis of size outer * B * inner holds example (index // inner) % B.
@@ -46,7 +46,7 @@ LARGEST_WEIGHT = 2.0 ** (LEVELS - 1)
 _QUIET = 1e-10  # of the longest row, squared: on CUDA, shorter rows say nothing
 _REPEATED = 1e-5  # relative, of a row where kernels add in one order
 _REORDERED = 1e-3  # and where the order may change
-_MARGIN = 4.0  # how much further apart two passes may be than two others were
+_MARGIN = 8.0  # how much further apart two passes may be than two others were
 _TELLING = 1 / 8  # of a row: with more rounding than this in it, its owner is not read from it
 _DENORMAL = 2.0**20  # below this many times the smallest normal number digits may have been lost
 _UNSQUARED = 2.0**-480  # of the largest: the square of less loses its digits in float64

@@ -101,6 +101,7 @@ class IndependenceProbe:
             has_woken = self._factors.examine(losses, trace.others)
             inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
             if not inputs:
+                self._left = 0  # nothing can be examined, until the graph has operations that were not met before
                 return
             places = self._places(nodes, names)
             if self._is_due(has_woken) and (self._left or self._has_awoken(losses, nodes, places)):

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from clipwise.layers.public_batchnorm import PublicBatchNorm
+
 Found = TypeVar("Found")
 
 
@@ -60,8 +62,11 @@ class _Around(nn.Module):
 def with_other_tensors(model: nn.Module, tensors: Mapping[str, Tensor], act: Callable[[], Found]) -> Found:
     """What `act` returns while the model has these tensors for its own, and copies of its buffers.
 
-    The model's parameters and buffers are untouched, and back in their places afterwards.
+    The model's parameters and buffers are untouched, and back in their places afterwards. A model with layers that have
+    public statistics keeps its own tensors, because the statistics belong to them.
     """
+    if any(isinstance(module, PublicBatchNorm) for module in model.modules()):
+        return act()
     buffers = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
     given = {f"model.{name}": t for name, t in {**buffers, **tensors}.items()}
     # A forward pass of a recurrent layer lists the weights that it finds.
