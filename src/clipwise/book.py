@@ -269,14 +269,14 @@ class Book:
 
     def is_understated(self) -> bool:
         """Whether an older version understated the cost of a release (about.py)."""
-        return any(is_understated(event, self._strategy_of(run, told)) for run, event, told in self._charged)
+        return any(is_understated(event, self._strategy_of(run, lines)) for run, event, lines in self._charged)
 
-    def _strategy_of(self, run: str, told: int) -> Any:
-        """How a run clipped, as it described itself last before a release, after `told` lines.
+    def _strategy_of(self, run: str, lines: int) -> Any:
+        """How a run clipped, as it described itself last before a release, in the first `lines` lines.
 
         What is imported belongs to the first run of a file, which has not described itself yet.
         """
-        before = [about for about in self.about[:told] if about.get("run") in (None, run)]
+        before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
         described = before[-1:] or self.about[:1]
         return described[0].get("strategy") if described else None
 

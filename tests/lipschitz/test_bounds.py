@@ -17,7 +17,7 @@ from clipwise.layers.replace import replace_batchnorm
 from clipwise.lipschitz import bounds_of, clip_weights_, limits_of, trace
 from tests.lipschitz.networks import draw, ratios
 
-MANY = {"dense": 900, "convolutional": 700, "sequential": 250, "table": 300}
+MANY = {"dense": 400, "convolutional": 300, "sequential": 120, "table": 150}
 
 
 @pytest.mark.parametrize("family", MANY)
