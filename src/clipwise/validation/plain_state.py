@@ -56,7 +56,9 @@ class PlainState:
         if not isinstance(before, int) or not isinstance(after, int):
             return False
         advance = after - before
-        return advance not in self._sizes and self._advances.setdefault(name, advance) == advance
+        if advance in self._sizes and name not in self._advances:
+            return False
+        return self._advances.setdefault(name, advance) == advance
 
 
 def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
