@@ -78,6 +78,7 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
         complete = complete and all(isinstance(state[name], kind) for name, kind in _KINDS.items())
         complete = complete and state["optimizer"].keys() >= {"state", "param_groups"}
         complete = complete and len(state.keys() & _NEWER) in (0, len(_NEWER))
+        complete = complete and type(state.get("made", 0)) is int and isinstance(state.get("tag", ""), str)
         complete = complete and all(isinstance(value, int) for value in state["weights"].values())
         complete = complete and all(
             isinstance(text, str) for kind, reason in state["declared"] for text in (kind, reason)
