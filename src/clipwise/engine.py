@@ -895,16 +895,22 @@ class Private:
         self._follow_update()
         if moves_weights:
             self._state.take()  # weights were clipped, or frozen entries put back
-        if self._views is not None:
-            secret = self._key.derive(f"views/{piece.index_in_batch}")
-            batch = self._views.of_batch(batch, randomness.generator_from(secret))
-        if self._loss is not None and self._tests:
+        is_tested = any(test.is_pending for test in self._tests)
+        self._handed = self._viewed(batch, piece) if is_tested else None
+        if self._loss is not None and is_tested:
             self._tests[0].examine(
-                batch, piece.size, self._which(piece), partial(self.loader.arrangements, piece)
+                self._handed, piece.size, self._which(piece), partial(self.loader.arrangements, piece)
             )
-        self._handed = batch if any(test.is_pending for test in self._tests) else None
         self._buffers.remember(batch)
-        return batch if self._independence is None else self._independence.mark(batch)
+        # Marked before its views are drawn: gradients at the inputs are then those of examples.
+        return self._viewed(batch if self._independence is None else self._independence.mark(batch), piece)
+
+    def _viewed(self, batch: Any, piece: Piece) -> Any:
+        """The views of a batch. Drawn twice for one piece, they are the same."""
+        if self._views is None:
+            return batch
+        secret = self._key.derive(f"views/{piece.index_in_batch}")
+        return self._views.of_batch(batch, randomness.generator_from(secret))
 
     def _which(self, piece: Piece) -> tuple[int, int]:
         """Tells a piece from the others of this run; one that is drawn again is the same."""
