@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu fuzz faults api-fuzz loop-fuzz check format install clean
+.PHONY: demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check format install clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +16,13 @@ install: $(STAMP)
 
 demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budgets
 	$(BIN)/clipwise demo
+
+PAPER ?= batch-clipping
+reproduce: $(STAMP)  ## a paper's experiments: make reproduce PAPER=lip-dp-sgd ARGS='--data DIR'
+	$(BIN)/python -m experiments $(PAPER) $(ARGS)
+
+bench: $(STAMP)  ## time and memory beside non-private training: make bench ARGS=--quick
+	$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n auto
@@ -43,11 +50,11 @@ loop-fuzz: $(STAMP)  ## 2,000 random training loops as users write them: a true 
 	$(BIN)/python -m tests.user_loops --count 2000 --seed 0
 
 check: $(STAMP)  ## style and types
-	$(BIN)/ruff check src tests examples experiments
+	$(BIN)/ruff check src tests examples experiments benchmarks
 	$(BIN)/mypy src
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests examples experiments
+	$(BIN)/ruff format src tests examples experiments benchmarks
 
 clean:
 	rm -rf $(VENV) runs build dist

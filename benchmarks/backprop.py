@@ -32,11 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import Adjacency, Backprop, Unit, layers, make_private, models
-from clipwise.bench.environment import at_its_best, keep_memory
+from benchmarks.environment import at_its_best, keep_memory
+from clipwise import Adjacency, Backprop, Unit, layers, make_private
 from clipwise.clipping import Site
-from clipwise.noise import gaussian
+from clipwise.noise.gaussian import gaussian
 from clipwise.sampling import make_scheme
+from experiments import models
 
 WAYS = ("floor", "upstream", "gradient")
 BATCHES = 8  # in the data of a compiled run

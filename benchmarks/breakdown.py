@@ -1,12 +1,12 @@
 """Where the time of a private step goes that plain training does not take, by kernel or by operation.
 
-    PYTHONPATH=src python benchmarks/breakdown.py --device cuda --row vit-b16 --row gpt2-256 --out FILE.md
-    PYTHONPATH=src python benchmarks/breakdown.py --device cpu --row cnn --row lstm --method auto --out FILE.md
+    PYTHONPATH=src python -m benchmarks.breakdown --device cuda --row vit-b16 --row gpt2-256 --out FILE.md
+    PYTHONPATH=src python -m benchmarks.breakdown --device cpu --row cnn --row lstm --method auto --out FILE.md
 
-The rows are those of `clipwise bench --suite peers`, in the form in which plain training is fastest. For each, a few
-steps of plain training and of one method are traced with torch's profiler after the first steps are over. On CUDA the
-times are those of kernels; `bound` is how long the device alone works, whatever the host does. On a CPU they are those
-of operations as the calling thread sees them.
+The rows are those of `python -m benchmarks peers`, in the form in which plain training is fastest. For each,
+a few steps of plain training and of one method are traced with torch's profiler after the first steps are over. On
+CUDA the times are those of kernels; `bound` is how long the device alone works, whatever the host does. On a CPU they
+are those of operations as the calling thread sees them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from clipwise.bench.environment import at_its_best, device_of, environment
-from clipwise.bench.methods import REFERENCE, settling_steps, steps_by, synchronize
-from clipwise.bench.peers.form import fastest_form
-from clipwise.bench.peers.rows import rows_for
-from clipwise.bench.workload import Setting, make_workload
+from benchmarks.environment import at_its_best, device_of, environment
+from benchmarks.methods import REFERENCE, settling_steps, steps_by, synchronize
+from benchmarks.peers.form import fastest_form
+from benchmarks.peers.rows import rows_for
+from benchmarks.workload import Setting, make_workload
 
 STEPS = 3
 SHOWN = 14
@@ -89,7 +89,7 @@ def main() -> int:
     options = parser.parse_args()
     device = device_of(options.device)
     method = options.method or ("compiled" if device.type == "cuda" else "auto")
-    made_by = f"python benchmarks/breakdown.py --device {device.type} --method {method} " + " ".join(
+    made_by = f"python -m benchmarks.breakdown --device {device.type} --method {method} " + " ".join(
         f"--row {row}" for row in options.rows
     )
     made_by += f" --out {options.out}"

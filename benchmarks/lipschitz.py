@@ -3,7 +3,7 @@
     python benchmarks/lipschitz.py [--batch 256] [--threads 2] [--rounds 15] [--clock cpu] [--network convnet-3]
 
 The networks are of the kind and about the size of the Lip-DP-SGD paper's, which gives no lists of layers; those of
-`clipwise.models` have its numbers of parameters. The floor is ordinary training plus clipwise's own noise on its
+`experiments.models` have its numbers of parameters. The floor is ordinary training plus clipwise's own noise on its
 gradient, with batches drawn from data in memory; no private step costs less. All are timed in turns on images; a row
 shows the median time of the floor, and of each other step the median of its ratio to the floor of the same round.
 `--clock cpu` counts the processor time of all threads, which a busy machine changes less. The process keeps the memory
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import Lipschitz, PerExample, make_private, models
-from clipwise.bench.environment import keep_memory
+from benchmarks.environment import keep_memory
+from clipwise import Lipschitz, PerExample, make_private
 from clipwise.layers import BoundedGroupNorm, ClipInput
-from clipwise.noise import NoiseKey, gaussian
+from clipwise.noise.gaussian import NoiseKey, gaussian
+from experiments import models
 
 BAR = 1.15
 BATCHES = 16  # in the data

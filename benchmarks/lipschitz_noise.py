@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.lipschitz import NETWORKS
 from clipwise import Lipschitz, make_private
 from clipwise.layers import ClipInput
-from lipschitz import NETWORKS
 
 WEIGHTS, INPUTS, SEED = 4.0, 1.0, 0
 

@@ -1,4 +1,4 @@
-"""Plain training, timed without clipwise's engine: a check on the baseline of `clipwise bench --suite peers`.
+"""Plain training, timed without clipwise's engine: a check on the baseline of `python -m benchmarks peers`.
 
     python benchmarks/plain.py --device cuda
     python benchmarks/plain.py --device cuda --row mlp --compare benchmarks/results/peers-gpu/results.json
@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clipwise.bench.networks import build, train_only
-from clipwise.bench.peers.rows import Row, rows_for
-from clipwise.bench.shapes import shape_of
+from benchmarks.networks import build, train_only
+from benchmarks.peers.rows import Row, rows_for
+from benchmarks.shapes import shape_of
 
 TOLERANCE = 0.03
 BLOCKS, BLOCK_SECONDS, MOST_SECONDS = 15, 0.05, 20.0

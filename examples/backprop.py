@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import clipwise
-from clipwise import data, models
+from experiments import data, models
 
 EPSILON, DELTA = 8.0, 1e-5
 BATCH_SIZE = 512  # on average: a private batch has a random size, which stays secret

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import clipwise
-from clipwise import data, layers, lipschitz
+from clipwise import layers, lipschitz
+from experiments import data
 
 EPSILON, DELTA = 8.0, 1e-5
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 512, 30, 0.02

@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 import clipwise
-from clipwise import checkpoint, data, models
+from clipwise.engine import checkpoint
+from experiments import data, models
 
 EPSILON, DELTA = 8.0, 1e-5  # the budget: what the whole run may tell about any single record
 BATCH_SIZE = 512  # on average: a private batch has a random size, which stays secret

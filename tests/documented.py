@@ -20,7 +20,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from clipwise.cli import app
+from clipwise.cli.app import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "accounting.md"
 BLOCK = re.compile(r"```(console|python|text)\n(.*?)```\n", re.DOTALL)

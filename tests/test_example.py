@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipwise import checkpoint, ledger
+from clipwise.engine import checkpoint
+from clipwise.ledger import ledger
 
 SOURCE = Path(__file__).parent.parent / "examples" / "train.py"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipwise import models
-from clipwise.bench.methods import AUTO, COMPILED
-from clipwise.bench.peers.rows import rows_for
+from benchmarks.methods import AUTO, COMPILED
+from benchmarks.peers.rows import rows_for
 from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
 from clipwise.errors import ConfigurationError
+from experiments import models
 from tests.documented import rerun
 
 FOLDER = Path(__file__).parent.parent

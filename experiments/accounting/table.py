@@ -28,7 +28,7 @@ SETTINGS = [
     (1.0, 20.0, 100),
     (0.01, 0.5, 1000),
 ]
-PACKAGES = ("clipwise", "numpy", "scipy", "dp-accounting", "prv_accountant")
+PACKAGES = ("clipwise-dp", "numpy", "scipy", "dp-accounting", "prv_accountant")
 HERE = Path(__file__).parent
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import clipwise
-from clipwise.bench.environment import device_of, environment
-from clipwise.bench.networks.small import Reader
-from clipwise.bench.shapes import Tokens
+from benchmarks.environment import device_of, environment
+from benchmarks.networks.small import Reader
+from benchmarks.shapes import Tokens
 from clipwise.errors import ClipwiseError, ConfigurationError
 
 from . import report

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clipwise import data, models
 from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, trace
 from clipwise.lipschitz.balance import noise_of
 from clipwise.lipschitz.rule import Effort
-from clipwise.models.first_weights import make_orthogonal_
+from experiments import data, models
+from experiments.models.first_weights import make_orthogonal_
 
 INPUT_NORM, CLIP = 12.0, 0.1
 NETWORKS = ("convnet3", "convnet6", "patch_convnet6")

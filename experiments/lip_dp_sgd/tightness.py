@@ -17,15 +17,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from clipwise import models
 from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, tightness, trace
 from clipwise.lipschitz.rule import Effort
-from clipwise.models.first_weights import make_orthogonal_
 from clipwise.tune import training
 from clipwise.tune.records import records
 from clipwise.tune.trial import Trial
+from experiments import models
+from experiments.models.first_weights import make_orthogonal_
 
 EXAMPLES = 64
 

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Batch, NoisedStatistics, PerExample, Private, data, layers, make_private
+from clipwise import Batch, NoisedStatistics, PerExample, Private, layers, make_private
+from experiments import data
 
 HERE = Path(__file__).parent
 BATCH_SIZE, PUBLIC, HELD_OUT = 512, 1000, 10_000

@@ -1,7 +1,6 @@
 """clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
 
-from clipwise import accounting, audit, augment, gradients, layers, lipschitz, models
-from clipwise.averaged import AveragedParameters
+from clipwise import accounting, audit, gradients, layers, lipschitz
 from clipwise.clipping import (
     Adaptive,
     Backprop,
@@ -18,7 +17,8 @@ from clipwise.clipping import (
     Released,
     Sparse,
 )
-from clipwise.engine import Private
+from clipwise.engine.make_private import make_private
+from clipwise.engine.private import Private
 from clipwise.errors import (
     AuditError,
     BudgetExhausted,
@@ -31,12 +31,13 @@ from clipwise.errors import (
     StepError,
     UnsupportedModelError,
 )
-from clipwise.ledger import FileLedger, MemoryLedger
-from clipwise.make import make_private
-from clipwise.preflight import check
+from clipwise.ledger.ledger import FileLedger, MemoryLedger
+from clipwise.optim.averaging import AveragedParameters
 from clipwise.privacy import Adjacency, Event, Part, Sampling, Spent, Unit
+from clipwise.sampling import augmentation as augment
+from clipwise.validation.check import check
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Adaptive",
@@ -81,5 +82,4 @@ __all__ = [
     "layers",
     "lipschitz",
     "make_private",
-    "models",
 ]

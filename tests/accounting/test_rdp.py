@@ -10,7 +10,7 @@ import pytest
 from clipwise.accounting import gaussian, interpret, rdp
 from clipwise.accounting.composition import Amplification, Step
 from clipwise.errors import UnsupportedEventError
-from clipwise.ledger import MemoryLedger
+from clipwise.ledger.ledger import MemoryLedger
 from clipwise.privacy import Adjacency, Entry
 
 Make = Callable[..., Entry]

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise import ClipwiseError, Event, FileLedger, check, checkpoint, ledger
+from clipwise import ClipwiseError, Event, FileLedger, check
+from clipwise.engine import checkpoint
+from clipwise.ledger import ledger
 from tests.api_fuzz.outcome import require
 from tests.api_fuzz.values import Choice
 

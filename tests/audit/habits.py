@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
 import clipwise
-from clipwise import runs
 from clipwise.errors import (
     ClipwiseError,
     ConfigurationError,
@@ -28,7 +27,8 @@ from clipwise.errors import (
     StepError,
     UnsupportedModelError,
 )
-from clipwise.statement import of_ledger
+from clipwise.ledger import combined_runs
+from clipwise.report.statement import of_ledger
 
 PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
 PLACE = re.compile(r"(<!-- habits -->\n).*?(<!-- end of habits -->)", re.DOTALL)
@@ -145,7 +145,7 @@ def one_seed_twice(folder: Path) -> bool:
         with run(model, seed=1, ledger=path) as private:
             train(private, lambda x, y, m=model: losses_of(m, x, y), 2)  # type: ignore[misc]
             claims = private.statement().to_dict()["guarantee"]
-    return claims is None and raises(LedgerError, "one key", lambda: runs.read(paths))
+    return claims is None and raises(LedgerError, "one key", lambda: combined_runs.read(paths))
 
 
 def known_masks(folder: Path) -> bool:
@@ -256,16 +256,24 @@ HABITS = (
         2,
         "two runs, one ledger, one budget",
         "the ledger's budget",
-        "tests/test_multi_run.py",
+        "tests/ledger/test_multi_run.py",
         one_budget_for_two,
     ),
     Habit(
-        2, "shuffled epochs of two runs", "run tags in the ledger", "tests/test_multi_run.py", merged_epochs
+        2,
+        "shuffled epochs of two runs",
+        "run tags in the ledger",
+        "tests/ledger/test_multi_run.py",
+        merged_epochs,
     ),
     Habit(
-        3, "a crash, and a count that is called exact", "the ledger", "tests/test_ledger.py", crashed_count
+        3,
+        "a crash, and a count that is called exact",
+        "the ledger",
+        "tests/ledger/test_ledger.py",
+        crashed_count,
     ),
-    Habit(3, "a ledger file that is removed", "every charge", "tests/test_ledger.py", removed_ledger),
+    Habit(3, "a ledger file that is removed", "every charge", "tests/ledger/test_ledger.py", removed_ledger),
     Habit(4, "a plain training loop", "verified weights", "tests/validation/test_model_state.py", plain_loop),
     Habit(6, "`GradScaler`", "`private.step`", "tests/validation/test_training_loop.py", scaled_losses),
     Habit(
@@ -275,7 +283,7 @@ HABITS = (
         8,
         "dropout under `torch.manual_seed`",
         "a warning at the first step",
-        "tests/test_randomness.py",
+        "tests/noise/test_generators.py",
         known_masks,
     ),
     Habit(
@@ -318,7 +326,7 @@ HABITS = (
 # What was a mistake of the library's own and is exact now, or cannot be shown in one process.
 OTHERS = (
     (5, "two ranks under `torchrun`", "`make_private`", "tests/validation/test_training_loop.py"),
-    (8, "random views from 32 bits", "drawn from the run's key", "tests/test_augment.py"),
+    (8, "random views from 32 bits", "drawn from the run's key", "tests/sampling/test_augmentation.py"),
     (
         14,
         "a batch size in an error message",

@@ -105,12 +105,12 @@ def test_a_record_of_ones_own_is_told_by_its_gradient() -> None:
 
 
 def test_a_claim_that_is_too_good_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clipwise import noise, noising
+    from clipwise.noise import gaussian, mechanism
 
     def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
-        return noise.gaussian(key, size, std / 2, **options)
+        return gaussian.gaussian(key, size, std / 2, **options)
 
-    monkeypatch.setattr(noising, "gaussian", smaller)
+    monkeypatch.setattr(mechanism, "gaussian", smaller)
     report = audit.canary(*one_release(), runs=500, confidence=CONFIDENCE)
     assert not report.ok and report.measured.mu > 1
     with pytest.raises(AuditError, match="MORE THAN CLAIMED"):

@@ -20,11 +20,11 @@ from clipwise import (
     RandomLayer,
     audit,
     layers,
-    noising,
 )
 from clipwise.audit.trial import run_of
 from clipwise.errors import AuditError, ConfigurationError
-from clipwise.noise import NoiseKey, gaussian
+from clipwise.noise import mechanism
+from clipwise.noise.gaussian import NoiseKey, gaussian
 from tests.audit.bug import Subject, losses, network, one_release, rows, small
 from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
 
@@ -34,7 +34,7 @@ def test_one_stream_for_two_parts_is_found_in_every_order_of_memory(monkeypatch:
         secret = key.derive("noise/0")
         return torch.cat([gaussian(secret, size, std) for size, std in zip(sizes, stds, strict=True)])
 
-    monkeypatch.setattr(noising, "_draw_together", one_for_all)
+    monkeypatch.setattr(mechanism, "_draw_together", one_for_all)
     for turned in (False, True):
         model = network()
         if turned:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise import Batch, PerExample, audit, noise, noising
+from clipwise import Batch, PerExample, audit
 from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError
+from clipwise.noise import gaussian, mechanism
 from tests.audit.bug import Subject, losses
 
 CANARIES = 200
@@ -46,9 +47,9 @@ def test_a_sampled_run_of_several_steps() -> None:
 
 def test_noise_that_is_far_too_small_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
-        return noise.gaussian(key, size, std / 200, **options)
+        return gaussian.gaussian(key, size, std / 200, **options)
 
-    monkeypatch.setattr(noising, "gaussian", smaller)
+    monkeypatch.setattr(mechanism, "gaussian", smaller)
     report = audit.one_run(*wide(noise_multiplier=2.0), canaries=CANARIES, confidence=0.999)
     assert not report.ok and report.measured.right == report.measured.guesses
 

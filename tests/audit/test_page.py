@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.audit.table import PAGE
-from tests.commands.calls import clipwise
+from tests.cli.calls import clipwise
 
 BLOCK = re.compile(r"```(?:python|sh)\n(.*?)```", re.DOTALL)
 # As they are, but with fewer runs.

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise.clipping.adaptive import Adaptive
-from clipwise.clipping.by_norm import ByNorm
-from clipwise.clipping.multipliers import Multipliers
-from clipwise.clipping.parts import Policy
+from clipwise.clipping.contrib.adaptive import Adaptive
+from clipwise.clipping.contrib.by_norm import ByNorm
+from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.random_layer import RandomLayer
+from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.grouping import Policy
 from clipwise.clipping.public import Public
-from clipwise.clipping.random_layer import RandomLayer
-from clipwise.clipping.released import Released
 from tests.gradients.cases import losses
 
 # Names of all of them, for parametrization.

@@ -1,4 +1,4 @@
-"""A captured step of `Backprop` is an ordinary one. Graphs are stood in for as in tests/test_compiled.py."""
+"""A captured step of `Backprop` is an ordinary one. Graphs are stood in for as in tests/engine/test_compiled.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Backprop, Private, compiled, kernels, layers
+from clipwise import Backprop, Private, kernels, layers
 from clipwise.clipping import backprop
+from clipwise.engine import compiled
 from clipwise.errors import StepError
 from clipwise.layers.clipped import switch
-from tests.runs import data, gradients, network, private_run, sgd
-from tests.sites import site
-from tests.test_compiled import (
+from tests.engine.test_compiled import (
     Drawn,
     Recorded,
     drawn,
@@ -28,6 +27,8 @@ from tests.test_compiled import (
     replays,
     require_close,
 )
+from tests.runs import data, gradients, network, private_run, sgd
+from tests.sites import site
 
 __all__ = ["drawn", "recorded"]  # fixtures
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from clipwise import Batch
 from clipwise.clipping import BatchClipper, PerExample, Quantile, batch
-from clipwise.clipping.decay import Decay
-from clipwise.clipping.random_layer import RandomLayer
+from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling import make_scheme

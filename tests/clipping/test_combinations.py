@@ -24,12 +24,12 @@ from clipwise import (
     RandomLayer,
     Released,
     Sparse,
-    augment,
     layers,
     make_private,
 )
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Part
+from clipwise.sampling import augmentation
 
 N, Z, C, R, SHARE, STEPS = 24, 1.3, 0.7, 0.4, 0.3, 12
 
@@ -117,7 +117,7 @@ def test_every_step_has_the_multiplier_that_was_asked_for(
         group=[i % 8 for i in range(N)] if is_user else None,
         batch_size=4 if is_user else 12,
         noise_multiplier=Z,
-        averaged_views=augment.Views(2, augment.Flip()) if "views" in options else 1,
+        averaged_views=augmentation.Views(2, augmentation.Flip()) if "views" in options else 1,
         seed=1,
     )
     factor = 1 if is_user else 2  # a user is all of their mini-set; a record can turn its own round

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clipwise.clipping import Bound, PerExample, noised_parts
-from clipwise.clipping.strategy import Split
+from clipwise.clipping.base import Split
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Part, effective_multiplier
 from tests.clipping.policies import POLICIES, policy, public, small_model

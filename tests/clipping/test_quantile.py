@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from clipwise import PerExample, Private, Quantile, checkpoint
+from clipwise import PerExample, Private, Quantile
 from clipwise.clipping import noised_parts
+from clipwise.engine import checkpoint
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.gradients import METHODS
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Part, effective_multiplier, split_noise
 from tests.clipping.test_per_example import attached, model
 from tests.gradients.cases import losses, oracle

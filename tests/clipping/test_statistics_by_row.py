@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import Batch, NoisedStatistics, PerExample, Quantile, augment, check, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Quantile, check, layers
+from clipwise.clipping.base import Strategy
 from clipwise.clipping.per_example import PerExampleClipper
-from clipwise.clipping.strategy import Strategy
 from clipwise.errors import ConfigurationError, CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.privacy import Adjacency
+from clipwise.sampling import augmentation
 from clipwise.validation.coupling import IndependenceProbe
 from tests.gradients.cases import trainable
 from tests.layers.normalized import images, labels, losses_of, network
@@ -252,7 +253,7 @@ def test_without_noise_they_come_close_to_those_of_the_data() -> None:
 def test_views_and_other_layers_are_refused() -> None:
     model = small()
     clipping = PerExample(1.0, running_statistics=NoisedStatistics())
-    for views in (2, augment.Views(2)):
+    for views in (2, augmentation.Views(2)):
         with pytest.raises(ConfigurationError, match=r"averaged_views does not go with.*running_statistics"):
             private_run(model, clipping=clipping, averaged_views=views)
     with pytest.raises(ConfigurationError, match="with_released_statistics"):

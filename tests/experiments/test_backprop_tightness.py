@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from experiments.backprop_clipping import tightness
 
-from clipwise import models
+from experiments import models
+from experiments.backprop_clipping import tightness
 
 
 @pytest.mark.parametrize("bound", ["gradient", "upstream"])

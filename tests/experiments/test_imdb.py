@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.fast_clipping import imdb, texts
-from experiments.fast_clipping.texts import BUCKETS, PADDING, encode, read
 from torch.utils.data import TensorDataset
 
 import clipwise
+from experiments.fast_clipping import imdb, texts
+from experiments.fast_clipping.texts import BUCKETS, PADDING, encode, read
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

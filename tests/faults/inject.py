@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 import clipwise
-from clipwise import faults, ledger, noising
 from clipwise.errors import LedgerBusyError
+from clipwise.ledger import crash_points, ledger
+from clipwise.noise import mechanism
 from tests.faults.life import EXAMPLES, Run, make_visible, records
 from tests.faults.plan import Plan
 from tests.soundness.crash_child import Files, charge_late
@@ -60,7 +61,7 @@ class At:
         self._hits: Counter[str] = Counter()
         self._lines = itertools.count(1)
         self._line = max(1, plan.turn * lines // 1000)
-        faults.reached = self._reached
+        crash_points.reached = self._reached
         if plan.at == "line":
             sys.settrace(self._entered)
 
@@ -164,7 +165,7 @@ def without_space(plan: Plan, files: Files, lines: int) -> Run:
 
 def _on_a_small_disk(plan: Plan, files: Files) -> Run:
     """A line of the ledger gets written in part, and then there is no more room."""
-    faults.reached = make_visible(files)
+    crash_points.reached = make_visible(files)
 
     class Small(io.FileIO):
         room = 1200 + int(
@@ -187,7 +188,7 @@ def _on_a_small_disk(plan: Plan, files: Files) -> Run:
 
 def read_only(plan: Plan, files: Files, lines: int) -> Run:
     """The ledger's file system goes read-only: when it is opened, or in the middle of a run."""
-    faults.reached = make_visible(files)
+    crash_points.reached = make_visible(files)
 
     class ReadOnly(io.FileIO):
         writes = itertools.count(1)
@@ -259,7 +260,7 @@ def on_records_that_are_not_finite(plan: Plan, files: Files, lines: int) -> Run:
     value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e38}[plan.at]
     dataset = records()
     dataset.tensors[0][: plan.turn * EXAMPLES // 12] = value
-    faults.reached = make_visible(files)
+    crash_points.reached = make_visible(files)
     files.say("fault")
     return Run(plan, files, dataset=dataset)
 
@@ -267,7 +268,7 @@ def on_records_that_are_not_finite(plan: Plan, files: Files, lines: int) -> Run:
 def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
     """No memory for more than two examples at once, or none for the noise of one step."""
     run = Run(plan, files)
-    faults.reached = make_visible(files)
+    crash_points.reached = make_visible(files)
     is_armed = True
 
     def fail() -> None:
@@ -279,7 +280,7 @@ def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
         raise torch.OutOfMemoryError("out of memory (a fault of the test)")
 
     if plan.at == "noise":
-        honest = noising.gaussian
+        honest = mechanism.gaussian
         turns = itertools.count(1)
 
         def gaussian(*arguments: Any, **options: Any) -> Tensor:
@@ -287,7 +288,7 @@ def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
                 fail()
             return honest(*arguments, **options)
 
-        noising.gaussian = gaussian  # type: ignore[assignment]
+        mechanism.gaussian = gaussian  # type: ignore[assignment]
         return run
     if plan.at == "forward":
         forward = run.model.forward
@@ -326,7 +327,7 @@ def with_a_worker_that_dies(plan: Plan, files: Files, lines: int) -> Run:
                 os.kill(os.getpid(), signal.SIGKILL)
             return self.inner[index]
 
-    faults.reached = make_visible(files)
+    crash_points.reached = make_visible(files)
     return Run(plan, files, dataset=Deadly())
 
 

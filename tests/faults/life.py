@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from clipwise import ClipwiseError, FileLedger, PerExample, checkpoint, make_private
+from clipwise import ClipwiseError, FileLedger, PerExample, make_private
+from clipwise.engine import checkpoint
 from clipwise.errors import PrivacyWarning
 from tests.faults.plan import COMPARED, SAVE_EVERY, STEPS, STEPS_AFTER, Plan
 from tests.soundness.crash_child import Files, TearableSGD

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from clipwise import faults
+from clipwise.ledger import crash_points
 
 STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4  # of the first life, between checkpoints, of the second life
 
@@ -21,8 +21,8 @@ class Plan:
 
     Args:
         kind: what goes wrong; one of `KINDS`.
-        at: a point of `clipwise.faults`, "line" for any line of the code that keeps the books, or a place that only
-            this kind has.
+        at: a point of `clipwise.ledger.crash_points`, "line" for any line of the code that keeps the books, or a
+            place that only this kind has.
         turn: it happens at the so-many-th time there; for "line", at this share (in thousandths) of all lines.
         share: how much of what was not yet durable is left after a power cut, or how much of a line gets written.
         block: the most releases that the ledger reserves at once.
@@ -61,12 +61,12 @@ KINDS = {
 # Faults that may change nothing: the run is compared with one that had none, and takes its randomness from a seed.
 COMPARED = ("clock jump", "two writers", "out of memory")
 _PLACES: dict[str, tuple[str, ...]] = {
-    "kill": (*faults.POINTS, "line", "line"),
-    "power cut": faults.POINTS,
-    "ctrl-c": (*faults.POINTS, "line", "line", "line", "line"),
+    "kill": (*crash_points.POINTS, "line", "line"),
+    "power cut": crash_points.POINTS,
+    "ctrl-c": (*crash_points.POINTS, "line", "line", "line", "line"),
     "full disk": ("ledger.before-fsync", "ledger.after-fsync", "checkpoint.during-write", "limit", "limit"),
     "read-only ledger": ("open", "write"),
-    "two writers": faults.POINTS,
+    "two writers": crash_points.POINTS,
     "clock jump": ("step.before-grad",),
     "not finite": ("nan", "inf", "-inf", "huge"),
     "out of memory": ("forward", "clip", "noise"),

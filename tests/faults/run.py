@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from clipwise import faults, ledger
+from clipwise.ledger import crash_points, ledger
 from tests.faults.inject import INJECT, count_lines
 from tests.faults.life import Run, first_life, make_visible, second_life
 from tests.faults.plan import COMPARED, Plan, plans
@@ -120,7 +120,7 @@ def _in_a_child(files: Files, life: Callable[[], object]) -> int:
 
 
 def _undisturbed(plan: Plan, files: Files) -> Run:
-    faults.reached = make_visible(files)
+    crash_points.reached = make_visible(files)
     return Run(plan, files)
 
 

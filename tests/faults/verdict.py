@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clipwise.book import LEAST_BLOCK
+from clipwise.ledger.file_format import LEAST_BLOCK
 from tests.faults.plan import STEPS, STEPS_AFTER, Plan
 
 DEADLY = ("kill", "power cut")

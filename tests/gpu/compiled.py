@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Backprop, Batch, PerExample, Private, compiled, layers, make_private
-from clipwise.clipping.adaptive import Adaptive
-from clipwise.clipping.decay import Decay
+from clipwise import Backprop, Batch, PerExample, Private, layers, make_private
+from clipwise.clipping.contrib.adaptive import Adaptive
+from clipwise.clipping.contrib.decay import Decay
 from clipwise.clipping.public import Public
-from clipwise.compiled import CaptureWarning, CompiledStep
+from clipwise.engine import compiled
+from clipwise.engine.compiled import CaptureWarning, CompiledStep
 from clipwise.gradients.forms import Budget, Outer, Rows
 from clipwise.gradients.precision import TF32
 from clipwise.gradients.tied import Tied
@@ -434,12 +435,15 @@ class Given(nn.Module):
 
 
 def cancelling(T: int, m: int, n: int, left_over: float) -> tuple[Tensor, Tensor]:
-    """Two examples: pairs of positions that cancel but for a share, no two of them cut alike; and nothing."""
+    """Two examples: pairs of positions that cancel but for a share, no two of them cut alike; and one of no sum.
+
+    The loss of both has a gradient at the inputs, or the probe would not settle and no step would be captured.
+    """
     left, right = torch.randn(T // 2, m), torch.randn(T // 2, n)
     spread = 1 + torch.rand(T // 2, 1)
     x = torch.cat([left, left * spread])
     g = torch.cat([right, -right / spread * (1 + left_over * torch.randn_like(right))])
-    return torch.stack([x, 0 * x]).to(DEVICE) * 1e4, torch.stack([g, 0 * g]).to(DEVICE)
+    return torch.stack([x, 0 * x]).to(DEVICE) * 1e4, torch.stack([g, g]).to(DEVICE)
 
 
 def check_tf32() -> Verdicts:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from clipwise.changes import Changes
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import METHODS, FallbackWarning
@@ -25,6 +24,7 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm3d,
 )
 from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.validation.tensor_changes import Changes
 from tests.gradients.cases import losses as some_losses
 from tests.gradients.cases import oracle, trainable
 from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound

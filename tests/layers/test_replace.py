@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Public
-from clipwise.checks import require_no_batch_statistics
 from clipwise.errors import ConfigurationError
 from clipwise.layers import with_released_statistics, without_running_statistics
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.replace import KINDS, _most_groups, replace_batchnorm
+from clipwise.validation.step_inputs import require_no_batch_statistics
 from tests.layers.normalized import images, network, public
 
 Replace = Callable[[nn.Module], nn.Module]

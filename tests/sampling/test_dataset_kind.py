@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.runs import data, private_run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from clipwise.errors import ConfigurationError
 from clipwise.sampling.dataset_kind import length_of
+from tests.runs import data, private_run
 
 
 class Frame:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.runs import SIZE, losses_of, private_run, train
 
 from clipwise import PerExample, accounting
 from clipwise.accounting import truncation
 from clipwise.privacy import Sampling
+from tests.runs import SIZE, losses_of, private_run, train
 
 RUN = {"sampling": "truncated-poisson", "seed": 3}
 

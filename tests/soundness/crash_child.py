@@ -3,7 +3,7 @@
     python crash_child.py FOLDER < plans.json > facts.json
 
 One warm process forks a child for each plan. The child trains a tiny model and writes a line, unbuffered, for
-every release that can be seen. At the n-th time that it comes to a point of `clipwise.faults` it dies by
+every release that can be seen. At the n-th time that it comes to a point of `clipwise.ledger.crash_points` it dies by
 SIGKILL; with `power_cut`, after the ledger has lost what was not yet made durable by fsync, but for a torn
 piece. A second child then goes on from the last good checkpoint.
 """
@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from clipwise import FileLedger, PerExample, Private, checkpoint, faults, ledger, make_private
+from clipwise import FileLedger, PerExample, Private, make_private
+from clipwise.engine import checkpoint
 from clipwise.errors import PrivacyWarning
+from clipwise.ledger import crash_points, ledger
 
 STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4
 
@@ -37,7 +39,7 @@ class TearableSGD(torch.optim.SGD):
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
                 if number:
-                    faults.reached("step.during-update")
+                    crash_points.reached("step.during-update")
                 with torch.no_grad():
                     p.add_(p.grad, alpha=-group["lr"])
 
@@ -67,7 +69,7 @@ class Death:
         self._durable = 0
         self._fsync = os.fsync
         os.fsync = self._sync  # type: ignore[assignment]
-        faults.reached = self._reached
+        crash_points.reached = self._reached
 
     def _sync(self, handle: int) -> None:
         self._fsync(handle)

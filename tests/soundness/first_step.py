@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Batch, Private, layers, make_private
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.sampling import ByUser, Cut
 from clipwise.sampling.schemes import Indices
 

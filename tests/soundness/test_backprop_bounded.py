@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Adjacency, Backprop, layers, make_private
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from tests.sites import site
 from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, distance, excess
 

@@ -31,9 +31,9 @@ from clipwise import (
     Released,
     make_private,
 )
+from clipwise.clipping.base import Site
 from clipwise.clipping.constants import Constants
-from clipwise.clipping.parts import Policy
-from clipwise.clipping.strategy import Site
+from clipwise.clipping.grouping import Policy
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
 from clipwise.sampling import Cut
 from clipwise.sampling.schemes import Indices

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise
-from clipwise.checks import BufferGuard, require_no_batch_statistics
 from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import (
@@ -30,6 +29,7 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.owners import Ragged
 from clipwise.gradients.rules import registry
 from clipwise.gradients.walk import Node, node_name, walk
+from clipwise.validation.step_inputs import BufferGuard, require_no_batch_statistics
 from tests.gradients.cases import CASES, Case, Scale, losses, oracle, trainable
 from tests.soundness.neighbours import attach
 

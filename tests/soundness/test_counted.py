@@ -12,7 +12,8 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from clipwise import Batch, PerExample, Private, accounting, ledger
+from clipwise import Batch, PerExample, Private, accounting
+from clipwise.ledger import ledger
 from clipwise.privacy import Adjacency, Sampling
 from tests.runs import SIZE, losses_of, private_run, train
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import clipwise
-from clipwise import faults
+from clipwise.ledger import crash_points
 
 CHILD = Path(__file__).with_name("crash_child.py")
 STEPS, STEPS_AFTER = 12, 4
@@ -89,7 +89,7 @@ def understates(facts: dict[str, Any]) -> bool:
 
 def test_every_point_is_tried_often_enough(sound: list[dict[str, Any]]) -> None:
     assert len(sound) >= 50
-    for point in faults.POINTS:
+    for point in crash_points.POINTS:
         assert len({facts["n"] for facts in sound if facts["point"] == point}) >= 3
     for facts in sound:
         assert facts["end"] == -signal.SIGKILL, facts

@@ -316,7 +316,7 @@ def test_a_partition_whose_units_are_clipped_one_by_one_is_refused(
         ConfigurationError, match=rf"sampling='partition'.*{name}.*'fixed-size' or 'shuffled'"
     ):
         small(combination)
-    monkeypatch.setattr("clipwise.make.require_whole_blocks", lambda *_: None)
+    monkeypatch.setattr("clipwise.engine.make_private.require_whole_blocks", lambda *_: None)
     case = Case(combination, Size(8, {"batch_size": 4}), (-1.0, 1.0), is_tight=False)
     found = exact(small(combination, case.size, z=0.4), case, victims=[0])
     true, claimed = worst(found, 0.05), stated(found.event, 1)

@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import Private, checkpoint
+from clipwise import Private
+from clipwise.engine import checkpoint
 from clipwise.errors import CheckpointError, LedgerError, PrivacyWarning, StepError
+from tests.engine.test_private import ALL
 from tests.runs import clipped_sum_by_hand, data, gradients, losses_of, network, private_run, train
-from tests.test_engine import ALL
 
 DOUBLE = torch.float64
 KINDS = [

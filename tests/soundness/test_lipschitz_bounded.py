@@ -17,7 +17,7 @@ from clipwise import Lipschitz, Private, make_private
 from clipwise.clipping import lipschitz as under_test
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import Huber, trace
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency
 from tests.lipschitz.networks import FAMILIES, draw
 from tests.sites import site

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
-from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, augment, layers, lipschitz
+from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, layers, lipschitz
 from clipwise.errors import ClipwiseError
+from clipwise.sampling import augmentation
 from clipwise.sampling.schemes import Poisson
 from tests.runs import network, private_run
 
@@ -170,7 +171,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "batch norm": (lambda: nn.Sequential(network(), nn.BatchNorm1d(CLASSES)), {}),
     "a crop": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)),
-        {"averaged_views": augment.Views(2, augment.Crop(40, padding=1)), "dataset": records(images=True)},
+        {
+            "averaged_views": augmentation.Views(2, augmentation.Crop(40, padding=1)),
+            "dataset": records(images=True),
+        },
     ),
     "views": (network, {"averaged_views": 2, "clipping": PerExample(1.0)}),
     "mini-sets": (network, {"clipping": Batch(1.0)}),
@@ -214,12 +218,12 @@ def test_records_of_different_shapes() -> None:
 
 
 def test_why_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipwise.compiled._can_capture", lambda device: True)
+    monkeypatch.setattr("clipwise.engine.compiled._can_capture", lambda device: True)
 
     def fails(*_: Any) -> None:
         raise RuntimeError(f"The size of tensor a ({ROWS}) must match the size of tensor b (3)")
 
-    monkeypatch.setattr("clipwise.compiled._Captured", fails)
+    monkeypatch.setattr("clipwise.engine.compiled._Captured", fails)
     model, private = private_run(dataset=records(), batch_size=20)
     step = private.compiled(lambda x, y: cross_entropy(model(x), y))
     with pytest.warns(UserWarning, match="cannot be captured") as warned:

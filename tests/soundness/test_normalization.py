@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, check, make_private
-from clipwise.checks import BufferGuard
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.privacy import Adjacency
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.model_state import ModelState
+from clipwise.validation.step_inputs import BufferGuard
 from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound
 from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, attach, clipped_sum, excess
 from tests.soundness.published_normalization import moved_by_an_outlier, moved_by_kind, published

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise import FileLedger, Private, checkpoint, runs
+from clipwise import FileLedger, Private
+from clipwise.engine import checkpoint
 from clipwise.errors import LedgerError
-from clipwise.ledger import MemoryLedger
-from clipwise.statement import of_ledger
-from tests.commands.calls import clipwise
+from clipwise.ledger import combined_runs
+from clipwise.ledger.ledger import MemoryLedger
+from clipwise.report.statement import of_ledger
+from tests.cli.calls import clipwise
 from tests.runs import network, private_run, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +54,7 @@ def test_the_noise_of_two_seeded_executions_cancels_and_nothing_is_claimed(tmp_p
     with pytest.raises(
         LedgerError, match=r"one and .*two have releases with the noise of one key: .*cancels"
     ):
-        runs.read(paths)
+        combined_runs.read(paths)
     assert "none is claimed" in str(of_ledger(paths[0]))
 
 
@@ -171,7 +173,7 @@ def test_the_id_is_public_and_that_of_the_whole_run(tmp_path: Path) -> None:
     assert again._key.id == name
     train(model, again, 1)
     again.close()
-    assert {about["key"] for about in runs.read([tmp_path / "ledger"])[0].found.about} == {name}
+    assert {about["key"] for about in combined_runs.read([tmp_path / "ledger"])[0].found.about} == {name}
 
 
 def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
         later.close()
         paths.append(later._ledger.path)  # type: ignore[attr-defined]
     with pytest.raises(LedgerError, match="noise of one key"):
-        runs.read(paths)
+        combined_runs.read(paths)
 
 
 def test_one_of_many_takes_the_resume_file(tmp_path: Path) -> None:

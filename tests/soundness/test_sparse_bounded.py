@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from clipwise import clipping
 from clipwise.clipping import Clipper, PerExample, Strategy, noised_parts, per_example
+from clipwise.clipping.contrib.sparse import Sparse, active_only
 from clipwise.clipping.public import Public
-from clipwise.clipping.sparse import Sparse, active_only
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import PerExampleGradients
 from clipwise.privacy import Adjacency
+from tests.clipping.contrib.test_sparse import T, freeze, random_masks
 from tests.clipping.policies import loss, policy
-from tests.clipping.test_sparse import T, freeze, random_masks
 from tests.gradients.cases import Case, trainable
 from tests.runs import same
 from tests.sites import site

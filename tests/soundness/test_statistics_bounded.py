@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clipwise import Batch, NoisedStatistics, PerExample, Private, RandomLayer, layers
 from clipwise.clipping import noised_parts, statistics
-from clipwise.clipping.strategy import Clipper
+from clipwise.clipping.base import Clipper
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm

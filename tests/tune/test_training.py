@@ -9,9 +9,9 @@ from torch.utils.data import TensorDataset
 
 import clipwise
 from clipwise import accounting
-from clipwise.bench.limits import Deadline
 from clipwise.errors import ConfigurationError
 from clipwise.tune import METHODS, Trial
+from clipwise.tune.limits import Deadline
 from clipwise.tune.noise import multiplier
 from clipwise.tune.records import Records, records
 from clipwise.tune.training import LateError, Training, judged, network, run, trained

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clipwise import engine
+from clipwise.engine import private
 from clipwise.validation.model_state import ModelState
 from clipwise.validation.training_loop import ReleasedGradients
 from tests.user_loops import run
@@ -55,14 +55,14 @@ def test_foreign_gradients_that_pass_for_released_ones_are_found(
 
 
 def test_a_release_that_is_not_counted_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = engine.Private.statement
+    honest = private.Private.statement
 
     def planted(self: Any) -> Any:
         said = honest(self)
         object.__setattr__(said.spent, "steps", said.spent.steps - 1)
         return said
 
-    monkeypatch.setattr(engine.Private, "statement", planted)
+    monkeypatch.setattr(private.Private, "statement", planted)
     assert any("too few releases" in problem for problem in broken(outcomes(tmp_path, range(20))))
 
 

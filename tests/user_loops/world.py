@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from clipwise import MemoryLedger, PerExample, Private, accounting, make_private
 from clipwise.errors import ClipwiseError, PrivacyWarning
 from clipwise.privacy import Entry, Event
-from clipwise.wording import CHANGED_SINCE
+from clipwise.report.wording import CHANGED_SINCE
 from tests.runs import CLASSES, FEATURES, HIDDEN, data
 
 DELTA = 1e-5

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import clipwise
-from clipwise.augment import Crop, Flip, Views
 from clipwise.errors import ConfigurationError, CoupledExamplesError
-from clipwise.statement import Statement
-from clipwise.structure import arguments_of
+from clipwise.report.statement import Statement
+from clipwise.sampling.augmentation import Crop, Flip, Views
+from clipwise.sampling.batch_structure import arguments_of
 from clipwise.validation import first_batches
 from tests.runs import data, network, private_run
 from tests.runs import losses_of as losses_of_batch
@@ -493,7 +493,7 @@ def test_the_statement_says_which_tests_were_planned(tmp_path: Any) -> None:
         train(private, loss)
         line, statement = stated(private)
     assert "how records are collated" in line and statement.planned_tests == ("replacement", "collation")
-    assert clipwise.statement.of_ledger(ledger).planned_tests == ("replacement", "collation")
+    assert clipwise.report.statement.of_ledger(ledger).planned_tests == ("replacement", "collation")
 
 
 def test_a_compiled_step_that_comes_later_does_not_speak_for_the_steps_before() -> None:

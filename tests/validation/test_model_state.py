@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from clipwise import Lipschitz, MemoryLedger, Private
 from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning, StepError
 from clipwise.layers import ClipInput, recompute_statistics, replace_batchnorm, without_running_statistics
-from clipwise.statement import of_ledger
+from clipwise.report.statement import of_ledger
 from clipwise.validation import model_state
 from clipwise.validation.model_state import ModelState
 from tests.runs import CLASSES, FEATURES, HIDDEN, data, losses_of, network, private_run, sgd, train

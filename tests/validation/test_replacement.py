@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.preflight import check
-from clipwise.structure import take_rows
+from clipwise.sampling.batch_structure import take_rows
+from clipwise.validation.check import check
 from clipwise.validation.random_state import fixed_random_state, random_state_now, with_other_tensors
 from clipwise.validation.replacement import Trial
 from tests.validation.cases import APART, COUPLED, B, D, as_mapping, losses_of, perceptron, vectors

@@ -17,8 +17,8 @@ from clipwise.audit.records import with_record
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import Worlds
 from clipwise.errors import ConfigurationError
-from clipwise.known import require_known
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
+from clipwise.validation.arguments import require_known
 
 KINDS = ("dirac", "mislabelled", "record")
 # Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.neighbours import MakeRun
+from clipwise.engine.observer import Watch, watching
 from clipwise.errors import AuditError, ConfigurationError
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling.schemes import Indices
-from clipwise.watch import Watch, watching
 
 if TYPE_CHECKING:
-    from clipwise.engine import Private
+    from clipwise.engine.private import Private
 
 RATES = (0.001, 0.01, 0.1)
 Bools = NDArray[np.bool_]

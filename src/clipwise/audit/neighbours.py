@@ -12,12 +12,12 @@ from clipwise.audit.comparing import allowed, compare, compare_ends, movement
 from clipwise.audit.findings import Finding, NeighboursReport
 from clipwise.audit.records import CHANGES, Change, with_record
 from clipwise.audit.tape import Recorder, Release, state_of
+from clipwise.engine.observer import watching
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.privacy import Adjacency, Unit
-from clipwise.watch import watching
 
 if TYPE_CHECKING:
-    from clipwise.engine import Private
+    from clipwise.engine.private import Private
 
 MakeRun = Callable[[Any], Any]
 

@@ -13,7 +13,7 @@ from clipwise.audit.planted import Dirac
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import trained
 from clipwise.errors import ConfigurationError
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 
 # Of m canaries, how many are guessed: those that the attacker is surest of. Fixed beforehand.
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)

@@ -27,15 +27,15 @@ from torch import Tensor
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.bounds import log_ratio
 from clipwise.audit.tape import entries
+from clipwise.engine.observer import Sums, Watch
 from clipwise.errors import AuditError, ConfigurationError
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Part, Unit
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.schemes import Indices
-from clipwise.watch import Sums, Watch
 
 if TYPE_CHECKING:
-    from clipwise.engine import Private
+    from clipwise.engine.private import Private
     from clipwise.sampling.loader import Piece
 
 _LOUD = 1e4  # times the sensitivity: the size of a canary's gradient before it is clipped

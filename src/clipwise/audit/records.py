@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from clipwise.structure import map_tensors
+from clipwise.sampling.batch_structure import map_tensors
 
 Change = Callable[[Any], Any]  # from a record to another one
 

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from clipwise import accounting, figures
+from clipwise import accounting
 from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.errors import AuditError
 from clipwise.privacy import Entry
+from clipwise.report import plots
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class AuditReport:
 
     def draw(self, path: str | Path) -> None:
         """Both trade-off curves in one picture: what is claimed, and the largest Gaussian one that is ruled out."""
-        figures.tradeoff_curve(self.claim.history, path, measured=self.measured.mu)
+        plots.tradeoff_curve(self.claim.history, path, measured=self.measured.mu)
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types."""

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clipwise.noise import NoiseKey
+from clipwise.engine.observer import Sums, Watch
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Event, Part
 from clipwise.sampling.schemes import Indices
-from clipwise.watch import Sums, Watch
 
 if TYPE_CHECKING:
-    from clipwise.engine import Private
+    from clipwise.engine.private import Private
     from clipwise.sampling.loader import Piece
 
 

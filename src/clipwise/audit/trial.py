@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise.clipping import Backprop, PerExample, Strategy
+from clipwise.engine.make_private import make_private
 from clipwise.errors import ConfigurationError
 from clipwise.layers.clipped.layer import trainable_clips
-from clipwise.make import make_private
-from clipwise.structure import arguments_of, tensors_in
+from clipwise.sampling.batch_structure import arguments_of, tensors_in
 
 STEPS = 6
 

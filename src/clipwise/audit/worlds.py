@@ -12,10 +12,10 @@ import torch
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Planted
+from clipwise.engine.observer import watching
 from clipwise.errors import AuditError
-from clipwise.noise import NoiseKey
+from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Entry
-from clipwise.watch import watching
 
 # From a key, whether the canary is in, and further keys to noise each release with.
 MakeWatch = Callable[[NoiseKey, bool, Sequence[NoiseKey]], Planted]

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
 from clipwise.clipping.choices import require_split
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
-from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.given import with_plain_numbers
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.known import require_known
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers, require_layers
 from clipwise.layers.clipped.scales import MODES, Constants, number
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import with_plain_numbers
 
 _PROBED_BATCHES = 2
 _PROBED_AGAIN = 256  # steps

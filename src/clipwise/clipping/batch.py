@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise.clipping.base import Clipper, Site, Split, Strategy
 from clipwise.clipping.choices import (
     MaxNorm,
     constants_for,
@@ -20,19 +21,18 @@ from clipwise.clipping.choices import (
     require_split,
 )
 from clipwise.clipping.constants import ClipperByConstants, Constants
+from clipwise.clipping.contrib.sparse import Sparse, require_sparse, thinned, without
+from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.lengths import tensor_lengths
-from clipwise.clipping.parts import Groups, Policy
-from clipwise.clipping.sparse import Sparse, require_sparse, thinned, without
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
-from clipwise.clipping.strategy import Clipper, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
-from clipwise.given import require_takes, with_plain_numbers
 from clipwise.gradients.rare import PutAside, Rare
+from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
-from clipwise.real_views import complex_view, dimension, real_view
 from clipwise.sampling import Partition, Scheme
 from clipwise.sampling.schemes import whole
+from clipwise.validation.user_objects import require_takes, with_plain_numbers
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 

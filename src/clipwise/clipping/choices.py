@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from clipwise.clipping.base import Site
 from clipwise.clipping.constants import Constants
-from clipwise.clipping.decay import Decay, Decaying
-from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters, norms_of_parts
+from clipwise.clipping.contrib.decay import Decay, Decaying
+from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters, norms_of_parts
 from clipwise.clipping.quantile import Quantile, QuantileNorms
-from clipwise.clipping.strategy import Site
 from clipwise.errors import ConfigurationError
 
 # In float32 a smaller bound would round clipped gradients and noise to a grid, and a larger one to infinity.

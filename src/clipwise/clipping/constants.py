@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from clipwise.clipping.base import Bound, Clipper
 from clipwise.clipping.statistics import LayerStatistics
-from clipwise.clipping.strategy import Bound, Clipper
 
 
 class Constants:

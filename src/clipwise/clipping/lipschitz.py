@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.changes import Changes
+from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
 from clipwise.clipping.choices import require_split
+from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
-from clipwise.clipping.parts import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.repeated import RepeatedOutputs
-from clipwise.clipping.strategy import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
-from clipwise.given import require_bool, with_plain_numbers
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.known import require_known
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.as_traced import AsTraced
 from clipwise.lipschitz.balance import balance_, pairs_of
@@ -45,7 +42,10 @@ from clipwise.lipschitz.weights import (
     rescale_,
 )
 from clipwise.privacy import Adjacency, Unit
-from clipwise.structure import tensors_in
+from clipwise.sampling.batch_structure import tensors_in
+from clipwise.validation.arguments import require_known
+from clipwise.validation.tensor_changes import Changes
+from clipwise.validation.user_objects import require_bool, with_plain_numbers
 
 _SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
 _LARGEST = 2.0**50  # of any value or gradient: its square is still a number in float32

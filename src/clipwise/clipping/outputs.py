@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipwise.clipping.base import Parameters
 from clipwise.clipping.row_by_row import is_row_by_row
-from clipwise.clipping.strategy import Parameters
 from clipwise.errors import CoupledExamplesError, StepError
 from clipwise.gradients.layout import probe_weights
 from clipwise.gradients.walk import Node

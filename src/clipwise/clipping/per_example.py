@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.clipping.base import Clipper, Parameters, Site, Split, Strategy
 from clipwise.clipping.choices import (
     MaxNorm,
     constants_for,
@@ -21,19 +22,18 @@ from clipwise.clipping.choices import (
     require_split,
 )
 from clipwise.clipping.constants import ClipperByConstants, Constants
-from clipwise.clipping.parts import Groups, Policy
-from clipwise.clipping.sparse import Sparse, active_only, require_sparse, thinned
+from clipwise.clipping.contrib.sparse import Sparse, active_only, require_sparse, thinned
+from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
-from clipwise.clipping.strategy import Clipper, Parameters, Site, Split, Strategy
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
-from clipwise.given import with_plain_numbers
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.known import require_known
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.privacy import Adjacency, Unit
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import with_plain_numbers
 
 MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")

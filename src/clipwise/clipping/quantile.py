@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.clipping.base import Bound
 from clipwise.clipping.constants import Constants
-from clipwise.clipping.parts import norms_of_parts
-from clipwise.clipping.strategy import Bound
+from clipwise.clipping.grouping import norms_of_parts
 from clipwise.errors import CheckpointError, ConfigurationError
-from clipwise.given import with_plain_numbers
 from clipwise.privacy import Adjacency
+from clipwise.validation.user_objects import with_plain_numbers
 
 _SMALLEST, _LARGEST = 1e-30, 1e30
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clipwise.clipping.strategy import Site
+from clipwise.clipping.base import Site
 from clipwise.errors import ConfigurationError
 
 Every = str | int | None

@@ -25,7 +25,7 @@ from clipwise.gradients.forms import roundoff
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.outline import Plan
 from clipwise.gradients.plain import single
-from clipwise.randomness import private_generator
+from clipwise.noise.generators import private_generator
 
 # A norm of a single number, say, is all rounding, divided by a small epsilon. But no precision excuses more than a
 # thousandth of what arrives.

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.given import naming, require_module
 from clipwise.layers.observed import observed
+from clipwise.validation.user_objects import naming, require_module
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
-from clipwise.given import require_module
 from clipwise.layers.public_batchnorm import PublicBatchNorm
+from clipwise.validation.user_objects import require_module
 
 _DRAWN = (
     nn.Linear,

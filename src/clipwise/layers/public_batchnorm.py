@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.given import count, not_negative
-from clipwise.known import require_known
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import count, not_negative
 
 if TYPE_CHECKING:
     from clipwise.layers.public_statistics import PublicStatistics

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from clipwise.changes import Changes
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.inventory import Inventory
 from clipwise.layers.noisy_weights import NoisyWeights
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.public_rows import as_rows, placed
-from clipwise.structure import evaluating
+from clipwise.sampling.batch_structure import evaluating
+from clipwise.validation.inventory import Inventory
+from clipwise.validation.tensor_changes import Changes
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of a layer's channels
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError
-from clipwise.given import naming, require_module
-from clipwise.known import require_known
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.public_batchnorm import (
     PUBLIC_KINDS,
@@ -21,7 +19,9 @@ from clipwise.layers.public_batchnorm import (
 )
 from clipwise.layers.public_rows import as_rows, placed
 from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.structure import evaluating
+from clipwise.sampling.batch_structure import evaluating
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import naming, require_module
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
 _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.known import require_known
 from clipwise.lipschitz.measuring import measured_together
 from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import EFFORTS, Effort
 from clipwise.lipschitz.shaping import JoinRule
 from clipwise.lipschitz.trace import Network, Operation
+from clipwise.validation.arguments import require_known
 
 _SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
 

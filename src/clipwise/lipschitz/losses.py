@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.given import positive
-from clipwise.known import require_known
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import positive
 
 KINDS = ("all-pairs", "largest", "one-against-all")
 

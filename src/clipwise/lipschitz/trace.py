@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.given import plain, require_module
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.functions import Call, function_rule, instead_of
@@ -24,6 +23,7 @@ from clipwise.lipschitz.recurrent import RECURRENT
 from clipwise.lipschitz.refusals import UNKNOWN, refusal
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import MoveRule, ParameterRule
+from clipwise.validation.user_objects import plain, require_module
 
 _EXAMPLES = (
     7919  # a prime: no other dimension is likely to have this size, and tensors without data cost nothing

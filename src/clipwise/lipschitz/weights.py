@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
-from clipwise.known import require_known
 from clipwise.lipschitz.bounds import Measured, measured_norms
 from clipwise.lipschitz.measuring import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
+from clipwise.validation.arguments import require_known
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")

@@ -2,7 +2,7 @@
 
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.loader import Piece, PrivateLoader
-from clipwise.sampling.mini_sets import ByBlock, ByIndex, BySize, ByUser, Cut, mini_sets_of
+from clipwise.sampling.microbatches import ByBlock, ByIndex, BySize, ByUser, Cut, mini_sets_of
 from clipwise.sampling.schemes import (
     DRAWN_BY_MINI_SETS,
     FixedSize,

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.randomness import generator_from
+from clipwise.noise.generators import generator_from
 from clipwise.sampling.fetch import Fetcher
-from clipwise.sampling.mini_sets import BySize, Cut
+from clipwise.sampling.microbatches import BySize, Cut
 from clipwise.sampling.schemes import Indices, Scheme, whole
 
 # For the next unreleased step, then the one after, and so on: its secret, its epoch's secret and its

@@ -11,14 +11,14 @@ import torch
 from clipwise.accounting import arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.errors import ConfigurationError
-from clipwise.known import require_known
-from clipwise.models.lipschitz_blocks import KINDS
 from clipwise.privacy import Sampling, rounded_up
 from clipwise.tune.records import records
 from clipwise.tune.selection import Released, SelectionPlan, plan, select
 from clipwise.tune.space import Dimension, Range
 from clipwise.tune.training import judged, trained
 from clipwise.tune.trial import METHODS, Trial, require_bounded
+from clipwise.validation.arguments import require_known
+from experiments.models.lipschitz_blocks import KINDS
 
 
 @dataclass(frozen=True)

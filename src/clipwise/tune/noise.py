@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipwise import accounting
-from clipwise.files import replace_file
+from clipwise.ledger.durable_files import replace_file
 
 
 def multiplier(

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch.utils.data import TensorDataset
 
-from clipwise import data
-from clipwise.known import require_known
+from clipwise.validation.arguments import require_known
+from experiments import data
 
 VALIDATION_SHARE = 0.2
 IMAGE_DELTA = 1e-5

@@ -11,9 +11,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
-from clipwise.figures import METADATA, STYLE
-from clipwise.files import replace_file
+from clipwise.ledger.durable_files import replace_file
 from clipwise.privacy import rounded_up
+from clipwise.report.plots import METADATA, STYLE
 from clipwise.tune.front import Point, front
 from clipwise.tune.selection import composed_epsilon
 from clipwise.tune.subject import Score

@@ -134,7 +134,7 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
         optuna = importlib.import_module("optuna")
     except ImportError as error:
         raise ConfigurationError(
-            "`clipwise tune` needs Optuna, which is not installed: run `pip install 'clipwise[tune]'`."
+            "`clipwise tune` needs Optuna, which is not installed: run `pip install 'clipwise-dp[tune]'`."
         ) from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # why a trial failed is told by us, in one line
     out.mkdir(parents=True, exist_ok=True)

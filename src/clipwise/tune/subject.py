@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from clipwise.errors import ConfigurationError
-from clipwise.known import require_known
-from clipwise.models.lipschitz_blocks import KINDS
 from clipwise.tune.records import Records, names, records
 from clipwise.tune.space import Choice, Range, Space, paper_space
 from clipwise.tune.training import run
 from clipwise.tune.trial import METHODS, Trial, require_bounded
+from clipwise.validation.arguments import require_known
+from experiments.models.lipschitz_blocks import KINDS
 
 Settings = Mapping[str, Any]
 

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import clipwise
-from clipwise import models
-from clipwise.averaged import AveragedParameters
-from clipwise.bench.limits import Deadline
 from clipwise.clipping import PerExample, Strategy
 from clipwise.lipschitz import SoftmaxCrossEntropy
-from clipwise.models.first_weights import make_orthogonal_
+from clipwise.optim.averaging import AveragedParameters
+from clipwise.tune.limits import Deadline
 from clipwise.tune.noise import multiplier
 from clipwise.tune.records import Records
 from clipwise.tune.trial import Trial
+from experiments import models
+from experiments.models.first_weights import make_orthogonal_
 
 _ROWS = 2048  # that go through a model at a time, where nothing is trained
 _ROWS_TRAINED = 4096  # at a time: larger batches come in pieces, for the sake of memory

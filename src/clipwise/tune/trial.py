@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from clipwise.errors import ConfigurationError
-from clipwise.known import require_known
+from clipwise.validation.arguments import require_known
 
 METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
 FIRST_WEIGHTS = ("usual", "orthogonal")

@@ -33,7 +33,7 @@ from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.observed import observations
-from clipwise.randomness import private_generator
+from clipwise.noise.generators import private_generator
 from clipwise.validation.marked import Trace, plain
 from clipwise.validation.shared_factors import SharedFactors
 
@@ -101,7 +101,9 @@ class IndependenceProbe:
             has_woken = self._factors.examine(losses, trace.others)
             inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
             if not inputs:
-                self._left = 0  # nothing can be examined, until the graph has operations that were not met before
+                self._left = (
+                    0  # nothing can be examined, until the graph has operations that were not met before
+                )
                 return
             places = self._places(nodes, names)
             if self._is_due(has_woken) and (self._left or self._has_awoken(losses, nodes, places)):

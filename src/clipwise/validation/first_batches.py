@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clipwise.augment import Views
+from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.errors import CoupledExamplesError
-from clipwise.given import require_takes
-from clipwise.shortage import is_out_of_memory, with_smaller_pieces
-from clipwise.structure import arguments_of, map_tensors, take_rows, tensors_in, with_zeros
+from clipwise.sampling.augmentation import Views
+from clipwise.sampling.batch_structure import arguments_of, map_tensors, take_rows, tensors_in, with_zeros
 from clipwise.validation.replacement import Arrange, Trial
+from clipwise.validation.user_objects import require_takes
 
 Loss = Callable[..., Tensor]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from clipwise.structure import map_tensors, tensors_in
+from clipwise.sampling.batch_structure import map_tensors, tensors_in
 
 
 @dataclass(eq=False)

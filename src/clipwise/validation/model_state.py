@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from clipwise.changes import Contents
-from clipwise.inventory import Inventory
 from clipwise.layers.public_batchnorm import PublicBatchNorm
+from clipwise.validation.inventory import Inventory
+from clipwise.validation.tensor_changes import Contents
 
 _SAMPLED = 128  # entries of each tensor, which are compared before an update and after a change of the dtype
 _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

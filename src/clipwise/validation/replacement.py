@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from clipwise.checks import require_losses
+from clipwise.engine.memory_shortage import is_out_of_memory
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.precision import without_tf32
 from clipwise.layers.clipped import unclipped
-from clipwise.shortage import is_out_of_memory
-from clipwise.structure import evaluating
+from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.random_state import fixed_random_state, random_state_now, with_other_tensors
 from clipwise.validation.rounding import FLOAT32, CoarsestType, differing, largest, limits, perturbed
+from clipwise.validation.step_inputs import require_losses
 
 Arrange = Callable[
     [Sequence[int]], Any

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipwise.structure import tensors_in
+from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.random_state import fixed_random_state
 
 FLOAT32 = torch.finfo(torch.float32).eps

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from clipwise.errors import ConfigurationError, StepError
 
 if TYPE_CHECKING:
-    from clipwise.engine import Private
+    from clipwise.engine.private import Private
 
 _SAMPLED = 32  # entries of each gradient
 _NEAR = 1e-5  # relative: rounding of a gradient that was multiplied

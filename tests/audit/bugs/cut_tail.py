@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from clipwise import noise, noising
-from clipwise.noise import NoiseKey, gaussian
+from clipwise.noise import gaussian as noise
+from clipwise.noise import mechanism
+from clipwise.noise.gaussian import NoiseKey, gaussian
 from tests.audit.bug import Bug
 
 # Found by trying one seed after the other: the first draw of this one goes out to 6.25 standard deviations.
@@ -16,7 +17,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     def cut(key: bytes, size: int, std: float, **options: Any) -> Any:
         return gaussian(key, size, std, **options).clamp(-5.8 * std, 5.8 * std)
 
-    patch.setattr(noising, "gaussian", cut)
+    patch.setattr(mechanism, "gaussian", cut)
     patch.setattr(noise, "gaussian", cut)
 
 

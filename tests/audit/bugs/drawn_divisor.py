@@ -4,7 +4,7 @@ import pytest
 from torch import Tensor
 
 from clipwise.clipping.per_example import PerExampleClipper
-from clipwise.engine import Private
+from clipwise.engine.private import Private
 from tests.audit.bug import Bug
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from clipwise.engine import Private
+from clipwise.engine.private import Private
 from tests.audit.bug import Bug
 
 

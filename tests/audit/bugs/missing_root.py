@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-from clipwise import PerExample, make
-from clipwise.clipping import strategy
+from clipwise import PerExample
+from clipwise.clipping import base
+from clipwise.engine import make_private
 from tests.audit.bug import Bug, one_release, small
 
 
@@ -17,8 +18,8 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     ) -> list[float]:
         return [z * s for s in sensitivities]
 
-    patch.setattr(strategy, "split_noise", each_alone)
-    patch.setattr(make, "effective_multiplier", lambda parts: math.inf)
+    patch.setattr(base, "split_noise", each_alone)
+    patch.setattr(make_private, "effective_multiplier", lambda parts: math.inf)
 
 
 by_tensor = PerExample(max_norm=1.0, parts="tensor")  # four parts

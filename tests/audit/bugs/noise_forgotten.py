@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from clipwise.engine import Private
+from clipwise.engine.private import Private
 from tests.audit.bug import Bug
 
 LAYER = "2.weight"

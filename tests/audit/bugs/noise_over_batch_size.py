@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from clipwise import noising
-from clipwise.noise import gaussian
+from clipwise.noise import mechanism
+from clipwise.noise.gaussian import gaussian
 from tests.audit.bug import Bug
 
 
@@ -13,7 +13,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
         return gaussian(key, size, std / 16, **options)
 
-    patch.setattr(noising, "gaussian", smaller)
+    patch.setattr(mechanism, "gaussian", smaller)
 
 
 BUG = Bug("noise divided by the batch size", plant, ("neighbours", "canary"))

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise import Batch, checks
+from clipwise import Batch
 from clipwise.audit.trial import run_of
+from clipwise.validation import step_inputs
 from clipwise.validation.model_state import ModelState
 from tests.audit.bug import Bug, Subject, losses, rows
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks, "require_no_batch_statistics", lambda *_: None)
-    patch.setattr(checks, "require_no_statistics_in", lambda *_: None)
-    patch.setattr(checks.BufferGuard, "compare_listed", lambda self: None)
+    patch.setattr(step_inputs, "require_no_batch_statistics", lambda *_: None)
+    patch.setattr(step_inputs, "require_no_statistics_in", lambda *_: None)
+    patch.setattr(step_inputs.BufferGuard, "compare_listed", lambda self: None)
     patch.setattr(ModelState, "changed", lambda self, *_, **__: [])
 
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise import PerExample, checks
+from clipwise import PerExample
 from clipwise.audit.trial import run_of
+from clipwise.validation import step_inputs
 from tests.audit.bug import Bug, Subject, losses, rows
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks, "require_no_batch_statistics", lambda *_: None)
-    patch.setattr(checks, "require_no_statistics_in", lambda *_: None)
+    patch.setattr(step_inputs, "require_no_batch_statistics", lambda *_: None)
+    patch.setattr(step_inputs, "require_no_statistics_in", lambda *_: None)
 
 
 def normalized(steps: int) -> Subject:

@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.given import plain, require_module
-from clipwise.known import require_known
 from clipwise.layers.clipped.attention import ClippedAttention
 from clipwise.layers.clipped.convolution import ClippedConvolution
 from clipwise.layers.clipped.embedding import ClippedEmbedding
@@ -18,6 +16,8 @@ from clipwise.layers.clipped.linear import ClippedLinear
 from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import plain, require_module
 
 Numbers = float | Mapping[str, float]
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.given import require_module
 from clipwise.layers.clipped.layer import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers
 from clipwise.layers.clipped.scales import number
+from clipwise.validation.user_objects import require_module
 
 
 def set_clips(

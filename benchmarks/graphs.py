@@ -1,0 +1,77 @@
+"""Steps as CUDA graphs: captured once, replayed for each batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
+
+import torch
+from torch import Tensor
+
+from benchmarks.workload import Workload, losses_of
+from clipwise.engine.compiled import CaptureWarning
+from clipwise.engine.private import Private
+
+_BEFORE_CAPTURE = 3  # steps on the side: libraries choose kernels and take workspaces there
+
+
+@contextmanager
+def graphed_steps(workload: Workload) -> Iterator[Callable[[], None]]:
+    """The ordinary step as one graph: the batch is copied into place, and the graph replayed."""
+    optimizer, batches = workload.optimizer(), workload.batches()
+    x, y = (tensor.clone() for tensor in next(batches))
+
+    def train() -> None:
+        optimizer.zero_grad()  # no gradients at the capture: the graph writes its own and adds to none
+        torch.autograd.backward(losses_of(workload.model(x), y).mean())
+        optimizer.step()
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_BEFORE_CAPTURE):
+            train()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+
+    def step() -> None:
+        next_x, next_y = next(batches)
+        x.copy_(next_x)
+        y.copy_(next_y)
+        graph.replay()
+
+    try:
+        yield step
+    finally:
+        graph.reset()
+
+
+def compiled_steps(workload: Workload, private: Private, settling: int) -> Callable[[], None]:
+    """A private run's own graph, `private.compiled(loss)`, replayed for each batch of its loader.
+
+    Where capturing fails a run goes on with ordinary steps. Those are another column: here it is an error, in
+    the first `settling` steps, by which the graph must be there.
+    """
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(workload.model(x), y)
+
+    replay = private.compiled(loss)
+    batches = chain.from_iterable(repeat(private.loader))
+    made = 0
+
+    def step() -> None:
+        nonlocal made
+        made += 1
+        if made > settling:
+            replay(*next(batches))
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CaptureWarning)
+            replay(*next(batches))
+
+    return step

@@ -1,0 +1,129 @@
+"""The most memory that training takes: model, optimizer, data and one step.
+
+On CUDA, what torch's allocator held at most; with a graph from the start on, since what a graph needs is
+taken when it is captured, and a replay takes no more. On the CPU, how much the resident memory of a fresh process
+grew at most; the process is forked off one that has imported everything and computed nothing. It can use a
+part of the free memory only: a method that wants more fails there, and does not take the machine down.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import resource
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.methods import is_graphed, settling_steps, steps_by, synchronize
+from benchmarks.workload import Setting, make_workload
+from clipwise.tune.limits import reason_of
+
+_SHARE = 0.6  # of the memory that is available
+_IMPORT_SECONDS = 120.0  # the most for starting a process: on a busy machine, imports take long
+_STATUS, _PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class NoMemoryFigure(Exception):  # noqa: N818 (says why a method has no result)
+    """The method failed before its memory could be measured; the message is the reason."""
+
+
+def peak_memory(setting: Setting, method: str, device: torch.device, seed: int, seconds: float) -> int | None:
+    """Bytes at most, after the first steps; None where the system does not tell.
+
+    Raises:
+        NoMemoryFigure: the method failed on the CPU, for the reason in the message.
+    """
+    if device.type == "cuda":
+        return _on_cuda(setting, method, device, seed)
+    return _in_a_process(setting, method, seed, seconds) if _STATUS.exists() else None
+
+
+def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int) -> int:
+    """All first steps are made, however long kernels take to compile: those that probe a graph take more memory."""
+    torch.cuda.empty_cache()
+    ones = torch.ones(2, 2, device=device)
+    torch.mm(ones, ones)  # cuBLAS takes its workspace once for all
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with steps_by(method, make_workload(setting, device, seed)) as step:
+        for counts in _plan(settling_steps(method), math.inf):
+            if counts and not is_graphed(method):
+                torch.cuda.reset_peak_memory_stats(device)
+            step()
+            synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+
+def _in_a_process(setting: Setting, method: str, seed: int, seconds: float) -> int:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "opacus"])  # what is missing is passed over
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(sender, setting, method, seed, seconds), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        for most in (_IMPORT_SECONDS, seconds):  # it says when it begins, then what it found
+            if not receiver.poll(most):
+                raise NoMemoryFigure(f"took longer than {most:.0f} s")
+            answer: int | str = receiver.recv()
+    except EOFError:
+        answer = "its process was killed, most likely for memory"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if isinstance(answer, str):
+        raise NoMemoryFigure(answer)
+    return answer
+
+
+def _measure(sender: Connection, setting: Setting, method: str, seed: int, seconds: float) -> None:
+    """In the new process: say that it begins, then send bytes, or a reason."""
+    sender.send(0)
+    warnings.simplefilter("ignore")
+    allowed = _kilobytes(Path("/proc/meminfo"), "MemAvailable") * _SHARE + _kilobytes(_STATUS, "VmData")
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(allowed) * 1024, hard))
+    _touch()
+    before = _kilobytes(_STATUS, "VmRSS")
+    try:
+        with steps_by(method, make_workload(setting, torch.device("cpu"), seed)) as step:
+            for counts in _plan(settling_steps(method), seconds):
+                if counts:
+                    _PEAK_RESET.write_text("5")  # VmHWM becomes VmRSS
+                step()
+            sender.send((_kilobytes(_STATUS, "VmHWM") - before) * 1024)
+    except Exception as error:
+        sender.send(reason_of(error))
+
+
+def _touch() -> None:
+    """A tiny step, so that what torch itself loads at first use is not counted."""
+    model = nn.Linear(8, 8)
+    torch.autograd.backward(model(torch.ones(8, 8)).sum())
+    torch.optim.Adam(model.parameters()).step()
+
+
+def _plan(settling: int, seconds: float) -> Iterator[bool]:
+    """False for every step that warms up, then True for the one that counts.
+
+    Where a step takes long there is no second one: then the peak is that of the first.
+    """
+    start = time.perf_counter()
+    for _ in range(settling):
+        yield False
+        if time.perf_counter() - start > seconds / 4:
+            return
+    yield True
+
+
+def _kilobytes(file: Path, field: str) -> int:
+    """A line such as `VmRSS:  1234 kB` of a file under /proc."""
+    line = next(line for line in file.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1])

@@ -1,0 +1,226 @@
+"""The ways to make a step that are compared. A step is everything from drawing the batch to the update.
+
+clipwise's own methods run through `make_private`: the batch is drawn (a shuffled epoch, as in the paper, so
+that all batches have one size), clipped, noised, charged to a ledger on disk, and the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.graphs import compiled_steps, graphed_steps
+from benchmarks.peer import opacus_steps
+from benchmarks.workload import Workload, losses_of
+from clipwise.clipping import PerExample
+from clipwise.engine.make_private import make_private
+from clipwise.engine.private import Private
+from clipwise.errors import ConfigurationError
+from clipwise.noise.gaussian import NoiseKey, gaussian
+
+MAX_NORM = 1.0
+NOISE_MULTIPLIER = 1.0
+REFERENCE = "non-private"
+FLOOR = "non-private + noise"
+GRAPHED = "non-private graphed"
+AUTO, COMPILED, REWEIGHT = "auto", "compiled", "reweight"
+ONE_BY_ONE = "one by one"
+OPACUS = ("opacus hooks", "opacus ghost")
+
+Step = Callable[[], None]
+Method = Callable[[Workload], AbstractContextManager[Step]]
+
+
+@contextmanager
+def _non_private(workload: Workload) -> Iterator[Step]:
+    """An ordinary step on the mean loss."""
+    optimizer, batches = workload.optimizer(), workload.batches()
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        torch.autograd.backward(losses_of(workload.model(x), y).mean())
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def _floor(workload: Workload) -> Iterator[Step]:
+    """An ordinary step plus clipwise's own noise, added in one pass: less than this no private step costs.
+
+    It clips nothing, so it is not private.
+    """
+    optimizer, batches, key = workload.optimizer(), workload.batches(), NoiseKey.fresh()
+    trained = [p for p in workload.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        x, y = next(batches)
+        gradients = torch.autograd.grad(losses_of(workload.model(x), y).mean(), trained)
+        noised = _noise_like(trained, key, workload.batch)
+        torch._foreach_add_(noised, gradients)
+        for p, gradient in zip(trained, noised, strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def _one_by_one(workload: Workload) -> Iterator[Step]:
+    """The naive way: each example goes forward and back alone, is clipped and added; then noise.
+
+    `PerExample(method="loop")` is another thing: it goes back through the graph of the whole batch once for
+    each example, which costs the square of the batch.
+    """
+    optimizer, batches, key = workload.optimizer(), workload.batches(), NoiseKey.fresh()
+    trained = [p for p in workload.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        x, y = next(batches)
+        total = [torch.zeros_like(p) for p in trained]
+        for i in range(len(x)):
+            loss = losses_of(workload.model(x[i : i + 1]), y[i : i + 1]).sum()
+            gradient = torch.autograd.grad(loss, trained)
+            norm = torch.stack([g.norm() for g in gradient]).norm()
+            factor = (MAX_NORM / norm).clamp(max=1)
+            torch._foreach_add_(total, torch._foreach_mul(gradient, factor))
+        _write_noised(trained, total, key, workload.batch)
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def _private_run(workload: Workload, how: str) -> Iterator[Private]:
+    """`make_private` with all that a run has, and a ledger on disk."""
+    with (
+        TemporaryDirectory() as folder,
+        make_private(
+            workload.model,
+            workload.optimizer(),
+            workload.dataset,
+            batch_size=workload.batch,
+            sampling="shuffled",
+            clipping=PerExample(max_norm=MAX_NORM, method=how),
+            noise_multiplier=NOISE_MULTIPLIER,
+            ledger=Path(folder) / "ledger",
+        ) as private,
+    ):
+        yield private
+
+
+@contextmanager
+def _private(workload: Workload, how: str) -> Iterator[Step]:
+    """A private step by one of `PerExample`'s methods."""
+    with _private_run(workload, how) as private:
+        batches = chain.from_iterable(repeat(private.loader))
+
+        def step() -> None:
+            x, y = next(batches)
+            private.step(losses_of(workload.model(x), y))
+
+        yield step
+
+
+@contextmanager
+def _compiled(workload: Workload) -> Iterator[Step]:
+    """The same as one captured graph."""
+    with _private_run(workload, AUTO) as private:
+        yield compiled_steps(workload, private, settling_steps(COMPILED))
+
+
+def _noise_like(trained: Sequence[nn.Parameter], key: NoiseKey, batch: int) -> list[Tensor]:
+    """Noise for the mean over a batch: one draw for all parameters, cut into pieces that lie as they do."""
+    sizes = [p.numel() for p in trained]
+    std = NOISE_MULTIPLIER * MAX_NORM / batch
+    noise = gaussian(key.derive("noise"), sum(sizes), std, device=trained[0].device)
+    key.advance()
+    parts = torch.split(noise, sizes)
+    return [part.as_strided(p.shape, p.stride()) for p, part in zip(trained, parts, strict=True)]
+
+
+def _write_noised(
+    trained: Sequence[nn.Parameter], total: Sequence[Tensor], key: NoiseKey, batch: int
+) -> None:
+    """(sum + noise) / batch becomes `.grad`."""
+    for p, own, noise in zip(trained, total, _noise_like(trained, key, batch), strict=True):
+        p.grad = noise + own / batch
+
+
+_METHODS: dict[str, Method] = {
+    REFERENCE: _non_private,
+    FLOOR: _floor,
+    GRAPHED: graphed_steps,
+    COMPILED: _compiled,
+    **{
+        how: partial(_private, how=how)
+        for how in (AUTO, "bookkeeping", REWEIGHT, "instantiate", "vmap", "loop")
+    },
+    ONE_BY_ONE: _one_by_one,
+    **{
+        name: partial(
+            opacus_steps, mode=name.split()[1], max_norm=MAX_NORM, noise_multiplier=NOISE_MULTIPLIER
+        )
+        for name in OPACUS
+    },
+}
+# What the paper's figures show; the others belong to the comparison with peers.
+_IN_FIGURES = [name for name in _METHODS if name not in (GRAPHED, COMPILED, AUTO)]
+# The first steps look at the graphs and check the rules and the losses: they are not what a run costs.
+_SETTLING = {AUTO: 6, COMPILED: 12, "bookkeeping": 6, REWEIGHT: 6, "instantiate": 6}
+PAPER_NAMES = {REWEIGHT: "ReweightGP", "vmap": "multiLoss", ONE_BY_ONE: "nxBP"}
+
+
+def all_methods() -> list[str]:
+    """Every method of the paper's figures, in the order of tables."""
+    return list(_IN_FIGURES)
+
+
+def available_methods(wanted: list[str] | None = None, known: Sequence[str] = _IN_FIGURES) -> list[str]:
+    """The wanted ones of those that are known, or all of them; Opacus only where it is installed."""
+    for name in wanted or []:
+        if name not in known:
+            choices = ", ".join(map(repr, known))
+            raise ConfigurationError(f"method={name!r} is not known: use one of {choices}.")
+    return [name for name in known if (not wanted or name in wanted) and _is_installed(name)]
+
+
+def unavailable(method: str, device: torch.device) -> str | None:
+    """Why a method cannot run here, or None."""
+    if is_graphed(method) and device.type != "cuda":
+        return "needs CUDA graphs"
+    return None if _is_installed(method) else "Opacus is not installed"
+
+
+def is_graphed(method: str) -> bool:
+    """Whether a method replays a CUDA graph."""
+    return method in (GRAPHED, COMPILED)
+
+
+def _is_installed(method: str) -> bool:
+    return method not in OPACUS or importlib.util.find_spec("opacus") is not None
+
+
+def steps_by(method: str, workload: Workload) -> AbstractContextManager[Step]:
+    """A context that gives the function to call for each step."""
+    return _METHODS[method](workload)
+
+
+def settling_steps(method: str) -> int:
+    """How many steps of a method are not counted."""
+    return _SETTLING.get(method, 2)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

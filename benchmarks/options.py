@@ -1,0 +1,69 @@
+"""What `python -m benchmarks` is asked for."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clipwise.errors import ConfigurationError
+
+SUITES = ("paper", "peers", "scaling")
+_OF_SUITES = {"figures": ("paper",), "rows": ("peers", "scaling")}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; the same on both command lines.
+
+    Args:
+        out: the folder of the results. What is there is not measured again.
+        device: "cpu" or "cuda".
+        suite: "paper", the figures of the fast per-example clipping paper; "peers", the table of bars; or
+            "scaling", how the cost grows.
+        figures: of the paper, by name; none is all.
+        rows: of the table of bars, or axes along which the cost grows, by name; none is all.
+        methods: by name; none is all that are installed.
+        quick: a few small settings and few rounds: shows that it works, not how fast.
+        budget_seconds: begin nothing after this time, and keep what is measured.
+        cell_seconds: about the most for one measurement.
+        seed: of weights, data and the order of batches.
+        retry: measure again what failed.
+    """
+
+    out: Path
+    device: str = "cpu"
+    suite: str = "paper"
+    figures: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
+    quick: bool = False
+    budget_seconds: float | None = None
+    cell_seconds: float = 60.0
+    seed: int = 0
+    retry: bool = False
+
+    def __post_init__(self) -> None:
+        if self.suite not in SUITES:
+            raise ConfigurationError(f"suite={self.suite!r} is not known: use one of {', '.join(SUITES)}.")
+        for name, suites in _OF_SUITES.items():
+            if getattr(self, name) and self.suite not in suites:
+                known = " or ".join(map(repr, suites))
+                raise ConfigurationError(f"{name} belong to suite={known}, not to {self.suite!r}.")
+        for name in ("budget_seconds", "cell_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}.")
+
+    @property
+    def command(self) -> str:
+        """The command that asks for this, without the folder."""
+        words = ["python", "-m", "benchmarks"]
+        words += [self.suite] if self.suite != SUITES[0] else []
+        words += ["--device", self.device]
+        for option, names in (("--figure", self.figures), ("--row", self.rows), ("--method", self.methods)):
+            for name in names:
+                words += [option, name]
+        words += ["--quick"] if self.quick else []
+        words += ["--cell-seconds", f"{self.cell_seconds:g}", "--seed", str(self.seed)]
+        return shlex.join(words)

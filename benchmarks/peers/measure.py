@@ -1,0 +1,108 @@
+"""One row of the table: every column alone for its memory, then all in turns for their time."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.cell import Cell, figures_of, outcome_in, tidy
+from benchmarks.memory import NoMemoryFigure, peak_memory
+from benchmarks.methods import FLOOR, GRAPHED, REFERENCE, settling_steps, steps_by, synchronize, unavailable
+from benchmarks.peers.bars import MEMORY, TIME
+from benchmarks.peers.form import fastest_form
+from benchmarks.peers.rows import Row
+from benchmarks.timing import Contender, Effort, Rounds, interleave, settled
+from benchmarks.workload import Setting, make_workload
+from clipwise.tune.limits import TooSlow, reason_of
+
+_BASES = (REFERENCE, FLOOR, GRAPHED)  # what ratios are taken to
+
+
+def measure_row(
+    row: Row, columns: list[str], device: torch.device, seed: int, effort: Effort, most_seconds: float
+) -> Cell:
+    """A row has `columns`, each with its figures or with `failed`, the reason why it has none.
+
+    If plain training fails, or all takes too long, the row itself has `failed`.
+    """
+    cell: Cell = {"row": row.name, "setting": row.setting.key}
+    with outcome_in(cell, most_seconds):
+        setting = fastest_form(row.setting, device, seed)
+        cell |= {"optimizer": setting.optimizer, "channels_last": setting.channels_last}
+        cell["columns"] = _columns(setting, columns, device, seed, effort)
+    tidy(device)
+    return cell
+
+
+def _columns(
+    setting: Setting, columns: list[str], device: torch.device, seed: int, effort: Effort
+) -> dict[str, Cell]:
+    """The figures of each column; `columns` has the reference."""
+    found: dict[str, Cell] = {}
+    for name in columns:
+        reason = unavailable(name, device)
+        found[name] = {"failed": reason} if reason else _memory(setting, name, device, seed, effort)
+    rounds = _rounds(setting, found, device, seed, effort)
+    plain = found[REFERENCE]["peak_bytes"]
+    for name in rounds.seconds:
+        figures = found[name]
+        figures |= figures_of(rounds.timing(name, REFERENCE))
+        figures[f"{TIME}_over"] = {
+            base: rounds.ratio(name, base) for base in _BASES if base in rounds.seconds
+        }
+        if plain and figures["peak_bytes"]:
+            figures[f"{MEMORY}_over"] = {REFERENCE: figures["peak_bytes"] / plain}
+    return found
+
+
+def _memory(setting: Setting, name: str, device: torch.device, seed: int, effort: Effort) -> Cell:
+    seconds = 16 * effort.cell_seconds  # a quarter of it for the first steps, whose checks take memory too
+    try:
+        return {"peak_bytes": peak_memory(setting, name, device, seed, seconds)}
+    except Exception as error:
+        reason = _own_reason(name, error)
+    tidy(device)
+    return {"failed": reason}
+
+
+def _rounds(
+    setting: Setting, found: dict[str, Cell], device: torch.device, seed: int, effort: Effort
+) -> Rounds:
+    """Time all columns that did not fail; one that fails here gets its reason, and the others go on.
+
+    Each has a model and an optimizer of its own; the data are the same.
+    """
+    wait = partial(synchronize, device)
+    shared = make_workload(setting, device, seed)
+    contenders: dict[str, Contender] = {}
+    with ExitStack() as stack:
+        for name in [name for name, figures in found.items() if "failed" not in figures]:
+            attempt = ExitStack()
+            try:
+                workload = make_workload(setting, device, seed)
+                own = replace(workload, inputs=shared.inputs, targets=shared.targets)
+                step = attempt.enter_context(steps_by(name, own))
+                contenders[name] = settled(step, settling_steps(name), math.inf, wait)
+                stack.push(attempt)
+            except Exception as error:
+                attempt.close()
+                found[name] = {"failed": _own_reason(name, error)}
+                tidy(device)
+        return interleave(contenders, effort, wait)
+
+
+def _own_reason(name: str, error: Exception) -> str:
+    """Why a column has no figures. Without plain training there is no row, and the limit is the row's too."""
+    if name == REFERENCE or isinstance(error, TooSlow):
+        raise error
+    return str(error) if isinstance(error, NoMemoryFigure) else reason_of(error)
+
+
+def failures(cell: Cell) -> dict[str, Any]:
+    """By column, why it has no figures."""
+    return {name: column["failed"] for name, column in cell.get("columns", {}).items() if "failed" in column}

@@ -1,0 +1,33 @@
+"""`python -m benchmarks peers`: measure the rows that are missing, and write the table after each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.environment import device_of
+from benchmarks.methods import OPACUS
+from benchmarks.options import Options
+from benchmarks.peers.rows import rows_for
+from benchmarks.peers.table import COLUMNS, markdown
+from benchmarks.records import TABLES, Results
+from benchmarks.suite import Say, chosen_columns, measure_missing, write_text
+from benchmarks.timing import Effort
+
+SUITE = "peers"
+USUAL = set(COLUMNS) - set(OPACUS)  # which takes long
+_EFFORT = Effort(30, least_rounds=5, enough_seconds=5.0)
+
+
+def bench_peers(options: Options, say: Say) -> None:
+    """Measure what is missing, in the order of the table; print it, and write JSON and Markdown."""
+    device = device_of(options.device)
+    rows = rows_for(device.type, quick=options.quick, wanted=options.rows)
+    columns = chosen_columns(options.methods, USUAL)
+    results = measure_missing(rows, columns, device, options, _EFFORT, write_table, say)
+    say("\n" + write_table(results, options.out))
+    say(f"wrote {options.out / TABLES}")
+
+
+def write_table(results: Results, folder: Path) -> str:
+    """Write the report; returns it."""
+    return write_text(folder / TABLES, markdown(results))

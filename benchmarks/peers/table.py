@@ -1,0 +1,103 @@
+"""The table as Markdown: ratios of time and memory to plain training, then the bars."""
+
+from __future__ import annotations
+
+from benchmarks.cell import Cell
+from benchmarks.methods import AUTO, COMPILED, FLOOR, GRAPHED, OPACUS, REFERENCE, REWEIGHT
+from benchmarks.peers.bars import MEMORY, TIME, Bar
+from benchmarks.peers.rows import Row, rows_for
+from benchmarks.records import Results
+from benchmarks.tables import Notes, conditions, grid
+
+# In the order of the table, with what the table calls them.
+COLUMNS = {
+    REFERENCE: "plain",
+    FLOOR: "floor",
+    AUTO: "clipwise",
+    COMPILED: "clipwise compiled",
+    GRAPHED: "plain graphed",
+    REWEIGHT: "clipwise reweight",
+    **{name: name for name in OPACUS},
+}
+_LEAST_ROUNDS = 3
+
+
+def markdown(results: Results) -> str:
+    """The whole report: what it was measured on, times and memory, bars, notes."""
+    notes = Notes()
+    everything = rows_for(results.environment["device"], quick=results.environment["quick"])
+    rows = [row for row in everything if row.name in results.cells]
+    columns = {name for row in rows for name in results.cells[row.name].get("columns", {})}
+    names = [name for name in COLUMNS if name in columns | {REFERENCE}]
+    lines = ["# Private steps next to plain ones", "", *conditions(results)]
+    if len(rows) < len(everything):
+        lines += [f"Shortened: {len(rows)} of {len(everything)} rows.", ""]
+    lines += _costs(rows, names, results, notes) + _bars(rows, results)
+    return "\n".join([*lines, *notes.section()])
+
+
+def _costs(rows: list[Row], names: list[str], results: Results, notes: Notes) -> list[str]:
+    header = ["", *(_heading(name) for name in names)]
+    over = COMPILED in names and GRAPHED in names
+    header += ["compiled over graphed"] if over else []
+    body = []
+    for row in rows:
+        cell = results.cells[row.name]
+        entries = [_entry(name, cell, notes) for name in names]
+        entries += [_over_graphed(cell)] if over else []
+        body.append([_title(row, cell, notes), *entries])
+    text = "Plain training in milliseconds and MiB; then how many times its time / its memory a step takes:"
+    return [text, "", *grid(header, body), ""]
+
+
+def _heading(name: str) -> str:
+    return f"{COLUMNS[name]}, ms / MiB" if name == REFERENCE else COLUMNS[name]
+
+
+def _title(row: Row, cell: Cell, notes: Notes) -> str:
+    marks = [notes.mark(note) for note in cell.get("notes", [])]
+    return " ".join([row.title, *marks])
+
+
+def _entry(name: str, cell: Cell, notes: Notes) -> str:
+    column = cell.get("columns", {}).get(name, {})
+    reason = cell.get("failed") or column.get("failed")
+    if reason:
+        return f"none {notes.mark(reason)}"
+    if not column:
+        return ""
+    short = f" ({column['rounds']} rounds)" if column["rounds"] < _LEAST_ROUNDS else ""
+    if name == REFERENCE:
+        peak = column["peak_bytes"]
+        memory = "" if peak is None else f" / {peak / 2**20:.0f}"
+        return f"{1000 * column['seconds']:.4g}{memory}{short}"
+    memory_over = column.get(f"{MEMORY}_over", {}).get(REFERENCE)
+    return f"{column['ratio']:.2f}" + ("" if memory_over is None else f" / {memory_over:.2f}") + short
+
+
+def _over_graphed(cell: Cell) -> str:
+    ratio = cell.get("columns", {}).get(COMPILED, {}).get(f"{TIME}_over", {}).get(GRAPHED)
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _bars(rows: list[Row], results: Results) -> list[str]:
+    """Next to each bar the ratio, three digits of it: near a bar two would hide on which side it is."""
+    labels = list(dict.fromkeys(_label(bar) for row in rows for bar in row.bars))
+    body = []
+    for row in rows:
+        verdicts = {_label(bar): _verdict(bar, results.cells[row.name]) for bar in row.bars}
+        body.append([row.title, *(verdicts.get(label, "") for label in labels)])
+    return ["The bars:", "", *grid(["", *labels], body), ""]
+
+
+def _label(bar: Bar) -> str:
+    over = "" if bar.over == REFERENCE else f" over {COLUMNS[bar.over]}"
+    return f"{COLUMNS[bar.column]}, {bar.what}{over}"
+
+
+def _verdict(bar: Bar, cell: Cell) -> str:
+    limit = f"{'<' if bar.below else '<='} {bar.most:.2f}"
+    ratio = bar.measured(cell)
+    if ratio is None:
+        return f"{limit}: not measured"
+    return f"{limit}: {'met' if bar.is_met(ratio) else '**not met**'} ({ratio:.3f})"

@@ -1,0 +1,67 @@
+"""The measured points of an axis, as curves: one for each column, of time or of memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from benchmarks.cell import Cell
+from benchmarks.methods import REFERENCE
+from benchmarks.peers.bars import MEMORY, TIME
+from benchmarks.peers.table import COLUMNS
+from benchmarks.records import Results
+from benchmarks.scaling.axes import Axis
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that is measured of a step.
+
+    Args:
+        name: what the ratios to plain training are of.
+        unit: of the figures that are shown.
+        field: where a column has it.
+        scale: from what is stored to that unit.
+    """
+
+    name: str
+    unit: str
+    field: str
+    scale: float
+
+    def value(self, cell: Cell, column: str) -> float | None:
+        """In its unit, or None where it was not measured."""
+        stored = cell.get("columns", {}).get(column, {}).get(self.field)
+        return None if stored is None else self.scale * stored
+
+    def ratio(self, cell: Cell, column: str) -> float | None:
+        """To plain training, or None where it was not measured."""
+        figures = cell.get("columns", {}).get(column, {})
+        ratio: float | None = figures.get(f"{self.name}_over", {}).get(REFERENCE)
+        return ratio
+
+
+QUANTITIES = (
+    Quantity(TIME, "milliseconds", "seconds", 1e3),
+    Quantity(MEMORY, "MiB", "peak_bytes", 2.0**-20),
+)
+
+
+def measured(axis: Axis, results: Results) -> dict[int, Cell]:
+    """The cells of an axis that are there, by the number that grows."""
+    return {x: results.cells[row.name] for x, row in axis.rows.items() if row.name in results.cells}
+
+
+def columns_of(cells: dict[int, Cell]) -> list[str]:
+    """The columns that some cell has, in the order of tables; plain training is always there."""
+    found = {name for cell in cells.values() for name in cell.get("columns", {})}
+    return [name for name in COLUMNS if name in found | {REFERENCE}]
+
+
+def growth(cells: dict[int, Cell], quantity: Quantity, column: str) -> float | None:
+    """The exponent k of x^k between the last two points: 1 is linear, 2 quadratic; below 1 overhead still counts."""
+    points = [(x, value) for x, cell in cells.items() if (value := quantity.value(cell, column))]
+    if len(points) < 2:
+        return None
+    (x, before), (last, after) = points[-2:]
+    return math.log(after / before) / math.log(last / x)

@@ -1,0 +1,109 @@
+"""A network and its data: what one measurement runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.networks import build, train_only
+from benchmarks.shapes import Images, shape_of
+
+LEARNING_RATE = 1e-3
+BATCHES = 4  # in the synthetic data set: an epoch is so many steps
+
+# By name. `foreach` treats all parameters in a few launches, `fused` in one.
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "sgd-foreach": partial(torch.optim.SGD, foreach=True),
+    "sgd-fused": partial(torch.optim.SGD, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: a network, its data and a batch size.
+
+    Args:
+        model, data: names that `build` and `shape_of` know.
+        batch: examples a step.
+        trained: which parameters: "all", or what else `train_only` knows.
+        optimizer: "adam" as in the paper, "sgd-foreach" or "sgd-fused".
+        channels_last: how images and the weights of convolutions lie in memory.
+    """
+
+    model: str
+    data: str
+    batch: int
+    trained: str = "all"
+    optimizer: str = "adam"
+    channels_last: bool = False
+
+    @property
+    def key(self) -> str:
+        """A name for files. Optimizer and layout are no part of it: they are how, not what."""
+        part = "" if self.trained == "all" else f"/{self.trained}"
+        return f"{self.model}/{self.data}/{self.batch}{part}"
+
+    @property
+    def depth(self) -> int:
+        """The number of hidden layers that the network's name ends with."""
+        return int(self.model.rpartition("-")[2])
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the images."""
+        shape = shape_of(self.data)
+        return shape.size if isinstance(shape, Images) else 0
+
+
+@dataclass
+class Workload:
+    """A fresh model on its device, and a synthetic data set beside it."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    batch: int
+    optimizer_name: str = "adam"
+
+    @property
+    def dataset(self) -> TensorDataset:
+        """All rows."""
+        return TensorDataset(self.inputs, self.targets)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A fresh one over what is trained, with the paper's step size."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return _OPTIMIZERS[self.optimizer_name](trained, lr=LEARNING_RATE)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Shuffled epochs without end."""
+        while True:
+            order = torch.randperm(len(self.inputs), device=self.inputs.device)
+            for rows in torch.split(order, self.batch):
+                yield self.inputs[rows], self.targets[rows]
+
+
+def make_workload(setting: Setting, device: torch.device, seed: int) -> Workload:
+    """Model and data of a setting; the same seed gives the same ones."""
+    torch.manual_seed(seed)
+    shape = shape_of(setting.data)
+    with device:  # drawn where they are used: a large model would take seconds on the CPU
+        model = train_only(build(setting.model, shape), setting.trained)
+        inputs, targets = shape.draw(BATCHES * setting.batch)
+    if setting.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = inputs.to(memory_format=torch.channels_last)
+    return Workload(model, inputs, targets, setting.batch, setting.optimizer)
+
+
+def losses_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy, one value an example: the mean over its positions where there are several."""
+    losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+    return losses.view_as(targets).mean(1) if targets.dim() > 1 else losses

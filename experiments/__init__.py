@@ -1,0 +1,1 @@
+"""Experiments on papers and on clipwise itself. Run one with `python -m experiments NAME`; none is in the wheel."""

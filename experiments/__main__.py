@@ -1,0 +1,58 @@
+"""`python -m experiments PAPER`: the experiments of a paper, run again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from clipwise.cli.places import require_folder, require_results
+from clipwise.errors import ClipwiseError
+from experiments.harness.paper import asked_for
+from experiments.harness.papers import PAPERS
+from experiments.harness.runner import Options, reproduce
+from experiments.harness.store import FILE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    parser.add_argument("paper", help=", ".join(PAPERS))
+    parser.add_argument("--out", type=Path, help="folder of the results; runs/PAPER if left out")
+    parser.add_argument(
+        "--figure",
+        dest="figures",
+        action="append",
+        default=[],
+        help="by name; may be repeated; all if left out",
+    )
+    parser.add_argument("--table", dest="tables", action="append", default=[], help="as --figure")
+    parser.add_argument("--data", type=Path, help="folder of data sets; if left out, CLIPWISE_DATA names it")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--seeds", type=int, help="runs of each row, in place of what a figure or table has")
+    parser.add_argument("--epochs", type=int, help="shorten every run to so many epochs")
+    parser.add_argument("--quick", action="store_true", help="few rows on small digits: shows that it works")
+    parser.add_argument("--budget-seconds", type=float, help="stop after this time; it can go on later")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, each in its own process")
+    parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument(
+        "--take", type=Path, action="append", default=[], metavar="DIR", help="take over the runs of DIR"
+    )
+    parser.add_argument("--only", default="", help="rows with this text in their name")
+    given = vars(parser.parse_args(arguments))
+    given["out"] = given["out"] or Path("runs") / given["paper"]
+    given["figures"] = asked_for(given["figures"], given.pop("tables"))
+    given["take"] = tuple(given["take"])
+    try:
+        require_results(given["take"], FILE)
+        require_folder(given["out"])
+        reproduce(Options(**given), partial(print, flush=True))
+    except ClipwiseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

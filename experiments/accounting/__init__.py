@@ -1,0 +1,1 @@
+"""Epsilons of clipwise beside those of other accountants."""

@@ -1,0 +1,1 @@
+"""Attacks on clipwise, and what they recover."""

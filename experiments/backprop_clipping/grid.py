@@ -1,0 +1,130 @@
+"""Which runs the paper's table and figures ask for, in the order of their importance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from experiments.backprop_clipping.claims import CLAIMS
+from experiments.backprop_clipping.search import Row, effort_of, near, spread
+from experiments.backprop_clipping.sets import DIGITS
+from experiments.backprop_clipping.signal import Signal
+from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, OPEN, Trial
+from experiments.backprop_clipping.withdrawn import KINDS, Withdrawn
+from experiments.harness.rounds import Asked, Rounds
+from experiments.harness.store import Cell
+
+FIGURES = ("table-1", "5", "withdrawn", "signal")
+# Figure 5 has those of table 1 among its own, so that they share runs.
+EPSILONS: dict[str, tuple[float, ...]] = {
+    "mnist": (0.05, 0.07, 0.3, 1.0, 2.93, 8.0),
+    "fashion_mnist": (0.05, 0.3, 0.87, 2.7, 8.0),
+    "cifar10": (1.0, 3.64, 7.53),
+    DIGITS: (8.0,),
+}
+# On colour images a run is long: the paper's form and those that are best on grey images, beside flat clipping.
+_OF_COLOUR = (
+    "dp-sgd-tanh",
+    "dp-sgd-relu",
+    "dp-sgd-norm",
+    "upstream-clip",
+    "gradient-clip",
+    "gradient-clip-norm",
+    "gradient-normalize",
+)
+SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0
+SIGNALS = (
+    "upstream-clip",
+    "gradient-normalize",
+    "dp-sgd-layer",
+    "dp-sgd-relu",
+)  # the paper's form is the first
+_QUICK_METHODS = ("dp-sgd-tanh", "upstream-clip", "gradient-normalize")
+WITHDRAWN_SEEDS = 3
+
+
+def asked(figures: Sequence[str], quick: bool, seeds: int, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    """The runs that can begin now, from the finished ones by key: the quickest data set first.
+
+    No figures means all. `seeds` is the least number of runs that a row is tested with.
+    """
+    for data in sets(quick):
+        for figure in figures or FIGURES:
+            if figure in ("table-1", "5"):
+                for row in rows(figure, data):
+                    yield from _chosen_and_tested(row, figure, quick, seeds, found)
+            elif figure == "withdrawn":
+                yield from _withdrawn(data, quick, seeds)
+            elif data in (SIGNAL_DATA, DIGITS):
+                yield from _signal(quick, found)
+
+
+def sets(quick: bool) -> tuple[str, ...]:
+    """The data sets, the quickest first."""
+    return (DIGITS,) if quick else tuple(CLAIMS)
+
+
+def epsilons(figure: str, data: str) -> tuple[float, ...]:
+    """At which a data set is shown: in table 1 where the paper has it, once for its own method, once for DP-SGD."""
+    if figure == "5" or data == DIGITS:
+        return EPSILONS[data]
+    return CLAIMS[data].epsilon, CLAIMS[data].baseline_epsilon
+
+
+def private_methods(data: str) -> tuple[str, ...]:
+    """What is compared on a data set."""
+    if data == DIGITS:
+        return _QUICK_METHODS
+    return _OF_COLOUR if data == "cifar10" else (*DP_SGD, *BACKPROP)
+
+
+def rows(figure: str, data: str) -> list[Row]:
+    """Of the table or of figure 5, on one data set."""
+    private = [Row(data, m, e) for e in epsilons(figure, data) for m in private_methods(data)]
+    return [*(Row(data, method, None) for method in OPEN), *private]
+
+
+def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
+    """The trial that did best on the validation part, when all are there."""
+    return _rounds(row, quick).best(found)
+
+
+def _rounds(row: Row, quick: bool) -> Rounds[Trial]:
+    effort = effort_of(row.data, quick)
+    return Rounds(spread(row, effort.spread), lambda best: near(row, best, effort.near))
+
+
+def _chosen_and_tested(
+    row: Row, figure: str, quick: bool, seeds: int, found: Mapping[str, Cell]
+) -> Iterator[Asked]:
+    """Trials of both rounds, then the best of them on the test part."""
+    yield from _trials(row, figure, quick, found)
+    chosen = best(row, quick, found)
+    if chosen is not None:
+        for seed in range(max(seeds, effort_of(row.data, quick).seeds)):
+            yield Asked(chosen, seed, "test", figure, row.label, row.epsilon)
+
+
+def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    for trial in _rounds(row, quick).begun(found):
+        yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
+
+
+def _withdrawn(data: str, quick: bool, seeds: int) -> Iterator[Asked]:
+    for kind in KINDS:
+        for seed in range(1 if quick or data == "cifar10" else max(seeds, WITHDRAWN_SEEDS)):
+            yield Asked(Withdrawn(data, kind), seed, "test", "withdrawn", f"{data}/{kind}")
+
+
+def signal_rows(quick: bool) -> dict[str, Row]:
+    """By what is looked at: the row that chooses its setting. Clipping by layer has that of flat clipping."""
+    data, epsilon = (DIGITS, EPSILONS[DIGITS][0]) if quick else (SIGNAL_DATA, SIGNAL_EPSILON)
+    return {m: Row(data, "dp-sgd-relu" if m == "dp-sgd-layer" else m, epsilon) for m in SIGNALS}
+
+
+def _signal(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
+    for method, row in signal_rows(quick).items():
+        yield from _trials(row, "signal", quick, found)
+        chosen = best(row, quick, found)
+        if chosen is not None:
+            job = Signal(chosen.but(method=method))
+            yield Asked(job, 0, "validation", "signal", method, row.epsilon)

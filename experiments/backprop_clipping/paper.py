@@ -1,0 +1,48 @@
+"""Backpropagation clipping for `python -m experiments`: its runs, how one is done, and the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import device_of
+from clipwise.errors import ConfigurationError
+from clipwise.tune.limits import Deadline
+from experiments.backprop_clipping import page, plots, signal, training, withdrawn
+from experiments.backprop_clipping.grid import FIGURES, asked
+from experiments.backprop_clipping.sets import images
+from experiments.harness.outcome import MissingDataError
+from experiments.harness.paper import Options, Paper, Task
+from experiments.harness.store import Cell
+
+
+def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
+    """Trials on validation parts; where all of a row are there, the best of them on the test part."""
+    for one in asked(options.figures, options.quick, options.seeds or 1, found):
+        yield one.task(options.quick)
+
+
+def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
+    """One run. It is short: what is stopped in the middle begins again."""
+    job: Any = task.setting
+    try:
+        at_hand = images(job.data, options.data, device_of(options.device), task.judged_by)
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
+    if isinstance(job, withdrawn.Withdrawn):
+        return withdrawn.run(job, at_hand, task.seed, deadline)
+    if isinstance(job, signal.Signal):
+        return signal.run(job, at_hand, task.seed, deadline, unfinished)
+    return training.run(job, at_hand, task.seed, deadline, unfinished)
+
+
+PAPER = Paper(
+    name="backprop-clipping",
+    figures=FIGURES,
+    tasks=tasks,
+    train=train,
+    page=page.markdown,
+    plots=plots.plot_all,
+    takes_epochs=False,  # they are among what is tried
+)

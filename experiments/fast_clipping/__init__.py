@@ -1,0 +1,1 @@
+"""Fast per-example clipping: a Transformer on IMDB."""

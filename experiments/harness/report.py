@@ -1,0 +1,118 @@
+"""Pieces of pages of results: rows of runs, accuracies with their errors, epsilons, and where it all was made."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from clipwise.accounting.composition import SMALLEST_NOISE
+from clipwise.privacy import rounded_up
+from experiments.harness.store import Cell, Store
+
+_NO_PRIVACY = 20.0  # beyond this an epsilon promises nothing that matters
+
+Place = tuple[str, str, float | None]  # figure, row, budget
+Shown = dict[Place, list[Cell]]
+
+
+def in_short(cell: Cell) -> str:
+    """A run in a line."""
+    if "accuracy" not in cell:
+        return _why_none(cell)
+    speed = f" ({1000 * cell['seconds'] / cell['steps']:.1f} ms a step)" if cell.get("steps") else ""
+    cost = epsilon([cell])
+    cost = f"epsilon {cost}" if cell.get("epsilon") is not None else cost
+    return f"{cell['accuracy']:.1%}, {cost}, {cell['seconds']:.0f} s{speed}"
+
+
+def by_place(cells: Iterable[Cell], quick: bool) -> Shown:
+    """The runs of each row; a run may be in several figures. Of runs of several lengths only the longest count."""
+    found: Shown = {}
+    for cell in cells:
+        for place in cell["shown"]:
+            if place["quick"] == quick:
+                key = (place["figure"], place["row"], place.get("budget"))
+                found.setdefault(key, []).append(cell | {"epochs_asked": place["epochs_asked"]})
+    return {key: _longest(runs) for key, runs in found.items()}
+
+
+def accuracy(cells: list[Cell]) -> str:
+    """Mean and standard error in percent, or why there is none."""
+    found = accuracies(cells)
+    if not found:
+        return _why_none(cells[0]) if cells else "not run"
+    if len(found) == 1:
+        return f"{found[0]:.2f}"
+    return f"{statistics.fmean(found):.2f} ± {standard_error(found):.2f}"
+
+
+def accuracies(cells: list[Cell]) -> list[float]:
+    """Of the runs that have one, in percent."""
+    return [100 * cell["accuracy"] for cell in cells if "accuracy" in cell]
+
+
+def standard_error(found: list[float]) -> float:
+    """s / sqrt(n); 0 where one run tells nothing."""
+    return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+
+
+def epsilon(cells: list[Cell]) -> str:
+    """The most that any of them spent."""
+    found = [cell["epsilon"] for cell in cells if cell.get("epsilon") is not None]
+    if not found:
+        return next((str(cell["why_no_epsilon"]) for cell in cells if "why_no_epsilon" in cell), "")
+    noise = [cell["noise_multiplier"] for cell in cells if "noise_multiplier" in cell]
+    return told(max(found), min(noise, default=math.inf))
+
+
+def told(value: float, noise_multiplier: float = math.inf) -> str:
+    """An epsilon, whether it promises anything, and whether it is of another accountant than PLD."""
+    if value < _NO_PRIVACY:
+        return rounded_up(value)
+    if noise_multiplier < SMALLEST_NOISE:
+        return f"at most {value:.3g} (not PLD): none in effect"
+    return f"{value:.3g}: none in effect"
+
+
+def epochs(cells: list[Cell], in_paper: int | None) -> str:
+    """How long the runs were, and of how many epochs that is a part."""
+    full = in_paper or cells[0]["epochs_asked"]
+    return f"{cells[0]['epochs']}" + (f" of {full}" if cells[0]["epochs"] < full else "")
+
+
+def seeds(cells: list[Cell]) -> str:
+    """The seeds of the runs that have an accuracy."""
+    return ", ".join(str(seed) for seed in sorted(cell["seed"] for cell in cells if "accuracy" in cell))
+
+
+def how(store: Store) -> list[str]:
+    """Commands, hardware and versions."""
+    lines = [*(f"    {command}" for command in store.commands), ""]
+    used = {cell["environment"] for cell in store.cells.values()}
+    places = (_environment(e) for place, e in enumerate(store.environments) if place in used)
+    return [*lines, f"On {'; '.join(dict.fromkeys(places))}.", ""] if used else lines
+
+
+def _environment(found: dict[str, object]) -> str:
+    versions = found["versions"]
+    assert isinstance(versions, dict)
+    machine = f"{found['gpu']}, {found['cores']} cores" if "gpu" in found else f"{found['cpu']}"
+    parts = [machine, f"Python {found['python']}", *(f"{name} {v}" for name, v in versions.items())]
+    return ", ".join([*parts, "TF32 products"] if found.get("cudnn_allow_tf32") else parts)
+
+
+def _longest(runs: list[Cell]) -> list[Cell]:
+    """Finished runs go before unfinished ones."""
+    finished = [cell for cell in runs if "accuracy" in cell] or runs
+    most = max(cell["epochs"] for cell in finished)
+    return [cell for cell in finished if cell["epochs"] == most]
+
+
+def _why_none(cell: Cell) -> str:
+    if "unfinished" not in cell:
+        return str(cell["failed"])
+    curve = cell.get("public_accuracy_by_epoch", [])
+    if not curve:
+        return "unfinished"
+    return f"unfinished: {100 * curve[-1]:.1f} on the public tenth after {len(curve)} epochs"

@@ -1,0 +1,54 @@
+"""The weight-clipping paper for `python -m experiments`: its runs, how one is done, and the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import device_of
+from clipwise.errors import ConfigurationError
+from clipwise.tune.limits import Deadline
+from clipwise.tune.records import records
+from clipwise.tune.training import LateError
+from experiments.harness.outcome import MissingDataError, OutOfTimeError
+from experiments.harness.paper import Options, Paper, Task
+from experiments.harness.store import Cell
+from experiments.lip_dp_sgd import page, plots
+from experiments.lip_dp_sgd.grid import FIGURES, asked
+from experiments.lip_dp_sgd.jobs import work
+
+
+def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
+    """Trials on validation parts; where all of a row are there, the best of them on the test part."""
+    for one in asked(options.figures, options.quick, found, options.seeds):
+        yield one.task(options.quick)
+
+
+def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
+    """One run. It is short: what is stopped in the middle begins again."""
+    job: Any = task.setting
+    device = device_of(options.device)
+    try:
+        records(job.trial.data if hasattr(job, "trial") else job.data, options.data, device)
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
+    # The search for the fastest convolution pays where shapes repeat: those of Poisson batches do not.
+    torch.backends.cudnn.benchmark = False
+    try:
+        return work(job, task.seed, task.judged_by, options.data, device, deadline, unfinished)
+    except LateError:
+        raise OutOfTimeError from None
+
+
+PAPER = Paper(
+    name="lip-dp-sgd",
+    figures=FIGURES,
+    tasks=tasks,
+    train=train,
+    page=page.markdown,
+    plots=plots.plot_all,
+    takes_epochs=False,  # they are among what is tried
+)

@@ -1,0 +1,115 @@
+"""The same trials for every method: points spread over a space, then points around the best of them.
+
+The space holds that of the paper's table 3 where its numbers fit, and goes beyond it where DP-SGD or weight clipping do
+better: smaller gradient norms, larger rates and batches. The noise is not searched: it follows from the budget.
+
+Networks for images begin with orthogonal weights, for every method: the bounds of weight clipping are then several
+times closer to the gradients, and DP-SGD has more signal too. Their rates are smaller and their batches larger than
+those of tables: with more noise than signal, Adam's steps are mostly noise, and many of them undo the first weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from clipwise.tune.records import DIGITS, IMAGES
+from clipwise.tune.space import Choice, Dimension, Range, point
+from clipwise.tune.trial import TITLES, Trial
+from experiments.harness.rounds import nearby
+
+_PRIMES = (2, 3, 5, 7, 11)
+# Below 5,000 records, where 1/64 of them would be a batch of a few.
+_FEW = ("breast_cancer", "german_credit", "students_dropout")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many trials every method gets: spread, and around the best."""
+
+    spread: int
+    near: int
+
+
+TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(20, 10), Effort(8, 4), Effort(2, 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is compared: one method, on one data set, with or without norm, at one epsilon.
+
+    `network` is a model by name, in place of the one that goes with the data.
+    """
+
+    data: str
+    norm: str
+    method: str
+    epsilon: float
+    network: str | None = None
+
+    @property
+    def label(self) -> str:
+        """How the row is called among results."""
+        return f"{self.data}/{self.norm}/{self.method}" + (f"/{self.network}" if self.network else "")
+
+    @property
+    def title(self) -> str:
+        """The method, for readers."""
+        return TITLES[self.method] + (f", {self.network}" if self.network else "")
+
+
+def space(row: Row) -> dict[str, Dimension]:
+    """What may be chosen for a row."""
+    is_image = row.data in IMAGES
+    rates: tuple[float, ...] = (1 / 16, 1 / 4) if is_image else (1 / 64, 1 / 16, 1 / 4)
+    if row.data in _FEW:
+        rates = (1 / 24, 1 / 8, 1 / 3)
+    epochs: tuple[int, ...] = (6, 16) if is_image else (8, 32)
+    if row.data == DIGITS:  # to show that everything works
+        rates, epochs = (1 / 8,), (1,)
+    smallest = 0.1 if row.method == "dp-sgd" else 1.0 if is_image else 0.5
+    found: dict[str, Dimension] = {
+        "max_norm": Range(smallest, 15, log=True),
+        "learning_rate": Range(3e-4, 1e-2, log=True) if is_image else Range(1e-3, 1e-1, log=True),
+        "sample_rate": Choice(rates),
+        "epochs": Choice(epochs),
+    }
+    if row.norm == "bounded":
+        # Four norms in a row multiply the bounds by alpha^-4.
+        found["alpha"] = Range(0.3, 3, log=True) if is_image else Range(0.05, 1, log=True)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def spread(row: Row, count: int) -> tuple[Trial, ...]:
+    """The first trials."""
+    return tuple(_trial(row, _halton(i, len(space(row)))) for i in range(1, count + 1))
+
+
+@lru_cache(maxsize=4096)
+def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
+    """Trials around the first trial with this number (from 0)."""
+    dimensions = len(space(row))
+    centre = _halton(best + 1, dimensions)
+    return tuple(_trial(row, nearby(centre, _halton(100 + i, dimensions))) for i in range(1, count + 1))
+
+
+def _trial(row: Row, u: list[float]) -> Trial:
+    chosen = point(space(row), u)
+    first = "orthogonal" if row.data in IMAGES else "usual"
+    return Trial(
+        row.data, row.method, row.norm, row.epsilon, first_weights=first, network=row.network, **chosen
+    )
+
+
+def _halton(index: int, dimensions: int) -> list[float]:
+    """A point of the Halton sequence: the digits of the index in base p, mirrored at the point, for primes p."""
+    found = []
+    for base in _PRIMES[:dimensions]:
+        value, share, rest = 0.0, 1.0, index
+        while rest:
+            share /= base
+            value += share * (rest % base)
+            rest //= base
+        found.append(value)
+    return found

@@ -1,0 +1,54 @@
+"""The normalization of a model, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+from clipwise.validation.arguments import require_known
+
+Norm = Callable[[int], nn.Module]
+MOST_GROUPS = 32
+FEWEST_WITHOUT_POSITIONS = 8  # values of a group: two would only leave a sign
+
+
+def group_norm(channels: int) -> nn.Module:
+    """Group normalization with gcd(32, channels / 2) groups: at most 32, evenly, of two channels or more.
+
+    A group of one channel would be a constant where one position is left.
+    """
+    return nn.GroupNorm(math.gcd(MOST_GROUPS, channels // 2 or 1), channels)
+
+
+def unit_group_norm(units: int) -> nn.Module:
+    """The same behind a linear layer, whose units have one value each: groups of eight or more, or a single one."""
+    most = range(min(MOST_GROUPS, units // FEWEST_WITHOUT_POSITIONS), 0, -1)
+    return nn.GroupNorm(next((g for g in most if units % g == 0), 1), units)
+
+
+def layer_norm(channels: int) -> nn.Module:
+    """Over all channels and positions of an example, with a scale and a shift a channel."""
+    return nn.GroupNorm(1, channels)
+
+
+def no_norm(channels: int) -> nn.Module:
+    """The layer is left out."""
+    return nn.Identity()
+
+
+# "batch" mixes the examples of a batch: only a strategy that allows it, such as `Batch`, can train such a model.
+NORMS: dict[str, Norm] = {
+    "batch": nn.BatchNorm2d,
+    "group": group_norm,
+    "layer": layer_norm,
+    "none": no_norm,
+}
+_WITHOUT_POSITIONS: dict[str, Norm] = {"batch": nn.BatchNorm1d, "group": unit_group_norm}
+
+
+def norm_of(name: str, *, positions: bool = True) -> Norm:
+    """From channels to a layer, for images or, without `positions`, for the units of a linear layer."""
+    require_known("norm", name, NORMS)
+    return NORMS[name] if positions else _WITHOUT_POSITIONS.get(name, NORMS[name])

@@ -1,0 +1,1 @@
+"""Batch norm with noised statistics."""

@@ -1,0 +1,65 @@
+"""The command line: `clipwise COMMAND`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from clipwise import __version__
+from clipwise.cli.audit import audit
+from clipwise.cli.check import check
+from clipwise.cli.demo import demo
+from clipwise.cli.epsilon import epsilon
+from clipwise.cli.noise import noise
+from clipwise.cli.output import complain, say
+from clipwise.cli.statement import statement
+from clipwise.cli.tradeoff import tradeoff
+from clipwise.cli.tune import tune
+from clipwise.errors import ClipwiseError
+
+
+class _Commands(TyperGroup):
+    """Ends what clipwise refuses as one clean line: a traceback helps nobody there."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: complain("warning", str(message), "yellow")
+            try:
+                return super().invoke(ctx)
+            except ClipwiseError as error:
+                complain("error", str(error), "red")
+                raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,  # locals may be records
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        say(f"clipwise {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train PyTorch models under differential privacy.
+
+    Begin with `clipwise demo`. Each command has an example in its own --help.
+    """
+
+
+for command in (demo, epsilon, noise, tradeoff, statement, check, audit, tune):
+    app.command()(command)

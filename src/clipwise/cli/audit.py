@@ -1,0 +1,215 @@
+"""`clipwise audit`: attack a run, and compare what is found with what its ledger claims."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from clipwise import audit as auditing
+from clipwise.accounting import arguments
+from clipwise.audit.canary import least_runs, require_confidence
+from clipwise.audit.one_run import require_canaries
+from clipwise.audit.report import AuditReport
+from clipwise.cli.output import remark, rounded_up, say, stdout
+from clipwise.cli.places import require_picture
+from clipwise.cli.target import load, running
+from clipwise.errors import ConfigurationError
+from clipwise.ledger import ledger
+from clipwise.privacy import Entry
+from clipwise.report.run_description import plain
+
+LEDGER, SUBJECT = "ledger", "subject.py"
+KINDS = ("dirac", "mislabelled")
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="The run's folder, with its ledger in it, or the ledger file.")],
+    subject: Annotated[
+        str | None,
+        typer.Option(
+            help="path/to/file.py:function or package.module:function. The function takes no arguments and returns "
+            "(make_run, dataset), or (make_run, dataset, loss) for --kind mislabelled: make_run(dataset) trains as the "
+            "run did, and loss(model, *batch) gives one loss an example. By default subject.py:subject in the folder."
+        ),
+    ] = None,
+    runs: Annotated[
+        int,
+        typer.Option(
+            min=0, help="How often to train with a canary, and as often again without; 0 for no such attack."
+        ),
+    ] = 100,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="The canary: dirac, the worst gradient there is, or mislabelled, the first record with another label "
+            "(for Lipschitz and Backprop)."
+        ),
+    ] = "dirac",
+    canaries: Annotated[
+        int, typer.Option(min=0, help="How many canaries to plant in a further, single run; 0 for none.")
+    ] = 0,
+    confidence: Annotated[float, typer.Option(help="With which each attack's bounds hold.")] = 0.95,
+    delta: Annotated[float | None, typer.Option(help="The delta of epsilon; by default the run's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of canaries and noise: the same seed, the same result.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the claimed and the measured curve to this file: .png or .svg.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
+) -> None:
+    """Attack a run, and compare what an attacker reaches with what the run's ledger claims.
+
+    For example:
+
+        clipwise audit runs/mine --subject my_run.py:subject --runs 1000
+
+    where my_run.py has, for instance:
+
+        def subject():
+            return train, dataset    # train(dataset) trains as the run did
+
+    First two neighbouring runs are compared release by release. Then the model is trained again and again, with and
+    without a canary (a planted record, by default the worst there is); how well the two can be told apart bounds
+    epsilon and mu from below. A lower bound above the claim shows a bug; one below it proves nothing. Use synthetic or
+    public records: audits see sums without noise.
+
+    Exit code 0: within the claim. 1: more than claimed. 2: the audit could not be made.
+    """
+    file = run / LEDGER if run.is_dir() else run
+    claimed = ledger.read(file)
+    target = subject if subject is not None else _usual_subject(file.parent / SUBJECT)
+    _require_kind(kind)
+    _require_runs(runs, kind)
+    require_confidence(confidence, "--confidence")
+    require_picture(plot)
+    if plot is not None and not (runs or canaries):
+        raise ConfigurationError(
+            "--plot draws what an attack measured, and --runs 0 without --canaries makes none: give more runs or "
+            "canaries, or leave out --plot."
+        )
+    if delta is not None:
+        arguments.number("--delta", delta, above=0, below=1)
+    make_run, dataset, loss = _subject(target)
+    if canaries:
+        require_canaries(canaries, len(dataset), "--canaries")
+    if kind == "mislabelled" and runs and loss is None:
+        raise ConfigurationError(
+            f"--kind mislabelled needs a loss: let {target} return (make_run, dataset, loss), where "
+            "loss(model, *batch) gives one loss an example."
+        )
+    reports: list[AuditReport] = []
+    with running(target):
+        compared = auditing.neighbours(make_run, dataset, seed=seed)
+        _require_same_run(claimed.history, compared.history, target)
+        if runs:
+            remark(f"Training {runs} times with a canary and {runs} times without.")
+            reports.append(
+                auditing.canary(
+                    make_run,
+                    dataset,
+                    kind=kind,
+                    loss=loss,
+                    runs=runs,
+                    delta=delta,
+                    confidence=confidence,
+                    seed=seed,
+                )
+            )
+        if canaries:
+            remark(f"Training once with {canaries} canaries.")
+            reports.append(
+                auditing.one_run(
+                    make_run, dataset, canaries=canaries, delta=delta, confidence=confidence, seed=seed
+                )
+            )
+    if plot is not None:
+        max(reports, key=lambda report: report.measured.mu).draw(plot)
+        remark(f"Drawn to {plot}")
+    ok = compared.ok and all(report.ok for report in reports)
+    if as_json:
+        content: dict[str, Any] = {"format": 1, "run": claimed.run, "ok": ok}
+        content["neighbours"] = {"ok": compared.ok, "findings": [str(f) for f in compared.findings]}
+        content["attacks"] = [report.to_dict() for report in reports]
+        say(json.dumps(plain(content), indent=2))
+    else:
+        say(f"Run {claimed.run}, {claimed.position} releases")
+        say(f"Neighbours. {compared}", style="" if compared.ok else "red")
+        for report in reports:
+            m = report.measured
+            say(
+                f"{m.attack}: {m.how_often}, {m.right} of {m.guesses} guesses right, confidence "
+                f"{m.confidence:.10g}"
+            )
+            stdout().print(_table(report))
+        say(
+            "Within the claim: no attack did better than it allows, which is no proof."
+            if ok
+            else "MORE THAN CLAIMED: the run is not as private as its ledger says.",
+            style="" if ok else "red",
+        )
+    raise typer.Exit(0 if ok else 1)
+
+
+def _usual_subject(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigurationError(
+            f"There is no file {path}: say by --subject path/to/file.py:function who returns (make_run, dataset)."
+        )
+    return f"{path}:subject"
+
+
+def _require_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigurationError(f"--kind {kind} is not known: use one of {', '.join(KINDS)}.")
+
+
+def _require_runs(runs: int, kind: str) -> None:
+    """Refuse fewer runs than the attack takes; 0 is no attack."""
+    if 0 < runs < least_runs(kind):
+        raise ConfigurationError(
+            f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 for no such "
+            "attack."
+        )
+
+
+def _subject(target: str) -> tuple[Any, Any, Any]:
+    """make_run, the data set, and the loss or None."""
+    function = load(target, "--subject")
+    with running(target):
+        made = function()
+    if isinstance(made, tuple) and len(made) in (2, 3) and hasattr(made[1], "__len__"):
+        make_run, dataset, loss = (*made, None)[:3]
+        if callable(make_run) and (loss is None or callable(loss)):
+            return make_run, dataset, loss
+    raise ConfigurationError(
+        f"{target} must return (make_run, dataset): a function that trains on the data set that it is given, as the "
+        "run did, and such a data set; or (make_run, dataset, loss)."
+    )
+
+
+def _require_same_run(ours: Sequence[Entry], theirs: Sequence[Entry], target: str) -> None:
+    """What is attacked must claim just what the ledger claims."""
+    counts = []
+    for history in (ours, theirs):
+        count: Counter[str] = Counter()
+        for entry in history:
+            count[json.dumps(entry.event.to_dict(), sort_keys=True)] += entry.count
+        counts.append(count)
+    if counts[0] != counts[1]:
+        raise ConfigurationError(
+            f"{target} makes another run than the ledger's: it must charge the same events equally often (sampling, "
+            "rate, noise multiplier, number of steps, size of the data set)."
+        )
+
+
+def _table(report: AuditReport) -> Table:
+    m, c = report.measured, report.claim
+    table = Table("", "claimed, at most", "measured, at least")
+    table.add_row(f"epsilon at delta {c.delta:g}", rounded_up(c.epsilon), f"{m.epsilon:.4g}")
+    table.add_row("mu", rounded_up(c.mu), f"{m.mu:.4g}")
+    return table

@@ -1,0 +1,75 @@
+"""`clipwise check`: can this model and this loss be trained privately?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+from clipwise import audit
+from clipwise.audit.trial import run_of
+from clipwise.cli.output import say
+from clipwise.cli.target import load, running
+from clipwise.errors import ConfigurationError
+from clipwise.validation.check import check as examine
+
+
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="path/to/file.py:function or package.module:function. The function takes no arguments and "
+            "returns (model, loss, batch), where loss(model, *batch) gives one loss an example, or loss(model, batch) "
+            "if the batch is a mapping."
+        ),
+    ],
+    neighbours: Annotated[
+        bool,
+        typer.Option(
+            help="Also train a copy for a few steps on neighbouring data sets made of the batch, and check that one "
+            "example moves no release by more than is declared."
+        ),
+    ] = False,
+) -> None:
+    """Say whether a model and a loss can be trained privately, and if not, why.
+
+    For example:
+
+        clipwise check my_model.py:example
+
+    where my_model.py has, for instance:
+
+        def example():
+            return Net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"), (x, y)
+
+    Use synthetic or public rows for the batch: what a check says depends on them. It runs your code with examples
+    replaced, taken out and in another order, and looks whether any other example's loss or gradient moves. With
+    --neighbours it also trains a copy privately, with and without an example, and compares every release. It is a lint
+    and no proof.
+
+    Exit code 0: accepted. 1: refused. 2: the check could not be made.
+    """
+    function = load(target)
+    with running(target):
+        model, loss, batch = _parts(function(), target)
+        report = examine(model, loss, batch)
+    say(str(report), style="" if report.ok else "red")
+    if neighbours and report.ok:
+        with running(target):
+            compared = audit.neighbours(*run_of(model, loss, batch), records=(0, 1))
+        say(str(compared), style="" if compared.ok else "red")
+        raise typer.Exit(0 if compared.ok else 1)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _parts(made: object, target: str) -> tuple[nn.Module, Callable[..., Any], Any]:
+    if isinstance(made, tuple) and len(made) == 3:
+        model, loss, batch = made
+        if isinstance(model, nn.Module) and callable(loss) and isinstance(batch, (tuple, list, Mapping)):
+            return model, loss, batch
+    raise ConfigurationError(
+        f"{target} must return (model, loss, batch): a torch.nn.Module, a function loss(model, *batch) and a "
+        "tuple of its further arguments, such as (x, y), or a mapping that is one argument."
+    )

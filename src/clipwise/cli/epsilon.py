@@ -1,0 +1,160 @@
+"""`clipwise epsilon`: what a run costs, planned or in a ledger."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clipwise import accounting
+from clipwise.accounting import arguments
+from clipwise.accounting.repeat import LARGEST_MEAN
+from clipwise.cli import accountants, plan, subject
+from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
+from clipwise.cli.places import require_picture
+from clipwise.errors import ConfigurationError
+from clipwise.ledger import multi_run
+from clipwise.privacy import Entry, Sampling, Unit
+from clipwise.report import plots
+
+
+class Picture(str, Enum):
+    """What --plot draws."""
+
+    STEPS = "steps"
+    PROFILE = "profile"
+
+
+def epsilon(
+    noise_multiplier: plan.NoiseMultiplier = None,
+    sample_rate: plan.SampleRate = None,
+    batch_size: plan.BatchSize = None,
+    dataset_size: plan.DatasetSize = None,
+    steps: plan.Steps = None,
+    epochs: plan.Epochs = None,
+    delta: plan.Delta = 1e-5,
+    sampling: plan.HowSampled = Sampling.POISSON,
+    adjacency: plan.Neighbours = None,
+    unit: plan.Protected = Unit.RECORD,
+    max_batch_size: plan.MaxBatchSize = None,
+    mini_sets: plan.MiniSets = None,
+    ledger: subject.Ledgers = None,
+    at_epsilon: Annotated[float | None, typer.Option(help="Tell the delta for this epsilon as well.")] = None,
+    repetitions: Annotated[
+        float | None,
+        typer.Option(
+            help="The run is tried so many times on average, a random number, and the best result kept."
+        ),
+    ] = None,
+    repetitions_shape: Annotated[
+        float | None,
+        typer.Option(
+            help="How that number is drawn: 1 is geometric (the default), 0 logarithmic, inf Poisson."
+        ),
+    ] = None,
+    second_opinion: accountants.SecondOpinion = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this file, which ends in .png or .svg.")] = None,
+    plot_kind: Annotated[
+        Picture | None,
+        typer.Option(
+            help="With --plot: draw epsilon over the steps, or delta for every epsilon; steps if left out."
+        ),
+    ] = None,
+) -> None:
+    """What a training run costs: the smallest epsilon at the given delta.
+
+    For a run that you plan:
+
+        clipwise epsilon --noise-multiplier 1.1 --batch-size 256 --dataset-size 60000 --epochs 60
+
+    For a run that has happened (the file is only read, never changed, and may be in use), or for several on the
+    same data, whose costs add up:
+
+        clipwise epsilon --ledger runs/demo/epsilon-8/ledger --ledger runs/demo/epsilon-3/ledger
+
+    Smaller is more private: below 1 is strong, 1 to 10 is usual for trained models, and far above that little
+    is promised. All figures are upper bounds but the one in brackets. PLD is the tight one and the one that
+    counts for a single run; RDP is looser and cheap, which is why progress bars show it. Of several runs the Renyi
+    filter counts: it holds also where a run was configured after releases of another one were seen.
+    """
+    require_picture(plot)
+    if plot is None and plot_kind is not None:
+        raise ConfigurationError("--plot-kind needs --plot: the file to draw to.")
+    _require_search(repetitions, repetitions_shape)
+    if at_epsilon is not None:
+        arguments.number("--at-epsilon", at_epsilon, above=0, below=math.inf, open_end=False)
+    asked = plan.Asked(
+        sampling=sampling,
+        adjacency=adjacency,
+        unit=unit,
+        sample_rate=sample_rate,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        max_batch_size=max_batch_size,
+        mini_sets=mini_sets,
+        steps=steps,
+        epochs=epochs,
+    )
+    about = subject.subject_of(ledger, noise_multiplier, asked, delta)
+    if plot is not None:  # first, because a file that cannot be drawn is refused at once
+        _draw(about, delta, plot_kind or Picture.STEPS, plot)
+    about.describe()
+    stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+    about.explain_runs()
+    _print_each_run(about, delta)
+    if at_epsilon is not None:
+        found = accounting.delta_of(about.history, at_epsilon)
+        assumption = f", {about.assumption}" if about.assumption else ""
+        say(f"At epsilon {at_epsilon:g} delta is {rounded_up(found)} (PLD{assumption}).")
+    cost = multi_run.epsilon_of(about.history, delta, multi_run.accountant_of(about.history), about.plan)
+    curve = None if about.is_shared else accounting.tradeoff_of(about.history)
+    if not about.is_seeded:
+        say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
+    if repetitions is not None:
+        _print_search(
+            about.history, delta, repetitions, 1.0 if repetitions_shape is None else repetitions_shape
+        )
+
+
+def _require_search(mean: float | None, shape: float | None) -> None:
+    """Refuse --repetitions and its shape where there is no such number of runs."""
+    if mean is None:
+        if shape is not None:
+            raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
+        return
+    if shape is not None and not shape > -1:
+        raise ConfigurationError(
+            f"--repetitions-shape={shape:g} is not possible: give a number above -1: 0 for the logarithmic, 1 for the "
+            "geometric, inf for the Poisson distribution."
+        )
+    arguments.number("--repetitions", mean, above=0 if shape == math.inf else 1, below=LARGEST_MEAN)
+
+
+def _draw(about: subject.Subject, delta: float, kind: Picture, file: Path) -> None:
+    if kind is Picture.STEPS:
+        plots.epsilon_over_steps(about.history, delta, file)
+    else:
+        plots.delta_profile(about.history, file)
+    remark(f"Drawn to {file}")
+
+
+def _print_each_run(about: subject.Subject, delta: float) -> None:
+    """Beside the total: what each run would cost if it were the only one."""
+    for run in about.runs if len(about.runs) > 1 else ():
+        alone = accounting.epsilon_of(run.found.history, delta)
+        say(f"{run.path} alone: epsilon {rounded_up(alone)} (PLD)")
+
+
+def _print_search(history: list[Entry], delta: float, mean: float, shape: float) -> None:
+    try:
+        whole = accounting.search(history, mean=mean, shape=shape, delta=delta)
+    except ImportError as error:
+        raise ConfigurationError(f"--repetitions: {error}") from error
+    say(
+        f"The whole search, {mean:g} such runs on average of which only the best is released: epsilon "
+        f"{rounded_up(whole)} (RDP). It holds if accounting.Repetitions({mean:g}, {shape:g}).draw() says how many runs "
+        "there are, and each takes its hyper-parameters at random."
+    )

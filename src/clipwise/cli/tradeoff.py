@@ -1,0 +1,113 @@
+"""`clipwise tradeoff`: what a run leaves to an attacker."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from clipwise.cli import accountants, plan, subject
+from clipwise.cli.output import remark, rounded_up, say, stdout
+from clipwise.cli.places import require_picture
+from clipwise.privacy import Sampling, Unit
+from clipwise.report import plots
+from clipwise.report.risk import Risk
+from clipwise.report.run_description import plain
+from clipwise.report.wording import neighbours
+
+
+def tradeoff(
+    noise_multiplier: plan.NoiseMultiplier = None,
+    sample_rate: plan.SampleRate = None,
+    batch_size: plan.BatchSize = None,
+    dataset_size: plan.DatasetSize = None,
+    steps: plan.Steps = None,
+    epochs: plan.Epochs = None,
+    delta: plan.Delta = 1e-5,
+    sampling: plan.HowSampled = Sampling.POISSON,
+    adjacency: plan.Neighbours = None,
+    unit: plan.Protected = Unit.RECORD,
+    max_batch_size: plan.MaxBatchSize = None,
+    mini_sets: plan.MiniSets = None,
+    ledger: subject.Ledgers = None,
+    second_opinion: accountants.SecondOpinion = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
+) -> None:
+    """What a run leaves to an attacker who knows all records but one.
+
+    For a run that you plan, or for one that has happened:
+
+        clipwise tradeoff --noise-multiplier 1.1 --batch-size 256 --dataset-size 60000 --epochs 60
+
+        clipwise tradeoff --ledger runs/demo/epsilon-3/ledger --plot curve.png
+
+    The attacker sees every release and decides whether the one record took part. Who accepts more false alarms
+    detects more; the trade-off curve bounds how much more. Every figure is the most that any attacker can reach,
+    whatever the attack. 1% detected at 1% false alarms is blind guessing.
+    """
+    require_picture(plot)
+    asked = plan.Asked(
+        sampling=sampling,
+        adjacency=adjacency,
+        unit=unit,
+        sample_rate=sample_rate,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        max_batch_size=max_batch_size,
+        mini_sets=mini_sets,
+        steps=steps,
+        epochs=epochs,
+    )
+    about = subject.subject_of(ledger, noise_multiplier, asked, delta)
+    if plot is not None:  # first, because a file that cannot be drawn is refused at once
+        plots.tradeoff_curve(about.history, plot)
+        remark(f"Drawn to {plot}")
+    risk = Risk.of(about.history, sorted({delta, 1e-3, 1e-7}, reverse=True))
+    event = about.event
+    if as_json:
+        content = {
+            "format": 1,
+            "steps": sum(entry.count for entry in about.history),
+            "adjacency": str(event.adjacency),
+            "unit": str(event.unit),
+            "seeded": about.is_seeded,  # then no guarantee is claimed, and these are the figures with fresh keys
+            **risk.to_dict(),
+            **({"assumption": about.assumption} if about.assumption else {}),
+        }
+        say(json.dumps(plain(content), indent=2))
+    else:
+        about.describe()
+        say(f"Two data sets to tell apart: {neighbours(event.adjacency, event.unit)}.")
+        stdout().print(_table(risk))
+        stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+        about.explain_runs()
+        say(_in_terms_of_mu(risk.mu))
+
+
+def _in_terms_of_mu(mu: float) -> str:
+    if math.isinf(mu):
+        return "No mu describes it: an attack may succeed without any false alarm."
+    return (
+        f"About as private as one Gaussian release with mu = {rounded_up(mu)}: its curve, lowered by 1e-5, is nowhere "
+        "above this one. 0 is perfect, 1 is moderate, from 3 on little is promised."
+    )
+
+
+def _table(risk: Risk) -> Table:
+    table = Table("an attacker", "at most", "a blind guess")
+    for rate, power in risk.power:
+        table.add_row(f"detects, at {100 * rate:g}% false alarms", _percent(power), f"{100 * rate:g}%")
+    table.add_row("detects more often than falsely alarms by", _percent(risk.advantage), "0%")
+    table.add_row("guesses right, if both are equally likely", _percent(risk.accuracy), "50%")
+    for delta, epsilon in risk.epsilons:
+        table.add_row(f"epsilon at delta {delta:g}", rounded_up(epsilon), "0")
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{rounded_up(100 * share)}%"

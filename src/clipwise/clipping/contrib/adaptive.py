@@ -1,0 +1,77 @@
+"""Bounds of parts in proportion to their typical norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.following import Choice, Source
+from clipwise.clipping.contrib.norm_policy import NormPolicy
+from clipwise.clipping.grouping import Groups, described_groups
+from clipwise.clipping.schedule import Every
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import with_plain_numbers
+
+KINDS = ("enhanced", "zhang")
+
+
+@dataclass(frozen=True)
+class Adaptive(NormPolicy):
+    """Adaptive layerwise clipping: part h is clipped at a C_h that goes with e_h, its typical norm.
+
+        enhanced:  C_h = C e_h / max_j e_j,   C = max_norm, the bound of the part with the largest norm
+        zhang:     C_h = max_norm e_h;        with max_norm = 1 the rule as published
+
+    An e_h below a thousandth of the largest counts as that much, so that no C_h is 0.
+
+    Args:
+        public: `Public` data on which e_h is measured, or `Released()` (with "enhanced" only).
+        kind: "enhanced" or "zhang".
+        of: "example": e_h is the mean norm of an example's gradient; "mini-set": of the mean gradient of a
+            mini-set, which suits a strategy that clips means.
+        every: "epoch" or a number of steps after which e_h is measured again, at the weights of the moment;
+            None measures once, at the start.
+        groups: the parts: "layer", "tensor", or lists of names, as for `parts` itself.
+        mini_set_size: examples of a mini-set; by default the batch size of the public data.
+
+    Guarantee:
+        That of the strategy, part by part: sensitivity C_h or 2 C_h. The C_h of a step are fixed before it, from
+        public data and released weights, or from releases alone; they are public. All parts are one Gaussian event:
+        the noise pays for the number of parts. Assumption: data marked as public is public.
+    """
+
+    public: Source
+    kind: str = "enhanced"
+    of: str = "example"
+    every: Every = "epoch"
+    groups: Groups = "layer"
+    mini_set_size: int | None = None
+
+    def __post_init__(self) -> None:
+        with_plain_numbers(self)
+        self.require_measurable()
+        require_known("Adaptive: kind", self.kind, KINDS)
+        if self.kind == "zhang":
+            self.require_lengths("kind='zhang'", "use kind='enhanced'")
+
+    def measured(self) -> Groups:
+        """The parts."""
+        return self.groups
+
+    def choice(
+        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
+    ) -> Choice:
+        """C_h for the typical norms of the parts."""
+        unit = max(e.values()) if self.kind == "enhanced" else 1.0
+        return Choice(dict(layers), {h: max_norm * (e[h] / unit) for h in layers}, {})
+
+    def describe(self) -> dict[str, Any]:
+        """The rule in plain types."""
+        return {
+            "rule": "adaptive",
+            "kind": self.kind,
+            **self.describe_norms(),
+            "groups": described_groups(self.groups),
+        }

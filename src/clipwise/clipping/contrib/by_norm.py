@@ -1,0 +1,108 @@
+"""A few parts, each of layers whose gradients are about equally long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.following import Choice, Source
+from clipwise.clipping.contrib.norm_policy import NormPolicy
+from clipwise.clipping.grouping import Groups, described_groups
+from clipwise.clipping.schedule import Every
+from clipwise.errors import ConfigurationError
+from clipwise.validation.user_objects import with_plain_numbers
+
+
+@dataclass(frozen=True)
+class ByNorm(NormPolicy):
+    """Groups of layers by typical norm, the shortest first.
+
+    The layers, sorted by e_h, are cut into `groups` runs such that log e_h varies as little as can be within them
+    (least squares, found exactly). With E_k^2 = sum of e_h^2 over group k, its bound is
+
+        C_k = C E_k / sqrt(sum_j E_j^2),   C = max_norm, the total: sum_k C_k^2 = C^2
+
+    Args:
+        public: `Public` data on which e_h is measured, or `Released()`, which needs `every`.
+        groups: how many; a model of fewer layers has as many groups as layers.
+        among: what is grouped: "layer", "tensor", or lists of names.
+        of, mini_set_size: as in `Adaptive`.
+        every: "epoch" or a number of steps after which norms are measured and layers grouped again; by default
+            once, at the start.
+
+    Guarantee:
+        That of the strategy, part by part: sensitivity C_k or 2 C_k. Groups and bounds of a step are fixed before
+        it, from public data and released weights, or from releases alone; they are public. Assumption: data
+        marked as public is public.
+    """
+
+    public: Source
+    groups: int = 4
+    among: Groups = "layer"
+    grouped_by: ClassVar[str] = "among"
+    of: str = "example"
+    every: Every = None
+    mini_set_size: int | None = None
+
+    def __post_init__(self) -> None:
+        with_plain_numbers(self)
+        self.require_measurable()
+        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
+            raise ConfigurationError(
+                f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; what is grouped is `among`."
+            )
+
+    def measured(self) -> Groups:
+        """What is grouped."""
+        return self.among
+
+    def choice(
+        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
+    ) -> Choice:
+        """The groups, and C_k for the lengths of each."""
+        ordered = sorted(layers, key=lambda h: e[h])  # stable: layers of one norm stay in the model's order
+        cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)
+        runs = [ordered[a:b] for a, b in pairwise(cuts)]
+        lengths = [math.hypot(*(e[h] for h in run)) for run in runs]
+        whole = math.hypot(*lengths)
+        return Choice(
+            {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)},
+            {f"group {k}": max_norm * (length / whole) for k, length in enumerate(lengths)},
+            {},
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The rule in plain types."""
+        return {
+            "rule": "by norm",
+            "groups": self.groups,
+            "among": described_groups(self.among),
+            **self.describe_norms(),
+        }
+
+
+def best_cuts(values: Sequence[float], runs: int) -> list[int]:
+    """0 = c_0 < c_1 < ... < c_K = n: the runs of sorted values with the least squared deviations from their means.
+
+    least[b] is the least sum over values[:b] in so many runs, and goes to one run more by
+    least'[b] = min over a of least[a] + deviations(a, b).
+    """
+    n = len(values)
+
+    def deviations(a: int, b: int) -> float:
+        mean = math.fsum(values[a:b]) / (b - a)
+        return math.fsum((v - mean) ** 2 for v in values[a:b])
+
+    cost = {(a, b): deviations(a, b) for b in range(1, n + 1) for a in range(b)}
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    for _ in range(min(runs, n)):
+        best = {
+            b: min((least + cost[a, b], [*cuts, b]) for a, (least, cuts) in best.items() if a < b)
+            for b in range(1, n + 1)
+            if any(a < b for a in best)
+        }
+    return best[n][1]

@@ -1,0 +1,121 @@
+"""Scale the layers, clip the whole, add noise, scale back: layers of any size, and one part only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.following import Choice, Source
+from clipwise.clipping.contrib.norm_policy import NormPolicy
+from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.grouping import Groups, described_groups
+from clipwise.clipping.schedule import Every
+from clipwise.gradients.real_views import dimension
+from clipwise.validation.arguments import require_known
+from clipwise.validation.user_objects import require_bool, with_plain_numbers
+
+KINDS = ("optimal", "paper")
+
+
+@dataclass(frozen=True)
+class Multipliers(NormPolicy):
+    """The gradient of layer h is multiplied by m_h, the whole is clipped at C, and noise is added; then layer h is
+    divided by m_h. The noise on a coordinate of layer h is so s / m_h.
+
+        paper:    m_h = max_j e_j / e_h, which makes all layers equally long
+        optimal:  m_h = (sqrt(d_h) / e_h)^(1/2)
+
+    For typical norms e_h and d_h coordinates the squared noise is (sum_h m_h^2 e_h^2) (sum_h d_h / m_h^2) times a
+    constant, when C goes with the length of the scaled typical gradient. By Cauchy and Schwarz that is at least
+    (sum_h e_h sqrt(d_h))^2, and "optimal" reaches it. There is no factor sqrt(number of layers): one part, one clip.
+
+    `max_norm` is the bound of the *scaled* gradient, whose typical length |m e| = sqrt(sum_h m_h^2 e_h^2) is another
+    than |e|. There are two ways not to tune it from scratch: `relative`, and `keep_length`. To multiply all m_h and C
+    by one number changes nothing, so both are a choice of C and no other mechanism.
+
+    Args:
+        public: `Public` data on which e_h is measured, or `Released()`.
+        kind: "optimal" or "paper".
+        of, every, mini_set_size: as in `Adaptive`.
+        groups: what has an m_h of its own: "layer", "tensor", or lists of names.
+        relative: measure `max_norm` in typical gradients: C = max_norm |m e|. Not with `Released()`.
+        keep_length: multiply all m_h by one number more, such that the typical gradient keeps its length,
+            |m e| = |e|. `max_norm` then means what it means in flat clipping: a typical gradient is clipped if
+            |e| > max_norm. What `Adaptive` with bounds C_h leaves as it is, this with max_norm = sqrt(sum_h C_h^2)
+            leaves too, at equal noise: "paper" as with an equal split, "optimal" as with an optimal one. "optimal"
+            with `Released()`, which knows ratios of norms only, always does so.
+
+    Guarantee:
+        That of flat clipping: the *scaled* sum has sensitivity C or 2 C, and gets the noise. To divide by m_h is
+        post-processing. The m_h of a step are fixed before it, from public data and released weights, or from
+        releases alone; they are public. Assumption: data marked as public is public.
+    """
+
+    public: Source
+    kind: str = "optimal"
+    of: str = "example"
+    every: Every = "epoch"
+    groups: Groups = "layer"
+    mini_set_size: int | None = None
+    relative: bool = False
+    keep_length: bool = False
+
+    def __post_init__(self) -> None:
+        with_plain_numbers(self)
+        self.require_measurable()
+        require_known("Multipliers: kind", self.kind, KINDS)
+        for name in ("relative", "keep_length"):
+            require_bool(f"Multipliers: {name}", getattr(self, name))
+        if self.relative:
+            self.require_lengths("relative=True", "leave it out")
+
+    def measured(self) -> Groups:
+        """What has an m_h."""
+        return self.groups
+
+    def choice(
+        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
+    ) -> Choice:
+        """One part, and m_h for the typical norms of its layers."""
+        sizes = {h: sum(dimension(site.parameters[n]) for n in names) for h, names in layers.items()}
+        m = multipliers(e, sizes, self.kind, self._keeps_length())
+        C = max_norm * (_length(m, e) if self.relative else 1.0)
+        by_name = {n: m[h] for h, names in layers.items() for n in names}
+        return Choice({"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters})
+
+    def describe(self) -> dict[str, Any]:
+        """The rule in plain types."""
+        return {
+            "rule": "multipliers",
+            "kind": self.kind,
+            **self.describe_norms(),
+            "groups": described_groups(self.groups),
+            "relative": self.relative,
+            "keep_length": self._keeps_length(),
+        }
+
+    def _keeps_length(self) -> bool:
+        """Of norms that are known up to a factor, (sqrt(d_h) / e_h)^(1/2) is known up to one, too."""
+        return self.keep_length or (self.kind == "optimal" and isinstance(self.public, Released))
+
+
+def multipliers(
+    norms: Mapping[str, float], sizes: Mapping[str, int], kind: str, keep_length: bool = False
+) -> dict[str, float]:
+    """m_h of each layer; with `keep_length` such that sum_h m_h^2 e_h^2 = sum_h e_h^2."""
+    if kind == "paper":
+        m = {h: max(norms.values()) / e for h, e in norms.items()}
+    else:
+        m = {h: (math.sqrt(max(sizes[h], 1)) / e) ** 0.5 for h, e in norms.items()}
+    if not keep_length:
+        return m
+    whole = math.hypot(*norms.values()) / _length(m, norms)
+    return {h: m_h * whole for h, m_h in m.items()}
+
+
+def _length(m: Mapping[str, float], e: Mapping[str, float]) -> float:
+    """|m e|, of the scaled typical gradient."""
+    return math.hypot(*(m[h] * e[h] for h in e))

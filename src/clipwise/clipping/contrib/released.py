@@ -1,0 +1,118 @@
+"""Typical norms from what was released, without public data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.clipping.contrib.typical import Question, Typical
+from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.gradients.real_views import dimension, real_view
+from clipwise.validation.user_objects import with_plain_numbers
+
+
+@dataclass(frozen=True)
+class Released:
+    """Typical norms from the gradients that the run has released: given in place of public data.
+
+    The release of a step is g + noise with noise of a known size, so for each group h of d_h coordinates
+
+        |released g_h|^2 - sum of the noise's variances
+
+    has the mean |g_h|^2. A running mean of it, over about 1 / (1 - memory) steps, gives e_h^2. Where noise hides
+    it, e_h^2 is the standard error of that running mean. Before the first release e_h = sqrt(d_h): all
+    coordinates alike.
+
+    This is the norm of the *mean* gradient (clipped, over the expected size), and not that of an example's: only
+    ratios between groups are used, and rules that need e_h itself refuse it. With `Multipliers` clipping keeps
+    these ratios, for all groups are clipped by one factor. With `Adaptive` a group that is clipped shows no more
+    than its bound, so a bound that once became small is slow to grow again.
+
+    Args:
+        memory: the share of the running mean that stays at each step, at least 0 and below 1.
+
+    Guarantee:
+        Post-processing: it sees nothing but releases, which are noised and counted. Nothing is added to them.
+    """
+
+    memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        with_plain_numbers(self)
+        number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool)
+        if not (number and 0 <= self.memory < 1):
+            raise ConfigurationError(
+                f"Released: memory must be a number of at least 0 and below 1, not {self.memory!r}."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The rule in plain types."""
+        return {"released": "gradients of the run", "memory": float(self.memory)}
+
+
+class Estimated(Typical):
+    """`Released` for one model."""
+
+    def __init__(self, rule: Released, question: Question) -> None:
+        self._groups, self._memory = question.groups, float(rule.memory)
+        parameters = question.site.parameters
+        self._sizes = {
+            h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()
+        }
+        self.norms = {h: math.sqrt(max(sum(sizes.values()), 1)) for h, sizes in self._sizes.items()}
+        self._weight = 0.0  # of all that was heard, in the running means: 1 - memory^t
+        self._squares = dict.fromkeys(question.groups, 0.0)
+        self._variances = dict.fromkeys(question.groups, 0.0)
+
+    def hear(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
+        """With s the noise on each of d coordinates, |noise|^2 has mean d s^2 and variance 2 d s^4."""
+        device = next(iter(means.values())).device
+        names = [n for sizes in self._sizes.values() for n in sizes]
+        if any(n not in noise for n in names):
+            raise StepError(
+                "Released(...) needs to know the noise of each release: the strategy does not tell it."
+            )
+        energies = torch.stack(
+            [real_view(means[n]).double().square().sum().to(device) for n in names]
+        ).tolist()
+        energy = dict(zip(names, energies, strict=True))
+        if not all(map(math.isfinite, energies)):
+            return
+        keep, new = self._memory, 1 - self._memory
+        self._weight = keep * self._weight + new
+        for h, sizes in self._sizes.items():
+            square = sum(energy[n] - d * noise[n] ** 2 for n, d in sizes.items())
+            variance = sum(2 * d * noise[n] ** 4 for n, d in sizes.items())
+            self._squares[h] = keep * self._squares[h] + new * square
+            self._variances[h] = keep**2 * self._variances[h] + new**2 * variance
+
+    def renew(self) -> bool:
+        if self._weight == 0:
+            return False
+        hidden = {h: math.sqrt(v) for h, v in self._variances.items()}
+        return self._take(
+            {h: math.sqrt(max(q, hidden[h], 0.0) / self._weight) for h, q in self._squares.items()}
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        running = {"weight": self._weight, "squares": dict(self._squares), "variances": dict(self._variances)}
+        return super().state_dict() | {"running": running}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        running = state.get("running", {})
+        squares, variances = running.get("squares", {}), running.get("variances", {})
+        numbers = [running.get("weight"), *squares.values(), *variances.values()]
+        if not (
+            squares.keys() == variances.keys() == self._groups.keys()
+            and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
+        ):
+            raise CheckpointError(
+                "This state_dict of a private run is damaged: its running means are missing. Use the one saved before."
+            )
+        self._weight, self._squares, self._variances = running["weight"], dict(squares), dict(variances)

@@ -1,0 +1,141 @@
+"""What `make_private` was asked for, made definite or refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TypeGuard
+
+from clipwise import accounting
+from clipwise.clipping import Strategy
+from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.ledger.multi_run import Held
+from clipwise.noise.secure import require_cipher
+from clipwise.privacy import SUPPORTED, Adjacency, Sampling, Unit
+from clipwise.sampling import Scheme
+
+# Far beyond any use, and well within what squares and float32 can hold.
+_LEAST_NOISE, _MOST_NOISE = 1e-9, 1e12
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
+    """The neighbouring relation: as given, or the one that the sampling scheme goes with."""
+    if adjacency is None:
+        return SUPPORTED[sampling][0]
+    try:
+        return Adjacency(adjacency)
+    except ValueError:
+        known = ", ".join(repr(str(a)) for a in Adjacency)
+        raise ConfigurationError(f"adjacency={adjacency!r} is not known: use one of {known}.") from None
+
+
+def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
+    """Refuse an adjacency that the sampling does not have, or that makes the size of the data set secret: a run's rate
+    and steps come from it."""
+    if adjacency is Adjacency.ADD_REMOVE:
+        raise ConfigurationError(
+            "adjacency='add-remove' hides the size of the data set, which the sample rate, the number of steps and "
+            "delta of a run are taken from here: use 'zero-out' with Poisson sampling, whose figures are the same."
+        )
+    if adjacency not in SUPPORTED[sampling]:
+        usable = " or ".join(repr(str(a)) for a in SUPPORTED[sampling] if a is not Adjacency.ADD_REMOVE)
+        raise ConfigurationError(
+            f"adjacency={str(adjacency)!r} is not supported with sampling={str(sampling)!r}: use {usable}."
+        )
+
+
+def require_whole_blocks(sampling: Sampling, strategy: Strategy, unit: Unit) -> None:
+    """Refuse a partition unless each block is clipped as a whole.
+
+    C_p compares the drawn unit with another *unit* that stands in for it. In a partition another *block* stands in. If
+    the block is clipped as a whole, that moves the release by one sensitivity, and C_p holds. If records or users are
+    clipped one by one, it moves by as many as a block has: the drawn block can be recognised, and delta(epsilon) of a
+    step is p delta_Gauss(epsilon).
+    """
+    if sampling is not Sampling.PARTITION or (strategy.clips_whole_blocks and unit is Unit.RECORD):
+        return
+    what = (
+        f"{type(strategy).__name__}, which clips single records"
+        if unit is Unit.RECORD
+        else "group=, which clips each user alone"
+    )
+    raise ConfigurationError(
+        f"sampling='partition' does not go with {what}: which block was drawn may show in the sum, so drawing it at "
+        "random hides nothing. Use sampling='fixed-size' or 'shuffled'. (Batch(max_norm=...) without group= clips each "
+        "block as a whole, and takes a partition.)"
+    )
+
+
+def noise_kind_of(noise: object) -> str:
+    """The kind of noise, refused where what it needs is not there."""
+    if not isinstance(noise, str) or noise not in ("standard", "secure"):
+        raise ConfigurationError(f"noise={noise!r} is not known: use 'standard' or 'secure'.")
+    if noise == "secure":
+        require_cipher()
+    return str(noise)
+
+
+def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:
+    """How many steps the noise is calibrated for."""
+    if epochs is not None and steps is not None:
+        raise ConfigurationError("Give epochs or steps, not both.")
+    if epochs is not None:
+        if not (_is_number(epochs) and math.isfinite(epochs) and epochs > 0):
+            raise ConfigurationError(f"epochs must be a positive number, not {epochs!r}.")
+        return math.ceil(epochs * scheme.steps_per_epoch)
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ConfigurationError(f"steps must be a positive whole number, not {steps!r}.")
+    return steps
+
+
+def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
+    """delta: as given, or well below 1/N where only a noise multiplier was given."""
+    if delta is None:
+        if epsilon is not None:
+            raise ConfigurationError("epsilon needs delta: give both, for instance delta=1e-5.")
+        return min(1e-5, 0.1 / size)
+    if not (_is_number(delta) and 0 < delta < 1):
+        raise ConfigurationError(f"delta must lie in (0, 1), not {delta!r}.")
+    if delta >= 1 / size:
+        warnings.warn(
+            f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record would "
+            "pass. Choose delta well below 1/N.",
+            PrivacyWarning,
+            stacklevel=3,
+        )
+    return delta
+
+
+def multiplier_of(
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    delta: float,
+    planned: int | None,
+    scheme: Scheme,
+    adjacency: Adjacency,
+    unit: Unit,
+    held: Held,
+) -> float:
+    """z: as given, or the smallest that keeps the planned steps, after what the ledger holds, within the budget."""
+    if (noise_multiplier is None) == (epsilon is None):
+        raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
+    if noise_multiplier is not None:
+        usable = _is_number(noise_multiplier) and _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE
+        if not (usable or (_is_number(noise_multiplier) and noise_multiplier == 0)):
+            raise ConfigurationError(
+                f"noise_multiplier must be a number >= 0 (0, or from {_LEAST_NOISE:g} to {_MOST_NOISE:g}), not "
+                f"{noise_multiplier!r}."
+            )
+        return float(noise_multiplier)
+    if not (_is_number(epsilon) and math.isfinite(epsilon) and epsilon > 0):
+        raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
+    if planned is None:
+        raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
+    event = scheme.event(1.0, adjacency, unit)
+    held.require_fitting(event, epsilon, delta)
+    found = held.noise_for(event, planned, float(epsilon), delta)
+    return accounting.smallest_noise(event, planned, float(epsilon), delta) if found is None else found

@@ -1,0 +1,1 @@
+"""Which releases were made: the ledger, its file format, and several runs on one ledger."""

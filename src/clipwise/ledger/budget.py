@@ -1,0 +1,62 @@
+"""A privacy budget: which histories of the ledger are within it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from clipwise import accounting
+from clipwise.errors import BudgetExhausted
+from clipwise.ledger import multi_run
+from clipwise.privacy import Entry, Event
+
+
+class Budget:
+    """(epsilon, delta) for all that a ledger holds, whichever run has released it.
+
+    Releases of one run are judged by PLD; of several, which may have been configured one after the other, by the
+    Renyi filter (multi_run.py).
+
+    Args:
+        epsilon: the budget.
+        delta: its delta.
+        steps: how many steps of a single run are known to fit: those that its noise was calibrated for.
+    """
+
+    def __init__(self, epsilon: float, delta: float, steps: int) -> None:
+        self.epsilon, self.delta, self.planned = epsilon, delta, steps
+        self._most: int | None = None  # how often a unit may take part in a single run
+
+    def allows(self, history: Sequence[Entry], plan: Mapping[str, Any] | None) -> bool:
+        """Whether a ledger may hold this history; `plan` is that of the ledger."""
+        if multi_run.is_shared(history):
+            plan = plan or multi_run.late_plan(self.epsilon, self.delta)
+            spent = multi_run.epsilon_of(history, self.delta, multi_run.FILTER, plan, self.epsilon)
+            return spent <= self.epsilon
+        event = history[-1].event
+        passes = sum(_passes(entry.count, entry.event) for entry in history)
+        return passes <= _passes(self.planned, event) or passes <= self._most_passes(event)
+
+    def refuse(self, history: Sequence[Entry]) -> NoReturn:
+        """Say that the last release of a history does not fit."""
+        raise BudgetExhausted(
+            f"One more step would pass epsilon={self.epsilon:g} at delta={self.delta:g} after "
+            f"{sum(entry.count for entry in history) - 1} steps. Nothing was released for it."
+            + (
+                " The budget is that of the whole ledger, which other runs have charged as well."
+                if multi_run.is_shared(history)
+                else ""
+            )
+        )
+
+    def _most_passes(self, event: Event) -> int:
+        """How often a unit may take part: the noise is rounded up, so a little more may fit than was planned."""
+        if self._most is None:
+            at_most = 2 * self.planned
+            self._most = _passes(accounting.steps_within([], event, self.epsilon, self.delta, at_most), event)
+        return self._most
+
+
+def _passes(steps: int, event: Event) -> int:
+    """How often a unit takes part in so many steps in a row; of steps that draw anew, how often it may."""
+    return -(-steps // event.period)

@@ -1,0 +1,52 @@
+"""Files that survive a crash whole."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from clipwise.errors import ConfigurationError
+from clipwise.ledger import crash_points
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)
+            write(file)
+            file.flush()
+            crash_points.reached("checkpoint.during-write")
+            os.fsync(handle)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def require_writable(argument: str, path: Path) -> None:
+    """Refuse a path where no file can be written, now and not when there is something to lose. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        reason = "it is a folder" if path.is_dir() else None
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+    if reason is not None:
+        raise ConfigurationError(f"{argument}: {path} cannot be written ({reason}): give another path.")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder as durable as the files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

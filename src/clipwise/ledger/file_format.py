@@ -1,0 +1,376 @@
+"""The lines of a ledger file, and the rules by which the writer and every reader take them.
+
+The file is text that only ever grows. A line is a JSON object, a space and a checksum:
+
+    header      format, run id, the largest block, the caller's public configuration
+    format      what follows is of a newer format than the header says
+    event       the id of an event, and the event
+    reserve     `count` releases of an event are spent; closes the reservation of that run before it
+    settle      `used` of the run's open reservation were released, the rest is given back
+    restart     the run takes a new noise key: what follows is not merged with what came before
+    recovered   the end before it was not clean: open reservations stay spent, and with them what a torn line may
+                stand for; also a restart of every run
+    join        another run goes on in this file, under its own header
+    import      the history of a run whose checkpoint goes on here
+    about       what a run says about itself, for a statement: how it clips, which software it runs on
+    declared    a change of the weights that no release made, as the user declared it: public, not verified
+    closed      a run ended, and whether the model's weights were then what its releases left
+
+A line may name the `run` that it is about; without it, it is about the run that begins with the header or with the
+last join. A line with `exact: false` says that something that is counted may never have been released.
+
+Format 1 had no `run`: one reservation was open at a time, and its size doubled up to the largest block.
+
+A checksum is the hash of the one before it and of its own line, so a line that was changed, removed or
+moved is found. It holds no secret: it shows damage and careless edits, not a forger who computes it
+anew. Nor can a file show that whole lines are missing at its *end*; a checkpoint, which holds a position,
+can. Each line is on disk before the next is written, so a crash tears the last line at most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from clipwise.errors import ConfigurationError, LedgerError
+from clipwise.privacy import Entry, Event
+from clipwise.report.run_description import UNDERSTATED, is_understated
+
+Record: TypeAlias = "dict[str, Any]"
+
+FORMAT = 2
+WHOLE = re.compile(rb"\{[ -~]*\} [0-9a-f]{32}")  # a line as it is written, whether or not it follows
+PLAN = ("budget", "delta", "planned")  # what a description says about the plan of its run
+
+# A reservation is at most this share of what its run has made, or LEAST_BLOCK steps if that is more.
+SHARE = 50
+LEAST_BLOCK = 4
+
+
+class Book:
+    """What the lines say, taken one after another. The writer and every reader share these rules."""
+
+    def __init__(self) -> None:
+        self.run = ""
+        self.untagged = ""  # the run that lines without a run are about
+        self.format = 0
+        self.block = 0
+        self.header: Record = {}
+        self.about: list[Record] = []
+        self.plan: Record | None = None  # the first budget or length of a run that was described
+        self.declared: list[tuple[str, str]] = []  # kind and reason
+        # By run that was closed: whether the weights were then as it left them.
+        self._verified: dict[str, bool] = {}
+        self.ids: dict[Event, int] = {}
+        self.counts: dict[str, int] = {}  # releases of each run
+        self.open: dict[
+            str, int
+        ] = {}  # open reservations: their size, all of which is in the run's last entry
+        self.exact = True  # whether everything that is counted was released
+        self._entries: dict[int, Entry] = {}  # by the order in which they were begun
+        self._begun = 0
+        self._growing: dict[str, int] = {}  # the entry of each run that its next release may be added to
+        self._latest: tuple[str, Event] | None = None  # the run and event last named
+        self._charged: set[tuple[str, Event, int]] = (
+            set()
+        )  # run, event, and how many `about` lines came before
+        self._events: list[Event] = []
+        self._joined = 0
+        self._checksum = b""
+
+    @property
+    def total(self) -> int:
+        """How many releases are counted."""
+        return sum(self.counts.values())
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that is counted, in the order in which entries were begun."""
+        return list(self._entries.values())
+
+    def entries_with(self, changes: Mapping[str, int]) -> list[Entry]:
+        """The entries with so many releases more, or fewer, in the last entry of each run."""
+        entries = dict(self._entries)
+        for run, change in changes.items():
+            if change:
+                place = self._growing[run]
+                entries[place] = _grown(entries[place], change)
+        return [entry for entry in entries.values() if entry.count]
+
+    def entries_after(self, run: str, event: Event, count: int, changes: Mapping[str, int]) -> list[Entry]:
+        """The same, and then `count` more releases of `event` by `run`."""
+        if self.is_growing(run, event):
+            return self.entries_with({**changes, run: changes.get(run, 0) + count})
+        return [*self.entries_with(changes), Entry(event, count, run)]
+
+    @property
+    def verified(self) -> bool | None:
+        """Whether the weights were as they should be when each run was closed; None if one is not closed."""
+        closed = [self._verified.get(run) for run, count in self.counts.items() if count]
+        return None if None in closed or not closed else all(closed)
+
+    def is_growing(self, run: str, event: Event | None = None) -> bool:
+        """Whether the next release of the run, if it is of this event, is counted in its last entry."""
+        return run in self._growing and event in (None, self._entries[self._growing[run]].event)
+
+    def next_block(self, run: str, event: Event) -> int:
+        """How many releases to reserve next: 1, 2, 4, 4, ... and 2% of what the run has made, once that is more.
+
+        The size follows from the counts alone. Were it chosen by how long steps take, the file would hold
+        something that depends on the batches drawn. After another event or a restart it begins with 1 again, so
+        that events that alternate reserve nothing in vain.
+        """
+        in_a_row = self._entries[self._growing[run]].count if self.is_growing(run, event) else 0
+        return min(in_a_row + 1, self._largest_next(self.counts.get(run, 0)))
+
+    def recovery(self, torn: bool) -> Record:
+        """The line that closes an end that was not clean.
+
+        A crash tears the line of a charge that has not returned. But a reservation may also have been
+        damaged later, so a torn line counts for the most that any run may have reserved next, of the event that it
+        used last. Before the first event nothing can have been released: a reservation comes only after the line of
+        its event.
+        """
+        if self.format == 1:
+            event = self.ids[self._latest[1]] if torn and self._latest else None
+            count = 0 if event is None else self.block
+            reserved = sum(self.open.values())
+            return {"kind": "recovered", "reserved": reserved, "event": event, "count": count}
+        named = [(run, self._entries[place].event) for run, place in self._growing.items()] if torn else []
+        if torn and self._latest and self._latest not in named:
+            named.append(self._latest)
+        most = self._largest_next(max(self.counts.values(), default=0))
+        counts = [[run, self.ids[event], most] for run, event in named]
+        return {"kind": "recovered", "reserved": sum(self.open.values()), "torn": counts}
+
+    def seal(self, record: Record) -> bytes:
+        """The line that would come next, without its end."""
+        text = encode(record)
+        return text + b" " + self._sum(text)
+
+    def follows(self, line: bytes) -> bool:
+        """Whether the line is whole and comes next."""
+        text, _, checksum = line.rpartition(b" ")
+        return checksum == self._sum(text)
+
+    def take(self, line: bytes) -> None:
+        """Take in a line that follows."""
+        text, _, self._checksum = line.rpartition(b" ")
+        self.apply(json.loads(text))
+
+    def apply(self, record: Record) -> None:
+        """Take in what a line says."""
+        kind = record["kind"]
+        if (kind == "header") == bool(self.run):
+            raise ValueError("a header is the first line and no other")
+        run = record.get("run", self.untagged)
+        match kind:
+            case "header":
+                self._take_format(record["format"])
+                self.run, self.block, self.header = record["run"], record["block"], record["header"]
+                self.untagged = self.run
+            case "format":
+                self._take_format(record["format"])
+            case "event":
+                self._latest = run, self._define(Event.from_dict(record["event"]))
+            case "declared":
+                self.declared.append((str(record["update"]), str(record["reason"])))
+            case "closed":
+                self._verified[run] = bool(record["verified"])
+            case "reserve":
+                self._verified.pop(run, None)
+                self._add(run, self._events[record["event"]], record["count"])
+                self.open[run] = record["count"]
+            case "settle":
+                self._settle(run, record["used"])
+            case "restart":
+                self._part(run)
+            case "recovered":
+                self._recover(record)
+            case "join":
+                self._joined += 1
+                self.header, self.untagged = record["header"], f"{self.run}.{self._joined}"
+            case "import":
+                self._import(record)
+            case "about":  # counts for nothing: whatever it says, the releases stay what they are
+                self._describe(dict(record["about"]))
+            case _:
+                raise ValueError("an unknown kind of line")
+        self.exact = self.exact and record.get("exact", True)
+
+    def _take_format(self, number: int) -> None:
+        if not max(1, self.format) <= number <= FORMAT:
+            raise ValueError("an unknown format")
+        self.format = number
+
+    def _settle(self, run: str, used: int) -> None:
+        unused = self.open.pop(run, 0) - used
+        place = self._growing[run]
+        self._entries[place] = _grown(self._entries[place], -unused)
+        self.counts[run] -= unused
+        if not self._entries[place].count:
+            del self._entries[place]
+        if used == 0:
+            self._part(run)
+
+    def _recover(self, record: Record) -> None:
+        torn = record.get("torn", [])
+        if record.get("count"):  # of format 1
+            torn = [[self.untagged, record["event"], record["count"]]]
+        for run, event, count in torn:
+            self._add(run, self._events[event], count)
+        self.exact = self.exact and not (torn or record["reserved"])
+        self.open.clear()
+        self._growing.clear()
+
+    def _import(self, record: Record) -> None:
+        """Each entry stays as it is, and nothing is merged with it."""
+        for event, count, *tag in record["entries"]:
+            run = tag[0] if tag else self.untagged
+            self._part(run)
+            self._add(run, self._define(Event.from_dict(event)), count)
+            self._part(run)
+            self._verified[run] = True  # a checkpoint is loaded into a model that holds its weights
+        self.plan = record.get("plan")
+        self.exact = self.exact and record.get("exact", False)  # format 1 did not say
+
+    def _describe(self, about: Record) -> None:
+        if self.plan is None and (about.get("budget") or (about.get("planned") and not self.total)):
+            self.plan = {name: about.get(name) for name in PLAN} | {"late": self.total > 0}
+        self.about.append(about)
+
+    def _define(self, event: Event) -> Event:
+        if event not in self.ids:
+            self.ids[event] = len(self._events)
+            self._events.append(event)
+        return event
+
+    def _add(self, run: str, event: Event, count: int) -> None:
+        if self.is_growing(run, event):
+            place = self._growing[run]
+            self._entries[place] = _grown(self._entries[place], count)
+        else:
+            self._begun += 1
+            self._growing[run] = self._begun
+            self._entries[self._begun] = Entry(event, count, run)
+        self.counts[run] = self.counts.get(run, 0) + count
+        self._charged.add((run, event, len(self.about)))
+        self._latest = run, event
+
+    def _part(self, run: str) -> None:
+        """The next release of the run begins an entry of its own."""
+        self.open.pop(run, None)
+        self._growing.pop(run, None)
+
+    def is_understated(self) -> bool:
+        """Whether an older version understated the cost of a release (about.py)."""
+        return any(
+            is_understated(event, self._strategy_of(run, lines)) for run, event, lines in self._charged
+        )
+
+    def _strategy_of(self, run: str, lines: int) -> Any:
+        """How a run clipped, as it described itself last before a release, in the first `lines` lines.
+
+        What is imported belongs to the first run of a file, which has not described itself yet.
+        """
+        before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
+        described = before[-1:] or self.about[:1]
+        return described[0].get("strategy") if described else None
+
+    def _largest_next(self, made: int) -> int:
+        return min(self.block, max(LEAST_BLOCK, made // SHARE))
+
+    def _sum(self, text: bytes) -> bytes:
+        digest = blake2b(self._checksum + text, digest_size=16, person=b"clipwise-ledger")
+        return digest.hexdigest().encode()
+
+
+def _grown(entry: Entry, change: int) -> Entry:
+    return Entry(entry.event, entry.count + change, entry.run)
+
+
+def replay(data: bytes, path: Path) -> tuple[Book, Record | None, bool]:
+    """The book of a file, the line that recovers it if its end is not clean, and whether that is torn.
+
+    A torn line stays in the file for ever. Two things tell it from a damaged one. It is not whole: a whole
+    line that does not follow shows that lines before it are gone. And what comes after it is nothing, or
+    the very line that recovers it, which may have been torn itself before it got written.
+    """
+    book = Book()
+    bad: list[bytes] = []
+    number = 0
+    *lines, rest = data.split(b"\n")
+    for number, line in enumerate([*lines, rest] if rest else lines, 1):
+        if not book.follows(line):
+            bad.append(line)
+            continue
+        if bad:
+            _require_torn(book, [*bad, line], number - len(bad), path)
+            bad = []
+        try:
+            book.take(line)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise LedgerError(
+                f"{path}, line {number}: cannot be understood ({error}); it was not written by this version "
+                "of clipwise. Use the version that wrote it."
+            ) from error
+    if bad:
+        _require_torn(book, bad, number + 1 - len(bad), path)
+    if book.is_understated():
+        raise LedgerError(f"{path} has {UNDERSTATED}.")
+    clean = not (rest or bad or book.open)
+    return book, None if clean else book.recovery(torn=bool(bad)), bool(bad)
+
+
+def _require_torn(book: Book, lines: list[bytes], number: int, path: Path) -> None:
+    """Refuse bad lines, from line `number` on, that no crash leaves behind."""
+    if number == 1:
+        raise LedgerError(
+            f"{path}, line 1: wrong checksum: this is not a ledger, or the file was changed or damaged; "
+            "restore it from a copy. (If a crash broke off its creation, this is its only line: nothing was "
+            "released yet and it can be deleted.)"
+        )
+    recovery = book.seal(book.recovery(torn=True))
+    if WHOLE.fullmatch(lines[0]) or not all(recovery.startswith(line.rstrip(b"\0")) for line in lines[1:]):
+        raise LedgerError(
+            f"{path}, line {number}: wrong checksum: the file was changed or damaged; restore it from a "
+            "copy. It may hide releases, so nothing can be counted with it."
+        )
+
+
+def require_same_run(found: Record, given: Record | None, path: Path) -> None:
+    """Refuse a header that is not the one in the file."""
+    if given is None or given == found:
+        return
+    differ = [k for k in sorted({*found, *given}) if k not in found or k not in given or found[k] != given[k]]
+    raise LedgerError(
+        f"{path} belongs to another run: it has another {', '.join(differ)}. Use another file, or join=True "
+        "if the releases of this run shall be counted together with those there."
+    )
+
+
+def new_tag() -> str:
+    """The tag of a run that begins."""
+    return secrets.token_hex(8)
+
+
+def header_line(run: str | None, block: int, header: Record) -> Record:
+    """The first line of a file."""
+    run = run or secrets.token_hex(16)
+    return {"kind": "header", "format": FORMAT, "run": run, "block": block, "header": header}
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """A line's text."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "the header and the events of a ledger hold plain JSON (text, finite Python numbers, lists, "
+            "mappings): convert arrays, tensors and their scalars first."
+        ) from error

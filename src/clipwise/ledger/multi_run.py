@@ -1,0 +1,141 @@
+"""Several runs that share a ledger: what they cost together, and how much noise another one needs.
+
+A run that is configured after releases of others were seen is adaptive: its noise, rate and length may depend on them.
+PLD totals are proven for runs that were all fixed before the first release. What holds for adaptive ones is a Renyi
+filter (accounting/filter.py), at one order that does not depend on releases: the best one for the plan of the first
+run, which that run writes into the ledger before it releases anything. If it had none, the first budget of a later
+run decides, and of that run nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clipwise.accounting import calibrate
+from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
+from clipwise.accounting.interpret import epsilon as epsilon_by
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Entry, Event, rounded_up
+from clipwise.report.run_description import About
+
+FILTER = "renyi-filter"
+IF_FIXED = "if all runs were fixed before the first release"
+DEFAULT_DELTA, DEFAULT_EPOCHS = 1e-5, 10  # of a plan that names none
+
+
+def is_shared(history: Sequence[Entry]) -> bool:
+    """Whether releases of more than one run are in a history."""
+    return len({entry.run for entry in history}) > 1
+
+
+def accountant_of(history: Sequence[Entry]) -> str:
+    """The name of the accountant whose figure holds without further assumptions: PLD for a single run."""
+    return FILTER if is_shared(history) else "pld"
+
+
+def assumption_of(history: Sequence[Entry], accountant: str) -> str:
+    """What a figure of this accountant assumes about the runs; "" if nothing."""
+    return IF_FIXED if is_shared(history) and accountant != FILTER else ""
+
+
+def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
+    """The order of the filter.
+
+    Args:
+        history: all releases. Only the kind of the first one counts.
+        plan: `Ledger.plan`. What it does not say is filled in by constants.
+    """
+    plan, event = plan or {}, history[0].event
+    delta, budget = plan.get("delta") or DEFAULT_DELTA, plan.get("budget")
+    if budget is not None and plan.get("late"):
+        return order_for_budget(budget, delta)
+    steps = plan.get("planned") or round(DEFAULT_EPOCHS / event.sample_rate)
+    return best_order(Entry(event, steps), delta, budget)
+
+
+def late_plan(epsilon: float, delta: float) -> dict[str, Any]:
+    """The plan of a ledger whose first run had none, when a run with this budget comes."""
+    return {"budget": epsilon, "delta": delta, "late": True}
+
+
+def epsilon_of(
+    history: Sequence[Entry],
+    delta: float,
+    accountant: str,
+    plan: Mapping[str, Any] | None = None,
+    budget: float | None = None,
+) -> float:
+    """Epsilon at `delta` of all releases, by an accountant or by the filter."""
+    if accountant != FILTER:
+        return epsilon_by(history, delta, accountant)
+    return epsilon_at(order_of(history, plan), history, delta, budget=budget) if history else 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a ledger holds when a run is configured.
+
+    Args:
+        history: all releases.
+        about: what their runs said about themselves.
+        plan: that of the ledger.
+        goes_on: whether the new run has to go on with one of those, from its checkpoint.
+    """
+
+    history: tuple[Entry, ...] = ()
+    about: tuple[About, ...] = ()
+    plan: Mapping[str, Any] | None = None
+    goes_on: bool = False
+
+    def require_fitting(self, event: Event, epsilon: float | None, delta: float) -> None:
+        """Refuse a new run whose releases could not be counted together with those in the ledger."""
+        if self.goes_on or not self.history:
+            return
+        there = self.history[-1].event
+        if (there.adjacency, there.unit) != (event.adjacency, event.unit):
+            raise ConfigurationError(
+                f"ledger holds releases under {there.adjacency} of one {there.unit}, and this run has "
+                f"{event.adjacency} of one {event.unit}: no single guarantee covers both. Give this run a ledger of "
+                "its own."
+            )
+        deltas = [about.delta for about in self.about if about.budget is not None and about.delta != delta]
+        if epsilon is not None and deltas:
+            raise ConfigurationError(
+                f"delta={delta:g} is not the delta={deltas[0]!r} of another run in the ledger that has a budget. "
+                "epsilon is the budget of the whole ledger: give the same delta, or a ledger of its own."
+            )
+
+    def noise_for(self, event: Event, steps: int, epsilon: float, delta: float) -> float | None:
+        """The noise multiplier with which `steps` events like `event` keep (epsilon, delta) for the whole ledger.
+
+        None if what the ledger holds does not matter. A run that goes on with the same plan keeps its noise.
+        """
+        if not self.history:
+            return None
+        if self.goes_on:
+            found = self._noise_before(event, steps, epsilon, delta)
+            if found is not None or not any(about.noise_multiplier for about in self.about):
+                return found  # older versions kept no plan, and took the ledger for empty
+        plan = self.plan or late_plan(epsilon, delta)
+        order = order_of(self.history, plan)
+        z = calibrate.smallest_noise_after(self.history, event, steps, epsilon, delta, order)
+        if z is None:
+            spent = rounded_up(epsilon_of(self.history, delta, FILTER, plan))
+            releases, runs = sum(e.count for e in self.history), len({e.run for e in self.history})
+            raise ConfigurationError(
+                f"epsilon={epsilon:g} at delta={delta:g} is used up: the ledger already holds {releases} releases of "
+                f"{runs} run{'s' * (runs > 1)}, which cost epsilon {spent} ({FILTER}). epsilon is the budget of the "
+                "whole ledger: give a larger one, or a ledger of its own if the two need not be counted together."
+            )
+        return z
+
+    def _noise_before(self, event: Event, steps: int, epsilon: float, delta: float) -> float | None:
+        """The noise of the run in the ledger that has this plan."""
+        for about in reversed(self.about):
+            events = {replace(e.event, noise_multiplier=1.0) for e in self.history if e.run == about.run}
+            is_same = (about.budget, about.delta, about.planned) == (epsilon, delta, steps)
+            if is_same and events == {replace(event, noise_multiplier=1.0)}:
+                return about.noise_multiplier
+        return None

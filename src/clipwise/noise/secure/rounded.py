@@ -1,0 +1,118 @@
+"""The rounded Gaussian: whole numbers K = round(ratio X) with X ~ N(0, 1), drawn exactly.
+
+X comes in pairs, by Box-Muller from two real uniforms of which the first 64 bits are the words k and a:
+
+    U in (k, k + 1) 2^-64,   t in pi (a, a + 1) 2^-63,   r = sqrt(-2 ln U),   the pair r cos t, r sin t
+
+with k unsigned and a signed. float64 finds y near ratio X from the words. Let e = 2^-53, and let log, sin and cos err
+by at most 8 e of their value (4 units of the last place). Then
+
+    |Δ ln U|    <= e + 1/k + 8 e |ln U|                      the conversion of k; the bits after it; log
+    |Δ r|       <= 2 |Δ ln U| / r + 2 e r                    as r^2 = -2 ln U
+    |Δ cos t|   <= 3 pi e + pi 2^-63 + 8 e                   three roundings; the bits after a; cos
+    |y - ratio X| / ratio  <=  36 e r + (2 e + 2/k) / r      first order, and the last two products
+
+and `margin` is ratio (64 e r + (8 e + 4/k) / r), nearly twice that. If y is further than this from the middle between
+two whole numbers, its nearest one is K. If not (a few in a million values), or if k = 0, the pair goes to
+`exact.nearest_pair` with further words of its own until there is no doubt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from clipwise.noise.gaussian import KEY_BYTES, by_all_threads
+from clipwise.noise.secure.cipher import Words, words
+from clipwise.noise.secure.exact import nearest_pair
+
+Reals = npt.NDArray[np.float64]
+
+# Uses of a key's words: one stream a chunk for radii and for angles, one a pair for what decides it.
+_RADII, _ANGLES, _FURTHER = 0, 1, 2
+
+# Pairs in one piece of work: torch cuts work of more than 32768 numbers over threads, and here they are ours.
+# It is part of what a key means: another size is other noise.
+_CHUNK = 1 << 14
+
+_UNIT = 2.0**-53
+_ANGLE = math.pi * 2.0**-63
+
+
+def rounded_gaussian(key: bytes, size: int, ratio: float) -> Tensor:
+    """`size` independent values round(ratio X), X ~ N(0, 1), as whole numbers in float64 on the CPU.
+
+    A pure function of its arguments, whatever the number of threads; a shorter draw is the beginning of a longer one.
+
+    Args:
+        key: 32 bytes from `NoiseKey.derive`. Two draws from one key are the same noise.
+        size: how many values.
+        ratio: standard deviation over grid step, below 2^44 so that the numbers stay exact.
+    """
+    assert len(key) == KEY_BYTES and size >= 0 and 0 < ratio < 2.0**44
+    drawn = torch.empty(size, dtype=torch.float64)
+    starts = deque(range(0, size, 2 * _CHUNK))
+    by_all_threads(starts, partial(_draw_chunks, key, drawn.numpy(), ratio))
+    return drawn
+
+
+def _draw_chunks(key: bytes, drawn: Reals, ratio: float, starts: deque[int]) -> None:
+    """Draw chunks until no start is left."""
+    while starts:
+        try:
+            start = starts.popleft()
+        except IndexError:  # another thread was quicker
+            return
+        _draw_chunk(key, start // (2 * _CHUNK), drawn[start : start + 2 * _CHUNK], ratio)
+
+
+def _draw_chunk(key: bytes, chunk: int, drawn: Reals, ratio: float) -> None:
+    pairs = (len(drawn) + 1) // 2
+    k_P, a_P = words(key, _RADII, chunk, pairs), words(key, _ANGLES, chunk, pairs)
+    with np.errstate(divide="ignore", invalid="ignore"):  # k = 0
+        r_P, margin_P = _radii(k_P, ratio)
+        t_P = torch.from_numpy(a_P.view(np.int64) * _ANGLE)
+        in_doubt = set()
+        for side, function in enumerate((torch.cos, torch.sin)):
+            y_P = function(t_P).numpy()
+            y_P *= r_P
+            nearest_P = np.rint(y_P)
+            distance_P = np.abs(np.subtract(y_P, nearest_P, out=y_P), out=y_P)
+            distance_P += margin_P
+            in_doubt.update(np.flatnonzero(~(distance_P < 0.5)).tolist())  # NaN is in doubt too
+            drawn[side::2] = nearest_P[: len(drawn[side::2])]
+    for pair in in_doubt:
+        exact = _decide(key, chunk * _CHUNK + pair, int(k_P[pair]), int(a_P[pair]), ratio)
+        drawn[2 * pair : 2 * pair + 2] = exact[: len(drawn) - 2 * pair]
+
+
+def _radii(k_P: Words, ratio: float) -> tuple[Reals, Reals]:
+    """ratio r, and the margin of ratio X."""
+    u_P = k_P * 2.0**-64
+    r_P = np.abs(np.log(u_P))  # the sign of a zero too, or it would turn the margin's infinity round
+    r_P *= 2
+    np.sqrt(r_P, out=r_P)
+    margin_P = np.divide(ratio * 4 * 2.0**-64, u_P, out=u_P)  # 4 / k
+    margin_P += ratio * 8 * _UNIT
+    margin_P /= r_P
+    r_P *= ratio
+    margin_P += r_P * (64 * _UNIT)
+    return r_P, margin_P
+
+
+def _decide(key: bytes, pair: int, k: int, a: int, ratio: float) -> tuple[int, int]:
+    """The pair that its uniforms make, of which as many bits are looked at as it takes."""
+    first, second = nearest_pair(k, a, 64, ratio)
+    bits = 64
+    while first is None or second is None:
+        # Further words of this pair come two at a time, one for each uniform.
+        more_k, more_a = words(key, _FURTHER, pair, bits // 32)[-2:].tolist()
+        k, a, bits = k << 64 | more_k, a << 64 | more_a, bits + 64
+        first, second = nearest_pair(k, a, bits, ratio)
+    return first, second

@@ -1,0 +1,1 @@
+"""What happens after the noise: averages of the parameters, and penalties."""

@@ -1,0 +1,1 @@
+"""Models and data that the command line knows."""

@@ -1,0 +1,271 @@
+"""Pictures of a guarantee: epsilon over the steps, the trade-off curve, delta over epsilon.
+
+Lines differ by their style, so that a grey print can be read. The same history gives the same file, byte for
+byte, under one version of matplotlib; it is loaded only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipwise.accounting import interpret
+from clipwise.accounting.composition import compose
+from clipwise.accounting.tradeoff import Tradeoff, of, profile
+from clipwise.errors import ConfigurationError, UnsupportedEventError
+from clipwise.privacy import Entry, rounded_up
+
+# What a file may be, and what must be kept out of it so that it does not change from day to day.
+METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
+STYLE = {
+    "svg.hashsalt": "clipwise",  # names inside the file are not random
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.color": "0.9",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+# The accountants that are compared, and how each is drawn; the first is the one that counts.
+LINES: dict[str, dict[str, Any]] = {
+    "pld": {"color": "black", "linestyle": "-", "linewidth": 2, "label": "PLD (the one that counts)"},
+    "rdp": {"color": "tab:blue", "linestyle": "--", "label": "RDP"},
+    "zcdp": {
+        "color": "tab:orange",
+        "linestyle": "-.",
+        "marker": "x",
+        "markevery": (0.05, 0.1),
+        "label": "zCDP",
+    },
+    "gdp": {
+        "color": "tab:red",
+        "linestyle": ":",
+        "marker": "o",
+        "markerfacecolor": "white",
+        "markevery": (0.1, 0.1),
+        "label": "Gaussian DP",
+    },
+}
+# A schedule of more different steps than this takes seconds for a figure: few are drawn, by PLD alone.
+MOST_KINDS = 64
+FEW_POINTS = 6
+POINTS = 16
+POINTS_OVER_EPSILON = 200
+POINTS_OF_RATES = 501
+FEWEST_ALARMS = 1e-5
+SMALLEST_DELTAS = (1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
+
+
+def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path) -> None:
+    """Draw what the first steps of a history cost, from the first to all, by the accountants that bound it.
+
+    Args:
+        history: what was or will be released, in this order.
+        delta: the delta of the guarantee.
+        path: the file, ending in .png or .svg.
+    """
+    with _picture(path, history) as (axes,):
+        steps = _chosen_steps(
+            sum(entry.count for entry in history), FEW_POINTS if _is_schedule(history) else POINTS
+        )
+        prefixes = [compose(_first(history, n)) for n in steps]
+        for name in _compared(history):
+            epsilons = _bounds(partial(interpret.epsilon_of, delta=delta, accountant=name), prefixes)
+            if epsilons:
+                axes.plot([0, *steps], [0.0, *epsilons], **LINES[name])
+        if not axes.lines:
+            raise ConfigurationError(
+                "history: its epsilon is infinite from the first step on: nothing to draw."
+            )
+        axes.set_xlim(0, 1.02 * steps[-1])
+        axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("steps")
+        axes.set_ylabel(f"epsilon at delta = {_short(delta)}")
+        axes.legend(frameon=False, loc="lower right")
+
+
+def tradeoff_curve(
+    history: Sequence[Entry], path: str | Path, *, gaussian: bool = False, measured: float | None = None
+) -> None:
+    """Draw the trade-off function of a history against a blind guess, and detection at few false alarms.
+
+    Args:
+        history: what was or will be released.
+        path: the file, ending in .png or .svg.
+        gaussian: draw the curve G_mu for comparison, with the smallest mu that holds up to 1e-5.
+        measured: draw G_mu for this mu as well: what an attack has reached.
+    """
+    with _picture(path, history, panels=2) as (rates, few_alarms):
+        curve = of(history)
+        curves = [(curve, {"color": "black", "linewidth": 2, "label": "no test does better"})]
+        if gaussian and math.isfinite(curve.mu()):
+            line = {**LINES["gdp"], "label": f"G_mu, mu = {rounded_up(curve.mu())}"}
+            curves.append((Tradeoff.gaussian(curve.mu()), line))
+        if measured is not None:
+            line = {**LINES["zcdp"], "label": f"an attack reached mu = {measured:.3g}"}
+            curves.append((Tradeoff.gaussian(measured), line))
+        _rates(rates, curves)
+        _few_alarms(few_alarms, curves)
+
+
+def _rates(axes: Any, curves: Sequence[tuple[Tradeoff, dict[str, Any]]]) -> None:
+    """False negatives over false positives. What lies between a blind guess and the curve may be reached."""
+    alphas = np.linspace(0.0, 1.0, POINTS_OF_RATES)
+    curve = curves[0][0]
+    axes.fill_between(alphas, curve(alphas), 1 - alphas, color="0.92", linewidth=0)
+    axes.plot([0, 1], [1, 0], color="0.45", linestyle="--", label="blind guess: 1 - alpha")
+    for f, line in curves:
+        axes.plot(alphas, f(alphas), **line)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_aspect("equal")
+    axes.set_xlabel("false-positive rate alpha")
+    axes.set_ylabel("false-negative rate f(alpha)")
+    axes.legend(frameon=False, loc="upper right", title=f"advantage at most {rounded_up(curve.advantage())}")
+
+
+def _few_alarms(axes: Any, curves: Sequence[tuple[Tradeoff, dict[str, Any]]]) -> None:
+    """Detection over false positives, on logarithmic scales: what matters if false alarms cost much."""
+    alphas = np.geomspace(FEWEST_ALARMS, 1.0, POINTS_OF_RATES)
+    axes.fill_between(alphas, alphas, 1 - curves[0][0](alphas), color="0.92", linewidth=0)
+    axes.plot(alphas, alphas, color="0.45", linestyle="--")
+    for f, line in curves:
+        axes.plot(alphas, 1 - f(alphas), **line)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(FEWEST_ALARMS, 1)
+    axes.set_ylim(FEWEST_ALARMS, 1)
+    axes.set_aspect("equal")
+    axes.set_xlabel("false-positive rate alpha")
+    axes.set_ylabel("detection rate 1 - f(alpha)")
+    axes.set_title("the same, where false positives are few", loc="left", fontsize=9)
+
+
+def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
+    """Draw delta against epsilon, delta on a logarithmic scale.
+
+    Args:
+        history: what was or will be released.
+        path: the file, ending in .png or .svg.
+    """
+    with _picture(path, history) as (axes,):
+        total = compose(history)
+        ends = ((interpret.epsilon_of(total, d), d) for d in SMALLEST_DELTAS)
+        end, smallest = next(((e, d) for e, d in ends if math.isfinite(e)), (math.inf, 1.0))
+        if end in (0.0, math.inf):
+            extent = "infinite" if end else "0"
+            raise ConfigurationError(f"history: its epsilon is {extent} at every delta: nothing to draw.")
+        epsilons = np.linspace(0.0, end, POINTS_OVER_EPSILON)
+        axes.plot(epsilons, profile(history, epsilons), **LINES["pld"])
+        for name in _compared(history)[1:]:
+            deltas = _bounds(partial(interpret.delta_of, total, accountant=name), epsilons.tolist())
+            if deltas and min(deltas) < 1:
+                axes.plot(epsilons, deltas, **LINES[name])
+        axes.set_yscale("log")
+        axes.set_xlim(0, 1.02 * end)
+        axes.set_ylim(smallest, 1)
+        axes.set_xlabel("epsilon")
+        axes.set_ylabel("smallest delta")
+        axes.legend(frameon=False, loc="upper right")
+
+
+def _is_schedule(history: Sequence[Entry]) -> bool:
+    return len({entry.event for entry in history}) > MOST_KINDS
+
+
+def _compared(history: Sequence[Entry]) -> list[str]:
+    """The accountants to ask, the one that counts first."""
+    return list(LINES)[:1] if _is_schedule(history) else list(LINES)
+
+
+def _chosen_steps(total: int, points: int) -> list[int]:
+    """From 1 to the total, closer together at first, where epsilon bends most."""
+    return sorted({1, *(max(1, round(total * (k / points) ** 2)) for k in range(1, points + 1))})
+
+
+def _first(history: Sequence[Entry], steps: int) -> list[Entry]:
+    """The first so many steps of a history."""
+    before = [0, *accumulate(entry.count for entry in history)]
+    return [
+        Entry(entry.event, min(entry.count, steps - start))
+        for entry, start in zip(history, before, strict=False)
+        if steps > start
+    ]
+
+
+def _bounds(bound: Callable[[Any], float], places: Sequence[Any]) -> list[float]:
+    """The bound at every place; nothing if the accountant has none, or an infinite one, or is not installed."""
+    try:
+        found = [bound(place) for place in places]
+    except (UnsupportedEventError, ImportError):
+        return []
+    return found if all(map(math.isfinite, found)) else []
+
+
+@contextmanager
+def _picture(path: str | Path, history: Sequence[Entry], panels: int = 1) -> Iterator[list[Any]]:
+    """Empty axes below a title, which are written to the file in the end."""
+    file = Path(path)
+    kind = file.suffix.lower()
+    if kind not in METADATA:
+        raise ConfigurationError(f"path={str(path)!r} is not possible: pictures end in .png or .svg.")
+    if not any(entry.count for entry in history):
+        raise ConfigurationError("history: it is empty, so there is nothing to draw.")
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        canvas = importlib.import_module("matplotlib.figure").Figure(
+            figsize=(2.6 + 3.4 * panels, 4.4), layout="constrained"
+        )
+        axes = list(canvas.subplots(1, panels, squeeze=False)[0])
+        axes[0].set_title(describe(history), loc="left", fontsize=9)
+        yield axes
+        picture = BytesIO()
+        canvas.savefig(picture, format=kind[1:], dpi=150, metadata=METADATA[kind])
+    try:
+        file.write_bytes(picture.getvalue())
+    except OSError as error:
+        raise ConfigurationError(f"path={str(path)!r} cannot be written: {error.strerror}.") from error
+
+
+def describe(history: Sequence[Entry]) -> str:
+    """Two lines: what is protected and how batches are drawn; the noise and the steps."""
+    compose(history)  # refuses a history that no single guarantee covers
+    events = [entry.event for entry in history if entry.count]
+    schemes = list(dict.fromkeys(str(event.sampling) for event in events))
+    first = events[0]
+    return (
+        f"{' and '.join(schemes).capitalize()} sampling, {first.adjacency} of one {first.unit}\n"
+        f"noise multiplier {_range([e.noise_multiplier for e in events])}, "
+        f"sample rate {_range([e.sample_rate for e in events])}, "
+        f"{sum(entry.count for entry in history):,} steps"
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _short(value: float) -> str:
+    """1e-5, not 1e-05."""
+    return f"{value:g}".replace("e-0", "e-")
+
+
+def _matplotlib() -> Any:
+    try:
+        return importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ConfigurationError(
+            "Pictures need matplotlib, which is not installed: run `pip install 'clipwise-dp[plots]'`."
+        ) from error

@@ -1,4 +1,0 @@
-"""Experiments of the papers, run again with what each of them really costs in privacy.
-
-`clipwise reproduce` is the command; `experiments/` holds what it wrote, and what differs from the papers.
-"""

@@ -1,0 +1,229 @@
+"""`clipwise.check`: would this model and this loss be accepted, and if not, why?
+
+It runs the model and the loss again with examples replaced, taken out and in another order (validation/replacement.py),
+and so also sees couplings that no gradient shows, such as a loss divided by the number of valid tokens in
+the batch, or by the number of its examples.
+Run it on synthetic or public rows: what it says depends on them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.clipping import Backprop, Batch, Strategy
+from clipwise.clipping.batch import copied
+from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
+from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
+from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
+from clipwise.layers.clipped.layer import trainable_clips
+from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros
+from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.mixing_layer import first_meeting, first_random
+from clipwise.validation.random_state import fixed_random_state
+from clipwise.validation.replacement import Trial
+from clipwise.validation.step_inputs import BufferGuard, require_losses, require_no_batch_statistics
+from clipwise.validation.user_objects import require_module, require_takes
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found: `problems` are refusals, `notes` are worth knowing and break no guarantee."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether private training would be accepted."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = ["Accepted: this model and loss can be trained privately." if self.ok else "Refused:"]
+        lines += [f"  - {problem}" for problem in self.problems]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = None) -> Report:
+    """Say whether `loss(model, *batch)` can be trained privately, or `loss(model, batch)` for a mapping or a tensor.
+
+    Args:
+        model: in the mode in which it will be trained.
+        loss: gives one loss an example.
+        batch: as a loader hands it out: a tuple or list of the loss's further arguments, or one argument that is a
+            mapping or a tensor. Examples are along the first axis of each tensor; at least two, synthetic or public.
+        clipping: the strategy to train with; one that clips single examples if left out, which for a model of
+            `layers.clip_inputs` is `Backprop()`. Under one that clips whole mini-sets, such as `Batch`, examples may
+            depend on one another, and the loss may be a single number.
+
+    Returns:
+        A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
+    """
+    require_module(model)
+    size, batch = _size(batch), arguments_of(batch)
+    require_takes("loss", loss, "loss(model, *batch)", model, *batch)
+    report = Report()
+    if clipping is None and trainable_clips(model) is not None:
+        clipping = Backprop()
+    is_coupled = clipping is not None and clipping.is_coupled
+    structure = partial(_clipped_structure, clipping) if isinstance(clipping, Backprop) else _structure
+    tests: tuple[Callable[..., None], ...] = (structure, _coupling, _random_numbers)
+    if isinstance(clipping, Batch) and clipping.local_update is not None:
+        tests = (_copied_structure,)
+    elif is_coupled:
+        tests = (_coupled_structure,)
+    for test in tests:
+        try:
+            test(model, loss, batch, size, report)
+        except CoupledExamplesError as refusal:
+            report.problems.append(f"{refusal}{_where(model, loss, batch, size)}")
+            break
+        except ClipwiseError as refusal:
+            report.problems.append(str(refusal))
+            break
+    return report
+
+
+def _structure(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
+    """The checks that a first training step makes."""
+    losses, parameters = _examined(model, loss, batch, size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        per_example_gradients(losses, parameters, Memory())
+    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+
+
+def _clipped_structure(
+    clipping: Backprop, model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
+) -> None:
+    """The checks of a first step of backpropagation clipping."""
+    layers = clipping.layers_of(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    losses, parameters = _examined(model, loss, batch, size)
+    nodes, _ = clipped_nodes(losses, parameters, layers.values())
+    require_rows_of_examples(losses, nodes, parameters)
+
+
+def _examined(
+    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int
+) -> tuple[Tensor, dict[str, nn.Parameter]]:
+    """Losses that pass what every step of single examples must, and what is trained."""
+    require_no_batch_statistics(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    guard, probe = BufferGuard(model), IndependenceProbe()
+    guard.remember()
+    losses = require_losses(_run(model, loss, probe.mark(batch)), size)
+    guard.compare()
+    probe.examine(losses)
+    return losses, parameters
+
+
+def _coupled_structure(
+    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
+) -> None:
+    """The checks of a first step that clips whole mini-sets."""
+    require_no_batch_statistics(model, is_coupled=True)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    guard = BufferGuard(model)
+    guard.remember()
+    require_losses(_run(model, loss, batch), size, is_coupled=True)
+    guard.compare()
+
+
+def _copied_structure(
+    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
+) -> None:
+    """The checks of a local update, which works on a copy: that may learn what it likes, and the model does not."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
+    require_losses(_run(copied(model), loss, batch), size, is_coupled=True)
+
+
+def _coupling(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
+    """The replacement test, also with weights drawn at random."""
+    trial = Trial(
+        model,
+        lambda arguments: loss(model, *arguments),
+        lambda places: take_rows(batch, places, size),
+        size,
+        blank=lambda whole, place: with_zeros(whole, slice(place, place + 1), size),
+        notes=report.notes,
+    )
+    trial.require_uncoupled()
+    trial.with_random_weights(probe_inputs=True)
+
+
+@torch.no_grad()
+def _random_numbers(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
+    """Say if examples share their random numbers: the same example everywhere, and all losses move as one."""
+    alike = take_rows(batch, [0] * size, size)
+    one, other = _run(model, loss, alike), _run(model, loss, alike, seed=1)
+    everyone = torch.arange(size)
+    if not _moved(one, other, everyone) or _moved(one, one[:1].expand_as(one), everyone):
+        return
+    where = first_random(model, partial(_run, model, loss, alike), partial(_run, model, loss, alike, seed=1))
+    report.notes.append(
+        f"All examples of a batch share their random numbers, first in {where or 'the loss function'}: a dropout mask "
+        "for the whole batch, for instance. They depend on no example, so the guarantee holds; but a mask for each "
+        "example trains better."
+    )
+
+
+@torch.no_grad()
+def _where(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int) -> str:
+    """A sentence about where examples meet, or nothing if no replacement shows it."""
+    before = _run(model, loss, batch)
+    for place in _places(size):
+        replaced = with_zeros(batch, slice(place, place + 1), size)
+        if not _moved(before, _run(model, loss, replaced), _others(place, size)):
+            continue
+        as_it_is, changed = partial(_run, model, loss, batch), partial(_run, model, loss, replaced)
+        found = first_meeting(model, as_it_is, changed, place, size)
+        return f" Examples meet first in {found or 'the loss function, outside of all layers'}."
+    return ""
+
+
+def _places(size: int) -> list[int]:
+    return sorted({0, size // 2, size - 1})
+
+
+def _others(place: int, size: int) -> Tensor:
+    return torch.cat([torch.arange(place), torch.arange(place + 1, size)])
+
+
+def _moved(before: Tensor, after: Tensor, where: Tensor) -> bool:
+    """Whether a loss changed by more than rounding."""
+    tolerance = 1e-5 * before.abs().max().clamp_min(1e-30)
+    return bool(((after - before).abs() > tolerance)[where].any())
+
+
+def _run(model: nn.Module, loss: Loss, batch: tuple[Any, ...], seed: int = 0) -> Tensor:
+    """The losses under a fixed random state, so that dropout draws the same mask every time."""
+    with fixed_random_state(seed):
+        return loss(model, *batch)
+
+
+def _size(batch: object) -> int:
+    if not isinstance(batch, (list, tuple, Mapping, Tensor)):
+        raise ConfigurationError(
+            "batch must be a tuple of the loss's further arguments, such as (x, y), or a mapping, not "
+            f"{type(batch).__name__}."
+        )
+    tensors = [x for x in tensors_in(batch) if x.dim() > 0]
+    if not tensors or len(tensors[0]) < 2:
+        raise ConfigurationError("batch must hold tensors with at least two examples along their first axis.")
+    return len(tensors[0])

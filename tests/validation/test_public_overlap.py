@@ -1,0 +1,262 @@
+"""Private data that is given as public is refused, as far as objects and memory tell."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    random_split,
+)
+
+from clipwise import Adaptive, Batch, ByNorm, Multipliers, PerExample, Public, layers, make_private
+from clipwise.clipping.base import Strategy
+from clipwise.errors import ConfigurationError
+from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.validation.public_overlap import require_apart
+
+X, Y = torch.randn(30, 4), torch.arange(30) % 3
+ALL = TensorDataset(X, Y)
+RECORDS: Any = [(X[i], Y[i]) for i in range(30)]
+ARRAY = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+BY_COLUMN = torch.randn(4, 30).t()  # the elements of a row are far from each other
+IMAGES = torch.randn(30, 4, 5, 5).to(memory_format=torch.channels_last)
+TABLE = torch.randn(30, 5)
+WINDOWS = torch.randn(33).unfold(0, 4, 1)  # of a series: each shares values with the next
+REPEATED = torch.ones(1, 4).expand(30, 4)
+CODES = torch.eye(4)
+
+
+class Loading(Dataset[Any]):
+    """It loads a record when it is asked for."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.loaded += 1
+        return torch.ones(4), 0
+
+
+LOADING = Loading()
+
+
+def rows(inputs: Tensor, begin: int, end: int) -> TensorDataset:
+    return TensorDataset(inputs[begin:end], Y[begin:end])
+
+
+def others() -> TensorDataset:
+    return TensorDataset(torch.randn(30, 4), Y)
+
+
+def half(dataset: Dataset[Any], which: int) -> Subset[Any]:
+    return random_split(dataset, [20, 10], torch.Generator().manual_seed(0))[which]
+
+
+def one_by_one(indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    return [(X[i : i + 1], Y[i : i + 1]) for i in indices]
+
+
+def columns(*in_order: Any, **by_name: Any) -> StackDataset[Any]:
+    return StackDataset(*in_order, **by_name)
+
+
+def loader(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, **options)
+
+
+def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def make(dataset: Any, clipping: Strategy | None = None, rows: Tensor | None = None) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    if rows is None:
+        layers.replace_batchnorm(model, kind="group")
+    else:
+        layers.replace_batchnorm(model, rows, kind="public")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make_private(model, optimizer, dataset, batch_size=5, noise_multiplier=1.0, clipping=clipping)
+
+
+SHARED: dict[str, tuple[Any, Any]] = {
+    "the data set itself": (ALL, ALL),
+    "all of its tensors": (ALL, TensorDataset(X, Y)),
+    "some rows of its tensors": (ALL, TensorDataset(X[20:], Y[20:])),
+    "a part of it": (ALL, Subset(ALL, range(20, 30))),
+    "two parts with a record in common": (Subset(ALL, range(21)), Subset(ALL, range(20, 30))),
+    "a part of a part": (Subset(Subset(ALL, range(10, 30)), range(10)), Subset(ALL, [19, 29])),
+    "a loader of it": (ALL, DataLoader(ALL, 5)),
+}
+FOUND: dict[str, tuple[Any, Any]] = {
+    "a batch of rows": (ALL, [(X[:5], Y[:5])]),
+    "the second of two batches": (rows(X, 0, 20), [(X[20:], Y[20:]), (X[19:], Y[19:])]),
+    "every second row as a batch": (rows(X, 3, 30), [(X[::2], Y[::2])]),
+    "a batch by name": (ALL, [UserDict(x=X[:5], y=Y[:5])]),
+    "all of a random half": (half(ALL, 0), TensorDataset(X, Y)),
+    "a record of a random half": (half(ALL, 0), one_by_one(half(ALL, 0).indices[:1])),
+    "all of every second row": (TensorDataset(X[::2], Y[::2]), ALL),
+    "every third of every second row": (TensorDataset(X[::2], Y[::2]), TensorDataset(X[::3], Y[::3])),
+    "the only part of a whole": (ConcatDataset([ALL]), ALL),
+    "a whole with a record twice": (ConcatDataset([ALL, rows(X, 2, 3)]), rows(X, 20, 30)),
+    "the second part of a whole": (ConcatDataset([others(), ALL]), rows(X, 0, 2)),
+    "the last of a whole": (Subset(ConcatDataset([others(), ALL]), range(10, 60, 7)), rows(X, 29, 30)),
+    "records one by one": (RECORDS, ALL),
+    "a part of the records": (Subset(RECORDS, range(10)), rows(X, 9, 30)),
+    "a loader of the list": (RECORDS, DataLoader(RECORDS)),
+    "records that are arrays": ([(ARRAY[i], 0) for i in range(30)], [(torch.from_numpy(ARRAY)[:5], Y[:5])]),
+    "arrays in the opposite order": (ARRAY[::-1], rows(torch.from_numpy(ARRAY), 29, 30)),
+    "from the end": (Subset(ALL, range(20, 30)), Subset(ALL, [-1])),
+    "rows that lie by column": (rows(BY_COLUMN, 0, 30), rows(BY_COLUMN, 0, 5)),
+    "images whose channels lie last": (rows(IMAGES, 0, 30), [(IMAGES[5:9, 1:], Y[5:9])]),
+    "rows without a column": (ALL, TensorDataset(X[:, 1:], Y)),
+    "rows of another shape": (ALL, TensorDataset(X.view(30, 2, 2), Y)),
+    "windows of a series": (rows(WINDOWS, 0, 30), rows(WINDOWS, 0, 5)),
+    "a row that is repeated": (TensorDataset(REPEATED, Y), TensorDataset(REPEATED, Y)),
+    "columns": (columns(X, Y), rows(X, 0, 5)),
+    "columns by name": (columns(x=X, y=Y), rows(X, 0, 5)),
+    "what is loaded": (ConcatDataset([LOADING]), Subset(LOADING, [3])),
+    "a loader of some": (
+        Subset(ALL, range(20)),
+        DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(19, 30))),
+    ),
+    "a loader of batches": (rows(X, 3, 30), loader([(X[::2], Y[::2])], batch_size=None)),
+}
+APART: dict[str, tuple[Any, Any]] = {
+    "other tensors": (ALL, TensorDataset(torch.randn(10, 4), Y[:10])),
+    "other rows": (TensorDataset(X[:20], Y[:20]), TensorDataset(X[20:], Y[20:])),
+    "every second row": (TensorDataset(X[::2], Y[::2]), TensorDataset(X[1::2], Y[1::2])),
+    "other parts": (Subset(ALL, range(20)), Subset(ALL, range(20, 30))),
+    "parts of parts": (Subset(Subset(ALL, range(10, 30)), range(10)), Subset(ALL, range(20, 30))),
+    "batches": (ALL, [(torch.randn(5, 4), Y[:5])]),
+    "batches of other rows": (rows(X, 0, 20), [(X[20:25], Y[20:25]), (X[25:], Y[25:])]),
+    "batches of every second row": (TensorDataset(X[::2], Y[::2]), [(X[1::2], Y[1::2])]),
+    "random halves": (half(ALL, 0), half(TensorDataset(X, Y), 1)),
+    "batches of the other random half": (half(ALL, 0), one_by_one(half(ALL, 1).indices)),
+    "parts of wholes": (ConcatDataset([rows(X, 0, 9), rows(X, 20, 30)]), ConcatDataset([rows(X, 9, 20)])),
+    "some of a whole": (Subset(ConcatDataset([others(), ALL]), [*range(31), 59]), rows(X, 1, 29)),
+    "halves of a whole": (half(ConcatDataset([ALL]), 0), half(ALL, 1)),
+    "other records": (RECORDS[:20], rows(X, 20, 30)),
+    "every second record": (RECORDS[::2], TensorDataset(X[1::2], Y[1::2])),
+    "other parts of the records": (Subset(RECORDS, range(20)), Subset(RECORDS, range(20, 30))),
+    "other arrays": ([(ARRAY[i], 0) for i in range(20)], rows(torch.from_numpy(ARRAY), 20, 30)),
+    "a loader of other rows": (rows(X, 0, 20), DataLoader(rows(X, 20, 30), 5)),
+    "a loader of another part": (Subset(ALL, range(20)), DataLoader(Subset(ALL, range(20, 30)), 5)),
+    "a loader of others": (
+        Subset(ALL, range(20)),
+        DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(20, 30))),
+    ),
+    "from the end": (Subset(ALL, range(20)), Subset(ALL, [-1, -10])),
+    "rows that lie by column": (rows(BY_COLUMN, 0, 20), rows(BY_COLUMN, 20, 30)),
+    "records that lie by column": ([(BY_COLUMN[i], Y[i]) for i in range(20)], rows(BY_COLUMN, 20, 30)),
+    "columns of a table": (TensorDataset(TABLE[:20, :4], Y[:20]), TensorDataset(TABLE[20:, 1:], Y[20:])),
+    "windows of a series": (rows(WINDOWS, 0, 20), rows(WINDOWS, 20, 30)),
+    "parts of windows": (
+        Subset(rows(WINDOWS, 0, 30), range(20)),
+        Subset(rows(WINDOWS, 0, 30), range(20, 30)),
+    ),
+    "parts of a repeated row": (rows(REPEATED, 0, 20), rows(REPEATED, 20, 30)),
+    "a constant": (TensorDataset(CODES[1:2].expand(30, 4), Y), [(CODES, Y[:4])]),
+    "other columns": (columns(X[:20], Y[:20]), columns(X[20:], Y[20:])),
+    "the same labels": (ALL, TensorDataset(torch.randn(30, 4), Y)),
+    "the same labels in batches": (RECORDS, [(torch.randn(30, 4), Y)]),
+    "what is loaded": (Subset(LOADING, range(20)), ConcatDataset([Subset(LOADING, range(20, 30))])),
+    "numbers": ([([0.0, 0.0, 0.0, 0.0], 0)] * 30, ALL),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("policy", [Adaptive, Multipliers, ByNorm])
+@pytest.mark.parametrize("strategy", [PerExample, Batch])
+def test_private_records_are_no_public_data(case: str, policy: Any, strategy: Any) -> None:
+    dataset, public = SHARED[case]
+    with pytest.raises(ConfigurationError, match=r"Public\(mine\).*private data set.*Hold records out"):
+        make(dataset, strategy(parts=policy(Public(public, loss, name="mine"))))
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_they_are_found_by_objects_and_memory(case: str) -> None:
+    dataset, public = FOUND[case]
+    with pytest.raises(ConfigurationError, match="private data set"):
+        make(dataset, PerExample(parts=Adaptive(Public(public, loss))))
+
+
+@pytest.mark.parametrize("case", APART)
+def test_records_that_were_held_out_are(case: str) -> None:
+    dataset, public = APART[case]
+    make(dataset, PerExample(parts=Adaptive(Public(public, loss))))
+
+
+def test_private_rows_are_no_public_rows() -> None:
+    make(TensorDataset(X[:20], Y[:20]), rows=X[20:])
+    with pytest.raises(ConfigurationError, match=r"rows of normalization layers.*private data set"):
+        make(ALL, rows=X[20:])
+
+
+PRIVATE_FORMS: list[Callable[[slice], Any]] = [
+    lambda s: TensorDataset(X[s], Y[s]),
+    lambda s: Subset(ALL, range(30)[s]),
+    lambda s: RECORDS[s],
+    lambda s: Subset(RECORDS, range(30)[s]),
+    lambda s: ConcatDataset([others(), TensorDataset(X[s], Y[s])]),
+    lambda s: Subset(ConcatDataset([others(), rows(X, 0, 17), rows(X, 17, 30)]), range(30, 60)[s]),
+]
+PUBLIC_FORMS: list[Callable[[slice], Any]] = [
+    *PRIVATE_FORMS[:2],
+    *PRIVATE_FORMS[4:],
+    lambda s: [others().tensors, (X[s], Y[s])],
+    lambda s: one_by_one(range(30)[s]),
+    lambda s: DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(30)[s])),
+]
+slices = st.builds(slice, st.integers(0, 29), st.integers(1, 30), st.integers(1, 5)).filter(
+    lambda s: bool(range(30)[s])
+)
+
+
+@given(slices, st.sampled_from(PRIVATE_FORMS), slices, st.sampled_from(PUBLIC_FORMS))
+def test_it_is_a_matter_of_rows_and_not_of_their_form(
+    private: slice, as_private: Callable[[slice], Any], public: slice, as_public: Callable[[slice], Any]
+) -> None:
+    dataset, statistics = as_private(private), AllPublicStatistics(nn.Linear(4, 3))
+    strategy = PerExample(parts=Adaptive(Public(as_public(public), loss)))
+    if set(range(30)[private]).isdisjoint(range(30)[public]):
+        require_apart(dataset, strategy, statistics)
+    else:
+        with pytest.raises(ConfigurationError, match="private data set"):
+            require_apart(dataset, strategy, statistics)
+
+
+def test_no_record_is_loaded() -> None:
+    private, public = Loading(), Loading()
+    strategy = PerExample(parts=Adaptive(Public(ConcatDataset([public]), loss)))
+    sets: list[Any] = [private, Subset(private, range(20)), ConcatDataset([private]), DataLoader(private)]
+    for dataset in sets:
+        require_apart(dataset, strategy, AllPublicStatistics(nn.Linear(4, 3)))
+    assert private.loaded == public.loaded == 0
+
+
+@pytest.mark.parametrize("of", [torch.Tensor.to_sparse, lambda t: t.to("meta")], ids=["sparse", "meta"])
+def test_what_has_no_addresses_is_told_by_its_object(of: Callable[[Tensor], Tensor]) -> None:
+    inputs, statistics = of(X), AllPublicStatistics(nn.Linear(4, 3))
+    strategy = PerExample(parts=Adaptive(Public(TensorDataset(inputs, Y), loss)))
+    require_apart(TensorDataset(of(X), Y), strategy, statistics)
+    with pytest.raises(ConfigurationError, match="private data set"):
+        require_apart(TensorDataset(inputs, Y), strategy, statistics)

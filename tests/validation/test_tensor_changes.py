@@ -1,0 +1,140 @@
+"""Changes of tensors, counted by torch or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clipwise.validation.tensor_changes import Changes
+
+
+def remembered(*tensors: torch.Tensor) -> Changes:
+    changes = Changes(tensors)
+    changes.remember()
+    return changes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.add_(1),
+        lambda t: t.data.add_(1),
+        lambda t: setattr(t, "data", t.clone()),  # other memory, the same contents
+    ],
+)
+def test_it_sees_what_torch_counts_and_what_it_does_not(change: object) -> None:
+    t = torch.ones(3)
+    changes = remembered(torch.zeros(2), t)
+    assert not changes.has_changed() and not changes.may_have_changed()
+    change(t)  # type: ignore[operator]
+    assert changes.has_changed() and changes.may_have_changed()
+    changes.remember()
+    assert not changes.has_changed()
+
+
+def test_a_fused_optimizer_is_seen() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    changes = remembered(p)
+    p.grad = torch.ones(3)
+    torch.optim.SGD([p], 0.1, fused=True).step()
+    assert changes.has_changed()
+
+
+def test_what_is_not_a_number_has_not_changed_by_that() -> None:
+    for value in (torch.nan, torch.inf):
+        assert not remembered(torch.full((3,), value)).has_changed()
+
+
+def test_whole_numbers_and_other_precisions_are_watched_too() -> None:
+    whole = torch.zeros(2, dtype=torch.int64)
+    changes = remembered(whole, torch.ones(2), torch.ones(2).double())
+    assert not changes.has_changed()
+    whole.add_(1)
+    assert changes.has_changed()
+
+
+def test_before_the_first_look_everything_is_new() -> None:
+    assert Changes([torch.ones(1)]).has_changed()
+    assert Changes([]).has_changed() and not remembered().has_changed()
+
+
+def test_it_is_of_these_tensors_and_no_others() -> None:
+    a, b = torch.ones(1), torch.ones(1)
+    assert Changes([a, b]).are_of([a, b])
+    assert not Changes([a, b]).are_of([a]) and not Changes([a, b]).are_of([b, a])
+
+
+def test_nobody_is_unchanged_before_the_first_look() -> None:
+    for t in (torch.ones(3), torch.arange(3)):
+        assert bool(Changes([t]).has_moved()) and not bool(remembered(t).has_moved())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_numbers_that_come_and_go_are_seen_and_what_is_none_stays_what_it_is(value: float) -> None:
+    t = torch.zeros(3)
+    changes = remembered(t, torch.ones(2))
+    t.data.fill_(value)
+    assert bool(changes.has_moved())
+    changes.remember()
+    assert not bool(changes.has_moved())
+    t.data.zero_()
+    assert bool(changes.has_moved())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 4), (5, 7)])
+def test_one_number_that_changes_uncounted_is_seen(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    t = torch.ones(shape, dtype=dtype)
+    changes = remembered(t)
+    for change in (lambda: t.data.reshape(-1)[-1:].zero_(), lambda: t.data.fill_(1)):
+        change()
+        assert not changes.was_counted() and changes.has_moved() and changes.may_have_changed()
+        changes.remember()
+        assert not changes.has_moved()
+
+
+def test_the_last_digit_of_one_among_many_is_seen() -> None:
+    """A norm would stay what it is."""
+    t = torch.rand(1000) + 1
+    changes = remembered(t)
+    t.data[17] = torch.nextafter(t[17], torch.tensor(4.0))
+    assert changes.has_moved()
+
+
+def test_what_does_not_lie_in_one_piece_is_seen_by_its_length() -> None:
+    t = torch.ones(4, 6).mT
+    changes = remembered(t, torch.zeros(2))
+    assert not changes.has_changed()
+    t.data[3, 2] = 2.0
+    assert not changes.was_counted() and changes.has_changed() and changes.may_have_changed()
+
+
+def test_memory_that_was_taken_away_is_not_read() -> None:
+    t = torch.ones(1000)
+    changes = remembered(t)
+    t.untyped_storage().resize_(0)
+    assert changes.has_moved() and changes.has_changed()
+    t.untyped_storage().resize_(4000)
+    t.fill_(2)
+    changes.remember()
+    assert not changes.has_changed()
+    t.data[5] = 0
+    assert changes.has_moved()
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (5000, 5000), (3, 9000)])
+def test_doubling_some_numbers_and_halving_others_is_seen(sizes: tuple[int, int]) -> None:
+    """Each adds 2^23 to the words of float32, or takes it away: a plain sum would stay what it is."""
+    for kind in (torch.float32, torch.float64):
+        one, two = (torch.rand(size, dtype=kind) + 1 for size in sizes)
+        changes = remembered(one, two)
+        size = min(sizes)
+        one[:size].data.mul_(2.0)
+        two[-size:].data.mul_(0.5)
+        assert changes.has_moved() and changes.has_changed()
+        changes.remember()
+        for half in (len(two) // 2, len(two) // 8):
+            two.data[:half].mul_(2.0)
+            two.data[half : 2 * half].mul_(0.5)
+            assert changes.has_moved()
+            changes.remember()

@@ -1,0 +1,239 @@
+"""Models and functions of the wrong kind are refused by the name of their argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise import Batch, Lipschitz, PerExample, layers, lipschitz
+from clipwise.clipping import Quantile
+from clipwise.clipping.base import Strategy
+from clipwise.clipping.contrib.adaptive import Adaptive
+from clipwise.clipping.contrib.by_norm import ByNorm
+from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.random_layer import RandomLayer
+from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.engine import checkpoint
+from clipwise.errors import ConfigurationError
+from clipwise.validation.user_objects import plain, require_takes
+from tests.runs import private_run, train
+
+ROWS = torch.randn(6, 4)
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    given = {"a": np.float32(0.5), "b": [np.int64(3), (np.bool_(True), "c")], "d": None}
+    found = plain(given)
+    assert found == {"a": 0.5, "b": [3, (True, "c")], "d": None}
+    assert [type(v) for v in (found["a"], found["b"][0], found["b"][1][0])] == [float, int, bool]
+    untouched = {"a": 1.0, "b": [2, (3,)], "t": ROWS}
+    assert plain(untouched) is untouched  # such as a state_dict, which has more to it than its entries
+
+
+NUMPY = [
+    lambda: PerExample(max_norm=np.float32(0.5)),
+    lambda: PerExample(max_norm={"0": np.float64(1.0), "2": np.float32(2.0)}, parts="layer"),
+    lambda: PerExample(max_norm=1.0, parts="layer", split={"0": np.float64(1.0), "2": np.int64(2)}),
+    lambda: PerExample(max_norm=Quantile(initial=np.float32(0.5), count_noise=1.0, target=np.float64(0.5))),
+    lambda: PerExample(max_norm=Decay(np.float64(1.0), np.float32(0.5), every=np.int64(2))),
+    lambda: PerExample(max_norm=1.0, parts=Adaptive(Released(memory=np.float32(0.5)), every=np.int64(2))),
+    lambda: PerExample(max_norm=1.0, parts=ByNorm(Released(), groups=np.int64(2), every=2)),
+    lambda: PerExample(max_norm=1.0, parts=Multipliers(Released(), keep_length=np.bool_(True), every=2)),
+    lambda: Batch(max_norm=np.float32(1.0), mini_sets=np.int64(2)),
+    lambda: PerExample(
+        max_norm=1.0, sparse=Sparse(every=np.int64(20), within=np.float64(2.0), after=np.int64(1))
+    ),
+]
+
+
+@pytest.mark.parametrize("clipping", NUMPY)
+def test_settings_may_be_numbers_of_numpy_and_go_into_checkpoints(
+    clipping: Callable[[], Strategy], tmp_path: Path
+) -> None:
+    model, private = private_run(clipping=clipping(), steps=np.int64(3), averaged=np.float32(0.5))
+    for group in private.optimizer.param_groups:
+        group["lr"] = np.float64(0.1)
+    train(model, private, 1)
+    checkpoint.save(tmp_path / "c.pt", {"private": private.state_dict(), "best": np.float64(0.5)})
+    loaded = checkpoint.load(tmp_path / "c.pt")
+    assert loaded["private"]["configuration"] == private._configuration() and loaded["best"] == 0.5
+    torch.save(private.state_dict(), tmp_path / "own.pt")
+    assert torch.load(tmp_path / "own.pt", weights_only=True)["position"] == 1
+
+
+def test_the_numbers_of_a_run_may_be_numpys_too(tmp_path: Path) -> None:
+    budget = {"epsilon": np.float32(3.0), "delta": np.float64(1e-5), "epochs": np.float32(2.0)}
+    model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(5, 3))
+    clipping = Lipschitz(np.float32(1.0), np.float64(1.0), temperature=np.float32(2.0), fixed=np.bool_(True))
+    for options in (budget, {"noise_multiplier": np.float32(1.5), "seed": np.int64(3)}):
+        _, private = private_run(
+            model, clipping=clipping, sample_rate=np.float32(0.25), batch_size=None, **options
+        )
+        torch.save(private.state_dict(), tmp_path / "run.pt")
+        assert torch.load(tmp_path / "run.pt", weights_only=True)["configuration"] == private._configuration()
+        private.close()
+
+
+@pytest.mark.parametrize("name", ["relative", "keep_length"])
+def test_a_word_is_no_switch(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Multipliers: {name} must be True or False, not 'no'"):
+        Multipliers(Released(), every=2, **{name: "no"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ledger": 5}, "ledger must be the path of a file, not int"),
+        ({"resume_file": 5}, "resume_file must be the path of a file, not int"),
+        ({"collate_fn": 3}, "collate_fn must be a function from a list of records to a batch, not int"),
+        ({"clipping": PerExample(parts=["0", "2"])}, r"parts=\['0', '2'\] is not known: .* a list of lists"),  # type: ignore[list-item]
+        (
+            {"clipping": PerExample(parts=RandomLayer(groups="layers"))},
+            "RandomLayer: groups='layers' is not known",
+        ),
+        (
+            {"clipping": PerExample(parts=Adaptive(Released(), groups="layers", every=2))},
+            "Adaptive: groups='layers' is not known",
+        ),
+        (
+            {"clipping": PerExample(parts=ByNorm(Released(), among="layers", every=2))},
+            "ByNorm: among='layers' is not known",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_name_the_argument_that_was_given(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        private_run(**options)
+
+
+def test_functions_that_take_what_they_are_called_with() -> None:
+    for function in (lambda a, b: 0, lambda *a: 0, partial(lambda a, b, c: 0, 1), lambda a, b, c=3: 0, print):
+        require_takes("f", function, "f(a, b)", 1, 2)
+    for function in (lambda a: 0, lambda a, b, c: 0, len):
+        with pytest.raises(ConfigurationError, match=r"f is called as f\(a, b\), here with 2 arguments"):
+            require_takes("f", function, "f(a, b)", 1, 2)
+    with pytest.raises(ConfigurationError, match=r"f must be a function f\(a, b\), not int"):
+        require_takes("f", 3, "f(a, b)")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: layers.clip_inputs(given, input_norm=1.0),
+        lambda given: layers.norms_from_public(given, losses, (ROWS, torch.zeros(6).long())),
+        lambda given: layers.set_clips(given, grad_norm=1.0),
+        lambda given: layers.replace_batchnorm(given, ROWS),
+        layers.without_running_statistics,
+        layers.with_released_statistics,
+        lambda given: layers.recompute_statistics(given, [ROWS]),
+    ],
+)
+@pytest.mark.parametrize("given", ["net", None, 3])
+def test_what_is_no_model(call: Any, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"model must be a torch\.nn\.Module"):
+        call(given)
+
+
+@pytest.mark.parametrize("kind", ["public", "group"])
+@pytest.mark.parametrize("rows", [torch.randn(6, 5), torch.ones(6, 4).long()])
+def test_public_rows_that_the_model_does_not_take(kind: str, rows: Tensor) -> None:
+    model = normed()
+    with pytest.raises(ConfigurationError, match="public: the model does not take such rows"):
+        layers.replace_batchnorm(model, rows, kind)
+    assert type(model[1]) is nn.BatchNorm1d  # as it was
+    with pytest.raises(ConfigurationError, match="public_batches: the model does not take such rows"):
+        layers.recompute_statistics(layers.without_running_statistics(model), [rows])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_public_rows_that_are_not_finite(bad: float) -> None:
+    rows = ROWS.clone()
+    rows[2, 1] = bad
+    with pytest.raises(ConfigurationError, match="public holds values that are not finite"):
+        layers.replace_batchnorm(normed(), rows, "public")
+
+
+@pytest.mark.parametrize("groups", ["4", 1.0, True])
+def test_groups_that_are_no_number(groups: Any) -> None:
+    with pytest.raises(ConfigurationError, match="groups must be a whole number"):
+        layers.replace_batchnorm(normed(), None, "group", groups=groups)
+
+
+@pytest.mark.parametrize("uses", [0, "2", [1]])
+def test_uses_that_are_no_mapping(uses: Any) -> None:
+    with pytest.raises(ConfigurationError, match="uses must say how often each layer is used, by name"):
+        layers.clip_inputs(nn.Linear(4, 3), input_norm=1.0, uses=uses)
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "message"),
+    [
+        (losses, None, "batch must be a tuple"),
+        (losses, ROWS, "batch must be a tuple"),
+        (3, (ROWS,), "loss must be a function"),
+        (losses, (ROWS,), "loss is called as"),
+        (lambda m, x: m(x).sum(), (ROWS,), "loss must give one loss an example"),
+    ],
+)
+def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        layers.norms_from_public(nn.Linear(4, 3), loss, batch)
+
+
+def test_a_local_update_takes_a_model_and_a_mini_set() -> None:
+    for update in ("train", len, lambda model: None):
+        with pytest.raises(ConfigurationError, match=r"local_update.*\(model, mini_set\)"):
+            Batch(1.0, local_update=update)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [4, "4", (-4,), (4.0,), {"x": 4}])
+def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
+    model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(4, 3))
+    strategy = Lipschitz(1.0, 1.0, loss=lipschitz.SoftmaxCrossEntropy(), input_shape=shape)
+    with pytest.raises(ConfigurationError, match="input_shape must be the sizes of one example"):
+        private_run(model, clipping=strategy)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layers.PublicBatchNorm1d(0), "num_features must be a whole number"),
+        (lambda: layers.PublicBatchNorm2d(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
+        (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number from 0 on"),
+        (lambda: layers.PublicBatchNorm1d(4, eps=float("nan")), "eps must be a finite number from 0 on"),
+        (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number from 0 on"),  # type: ignore[arg-type]
+        (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
+        (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_of_layers(call: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "adjacency", "usable"),
+    [("poisson", "replace-one", "use 'zero-out'.$"), ("fixed-size", "zero-out", "use 'replace-one'.$")],
+)
+def test_an_adjacency_that_can_be_used_is_named(sampling: str, adjacency: str, usable: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"not supported with sampling='{sampling}': {usable}"):
+        private_run(sampling=sampling, adjacency=adjacency)
