@@ -116,7 +116,7 @@ class Dirac(Planted):
 
     def begins(self, private: Private) -> NoiseKey:
         key = super().begins(private)
-        if private._is_local():
+        if private._strategy.has_local_update:
             raise ConfigurationError(
                 "A local update has no losses to put a Dirac canary into: use neighbours()."
             )

@@ -21,8 +21,7 @@ from clipwise.layers.clipped.put_in import Numbers, require_layers
 from clipwise.layers.clipped.scales import MODES, Constants, number
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import require_known, with_plain_numbers
 
 _PROBED_BATCHES = 2
 _PROBED_AGAIN = 256  # steps

@@ -135,6 +135,10 @@ class Clipper(ABC):
         count, where a batch was filled up to a constant size with others.
         """
 
+    def clipped_update(self, batch: Any) -> dict[str, Tensor]:
+        """The bounded sum of a batch, for a strategy with a local update."""
+        raise NotImplementedError
+
     @abstractmethod
     def putting_aside(self) -> AbstractContextManager[PutAside]:
         """In this block nothing waits for the device: what hardly ever happens is put aside, to be looked at."""
@@ -174,6 +178,8 @@ class Strategy(ABC):
         clips_whole_blocks: whether everything that a mini-set of records adds to the release is clipped as a whole.
             Only then can another block of a partition stand in for the one that holds a record.
         takes_complex: whether parameters may be complex. They count as pairs of real ones.
+        has_local_update: whether it computes the update of a batch itself, by `Clipper.clipped_update`, and takes no
+            losses.
     """
 
     unit: Unit = Unit.RECORD
@@ -183,6 +189,7 @@ class Strategy(ABC):
     takes_views: bool = True
     clips_whole_blocks: bool = False
     takes_complex: bool = False
+    has_local_update: bool = False
 
     @abstractmethod
     def attach(self, site: Site) -> Clipper:

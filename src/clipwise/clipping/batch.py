@@ -32,7 +32,7 @@ from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling import Partition, Scheme
 from clipwise.sampling.schemes import whole
-from clipwise.validation.user_objects import require_takes, with_plain_numbers
+from clipwise.validation.arguments import require_takes, with_plain_numbers
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
@@ -114,6 +114,10 @@ class Batch(Strategy):
                 "local_update runs on a copy: leave one of them out. clipwise.layers.recompute_statistics sets "
                 "statistics from public data."
             )
+
+    @property
+    def has_local_update(self) -> bool:  # type: ignore[override]
+        return self.local_update is not None
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model's trainable parameters."""

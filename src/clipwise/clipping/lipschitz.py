@@ -43,9 +43,8 @@ from clipwise.lipschitz.weights import (
 )
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling.batch_structure import tensors_in
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import require_bool, require_known, with_plain_numbers
 from clipwise.validation.tensor_changes import Changes
-from clipwise.validation.user_objects import require_bool, with_plain_numbers
 
 _SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
 _LARGEST = 2.0**50  # of any value or gradient: its square is still a number in float32

@@ -32,8 +32,7 @@ from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmet
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.privacy import Adjacency, Unit
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import require_known, with_plain_numbers
 
 MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")

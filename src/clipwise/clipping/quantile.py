@@ -19,7 +19,7 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.grouping import norms_of_parts
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.privacy import Adjacency
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import with_plain_numbers
 
 _SMALLEST, _LARGEST = 1e-30, 1e30
 

@@ -15,7 +15,7 @@ from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.observed import Observation, observations
 from clipwise.report.wording import STATISTICS_OF
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import with_plain_numbers
 
 _AIM = 1 - 2.0**-20  # times R: norms and sums in float64 stay well within what is left
 _LARGEST = 1e30  # of a variance: float32 holds it

@@ -22,7 +22,7 @@ from clipwise.errors import CheckpointError
 from clipwise.ledger.durable_files import replace_file, sync_folder
 from clipwise.privacy import Entry, Event
 from clipwise.report.run_description import UNDERSTATED, is_understated
-from clipwise.validation.user_objects import plain, require_path
+from clipwise.validation.arguments import plain, require_path
 
 FORMAT = 2  # 2: digests of the weights, and declared updates
 _KINDS = {

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
 from clipwise.engine import fingerprint, observer
 from clipwise.engine.plan import (
+    Plan,
     adjacency_of,
     delta_of,
     multiplier_of,
@@ -48,9 +49,9 @@ from clipwise.sampling import (
 from clipwise.sampling.augmentation import Views
 from clipwise.sampling.schemes import whole
 from clipwise.validation import run_guards, step_inputs
+from clipwise.validation.arguments import plain, require_path
 from clipwise.validation.public_overlap import require_apart
 from clipwise.validation.training_loop import require_one_process
-from clipwise.validation.user_objects import plain, require_path
 
 
 def make_private(
@@ -156,9 +157,7 @@ def make_private(
     if not strategy.takes_complex:
         step_inputs.require_real(parameters, type(strategy).__name__)
     # The trace of Lipschitz refuses them too, and names a layer that has bounds.
-    is_judged_later = isinstance(strategy, Lipschitz) or (
-        isinstance(strategy, Batch) and strategy.local_update is not None
-    )
+    is_judged_later = isinstance(strategy, Lipschitz) or strategy.has_local_update
     if not is_judged_later:
         step_inputs.require_no_batch_statistics(model, strategy.is_coupled)
     noise = noise_kind_of(noise)
@@ -219,38 +218,42 @@ def make_private(
         resume_file = book.path.with_name(book.path.name + ".resume")
     try:
         return Private(
-            model=model,
-            optimizer=optimizer,
-            parameters=parameters,
-            dataset=dataset,
-            scheme=scheme,
-            strategy=strategy,
-            clipper=clipper,
-            parts=parts,
-            event=event,
-            noise=noise,
-            budget=Budget(epsilon, delta, planned) if epsilon is not None and planned is not None else None,
-            delta=delta,
-            planned=planned,
-            multiplier=z,
-            ledger=book,
-            resume_file=None if resume_file is None else Path(resume_file),
-            seed=seed,
-            cut=cut,
-            public_statistics=statistics or None,
-            views=views,
-            averages=_averages(averaged, model),
-            penalty=penalty,
-            loader_options={
-                "max_physical_batch_size": max_physical_batch_size,
-                "num_workers": num_workers,
-                "pin_memory": pin_memory,
-                "prefetch_factor": prefetch_factor,
-            },
-            collate_fn=collate_fn,
-            probe=probe_independence and not strategy.is_coupled,
-            changed_before=changed_before,
-            loss=loss,
+            Plan(
+                model=model,
+                optimizer=optimizer,
+                parameters=parameters,
+                dataset=dataset,
+                scheme=scheme,
+                strategy=strategy,
+                clipper=clipper,
+                parts=parts,
+                event=event,
+                noise=noise,
+                budget=Budget(epsilon, delta, planned)
+                if epsilon is not None and planned is not None
+                else None,
+                delta=delta,
+                planned=planned,
+                multiplier=z,
+                ledger=book,
+                resume_file=None if resume_file is None else Path(resume_file),
+                seed=seed,
+                cut=cut,
+                public_statistics=statistics or None,
+                views=views,
+                averages=_averages(averaged, model),
+                penalty=penalty,
+                loader_options={
+                    "max_physical_batch_size": max_physical_batch_size,
+                    "num_workers": num_workers,
+                    "pin_memory": pin_memory,
+                    "prefetch_factor": prefetch_factor,
+                },
+                collate_fn=collate_fn,
+                probe=probe_independence and not strategy.is_coupled,
+                changed_before=changed_before,
+                loss=loss,
+            )
         )
     except BaseException:
         if not isinstance(ledger, Ledger):

@@ -4,18 +4,64 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TypeGuard
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
 
 from clipwise import accounting
-from clipwise.clipping import Strategy
+from clipwise.clipping import Clipper, Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.ledger.base import Ledger
+from clipwise.ledger.budget import Budget
 from clipwise.ledger.multi_run import Held
 from clipwise.noise.secure import require_cipher
-from clipwise.privacy import SUPPORTED, Adjacency, Sampling, Unit
-from clipwise.sampling import Scheme
+from clipwise.optim.averaging import AveragedParameters
+from clipwise.optim.penalty import Penalty
+from clipwise.privacy import SUPPORTED, Adjacency, Event, Part, Sampling, Unit
+from clipwise.sampling import Cut, Scheme
+from clipwise.sampling.augmentation import Views
+from clipwise.validation.first_batches import Loss
 
 # Far beyond any use, and well within what squares and float32 can hold.
 _LEAST_NOISE, _MOST_NOISE = 1e-9, 1e12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a private run is made of, checked and resolved by `make_private`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: dict[str, nn.Parameter]
+    dataset: Any
+    scheme: Scheme
+    strategy: Strategy
+    clipper: Clipper
+    parts: tuple[Part, ...]
+    event: Event
+    noise: str
+    budget: Budget | None
+    delta: float
+    planned: int | None
+    multiplier: float
+    ledger: Ledger
+    resume_file: Path | None
+    seed: int | None
+    cut: Cut | None
+    public_statistics: AllPublicStatistics | None
+    views: Views | None
+    averages: AveragedParameters | None
+    penalty: Penalty | None
+    loader_options: Mapping[str, Any]
+    collate_fn: Callable[[list[Any]], Any] | None
+    probe: bool
+    changed_before: list[str]
+    loss: Loss | None = None
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -13,20 +13,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from clipwise import accounting
-from clipwise.clipping import Batch, BatchClipper, Clipper, Strategy
 from clipwise.clipping.contrib.sparse import without
 from clipwise.engine import checkpoint, fingerprint, observer
 from clipwise.engine.compiled import CompiledStep
 from clipwise.engine.observer import watched
+from clipwise.engine.plan import Plan
 from clipwise.errors import (
     BudgetExhausted,
     CheckpointError,
@@ -36,20 +35,17 @@ from clipwise.errors import (
     StepError,
 )
 from clipwise.gradients import opaque
-from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger import combined_runs, crash_points, multi_run
-from clipwise.ledger.budget import Budget
 from clipwise.ledger.file_format import new_tag
-from clipwise.ledger.ledger import FileLedger, Ledger
+from clipwise.ledger.ledger import FileLedger
 from clipwise.noise import generators
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.noise.mechanism import noised_sums
 from clipwise.noise.parts import parts_of
 from clipwise.noise.release import in_order_of, laid_as
 from clipwise.optim.averaging import AveragedParameters
-from clipwise.optim.penalty import Penalty, add_penalty
+from clipwise.optim.penalty import add_penalty
 from clipwise.privacy import (
-    Event,
     Part,
     Sampling,
     Spent,
@@ -59,20 +55,16 @@ from clipwise.report.run_description import About, versions
 from clipwise.report.statement import Statement
 from clipwise.sampling import (
     ByUser,
-    Cut,
     Fetcher,
     Piece,
     PrivateLoader,
-    Scheme,
 )
-from clipwise.sampling.augmentation import Views
 from clipwise.validation import run_guards, step_inputs, training_loop
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import plain, require_known
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest, recommend_check
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.model_state import ModelState
-from clipwise.validation.user_objects import plain
 
 
 class Private:
@@ -84,90 +76,64 @@ class Private:
         optimizer: the user's own, unchanged.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        parameters: dict[str, nn.Parameter],
-        dataset: Any,
-        scheme: Scheme,
-        strategy: Strategy,
-        clipper: Clipper,
-        parts: tuple[Part, ...],
-        event: Event,
-        noise: str,
-        budget: Budget | None,
-        delta: float,
-        planned: int | None,
-        multiplier: float,
-        ledger: Ledger,
-        resume_file: Path | None,
-        seed: int | None,
-        cut: Cut | None,
-        public_statistics: AllPublicStatistics | None,
-        views: Views | None,
-        averages: AveragedParameters | None,
-        penalty: Penalty | None,
-        loader_options: Mapping[str, Any],
-        collate_fn: Callable[[list[Any]], Any] | None,
-        probe: bool,
-        changed_before: list[str],
-        loss: Loss | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self._model, self._parameters, self._dataset = model, parameters, dataset
-        self._scheme, self._strategy, self._clipper = scheme, strategy, clipper
-        self._users = cut if isinstance(cut, ByUser) else None
-        self._parts, self._event, self._noise = parts, event, noise
-        self._public_statistics, self._views = public_statistics, views
-        self._averages, self._penalty = averages, penalty
+    def __init__(self, plan: Plan) -> None:
+        self.optimizer = plan.optimizer
+        self._model, self._parameters, self._dataset = plan.model, plan.parameters, plan.dataset
+        self._scheme, self._strategy, self._clipper = plan.scheme, plan.strategy, plan.clipper
+        self._users = plan.cut if isinstance(plan.cut, ByUser) else None
+        self._parts, self._event, self._noise = plan.parts, plan.event, plan.noise
+        self._public_statistics, self._views = plan.public_statistics, plan.views
+        self._averages, self._penalty = plan.averages, plan.penalty
         self._taken_in = 0  # updates, by the averages
-        self._budget, self._delta = budget, delta
-        self._planned, self._multiplier = planned, multiplier
-        self._ledger, self._resume_file = ledger, resume_file
-        self._seeded = seed is not None
+        self._budget, self._delta = plan.budget, plan.delta
+        self._planned, self._multiplier = plan.planned, plan.multiplier
+        self._ledger, self._resume_file = plan.ledger, plan.resume_file
+        self._seeded = plan.seed is not None
         # A run that released nothing has nothing to go on with.
-        self._must_load = isinstance(ledger, FileLedger) and ledger.existing and ledger.position > 0
-        self._key = NoiseKey.fresh() if seed is None or self._must_load else NoiseKey.from_seed(seed)
+        self._must_load = (
+            isinstance(plan.ledger, FileLedger) and plan.ledger.existing and plan.ledger.position > 0
+        )
+        self._key = (
+            NoiseKey.fresh() if plan.seed is None or self._must_load else NoiseKey.from_seed(plan.seed)
+        )
         self._key_is_new = True  # the ledger does not have its id
-        combined_runs.require_unused(self._key.id, ledger)
+        combined_runs.require_unused(self._key.id, plan.ledger)
         self._tag = new_tag()  # under which this run charges the ledger
-        ledger.enter(self._tag, self)
+        plan.ledger.enter(self._tag, self)
         self._watch = observer.current()  # an audit that looks on
         self._epoch_secret, self._slot = b"", 0
         self._followed = 0  # releases of this run whose update was taken in by what follows the weights
         self._in_step = False  # a batch is being used, or a step on it has failed
         self._partial: dict[str, Tensor] | None = None  # what was gathered of a batch, under these bounds:
         self._partial_bounds = self._clipper.bounds
-        self._released = training_loop.ReleasedGradients(parameters)
+        self._released = training_loop.ReleasedGradients(plan.parameters)
         self._released.remember()  # what an earlier run left in .grad: nobody uses it
-        self._named = {name for name, _ in model.named_parameters()}
-        self._buffers = step_inputs.BufferGuard(model)
-        self._hands = run_guards.Watch(model, optimizer)
-        other = run_guards.require_alone(self, parameters)
-        self._state: ModelState = ModelState(model) if other is None else other._state
-        self._changed_before = changed_before  # since the run before, which trained the same model
+        self._named = {name for name, _ in plan.model.named_parameters()}
+        self._buffers = step_inputs.BufferGuard(plan.model)
+        self._hands = run_guards.Watch(plan.model, plan.optimizer)
+        other = run_guards.require_alone(self, plan.parameters)
+        self._state: ModelState = ModelState(plan.model) if other is None else other._state
+        self._changed_before = plan.changed_before  # since the run before, which trained the same model
         self._has_foreign_step = self._is_own_step = False
         self._warned: set[str] = set()
         self._unverified: str | None = None  # why the weights were not verified when the run was closed
-        self._independence = IndependenceProbe() if probe else None
-        self._loss, self._tests = loss, list[ReplacementTest]()
+        self._independence = IndependenceProbe() if plan.probe else None
+        self._loss, self._tests = plan.loss, list[ReplacementTest]()
         self._handed: Any = None  # the last batch, while compiled steps test it
-        if loss is not None and not strategy.is_coupled:
-            self._plan_test(loss)
+        if plan.loss is not None and not plan.strategy.is_coupled:
+            self._plan_test(plan.loss)
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         self._described = False
         self._told_strategy: dict[str, Any] = {}
         self._closed = False
-        self._step_hooks: list[RemovableHandle] = training_loop.watch_steps(optimizer, self)
+        self._step_hooks: list[RemovableHandle] = training_loop.watch_steps(plan.optimizer, self)
         self.loader = PrivateLoader(
-            scheme if self._watch is None else watched(scheme, partial(self._watch.kept, self)),
-            Fetcher(dataset, collate_fn),
+            plan.scheme if self._watch is None else watched(plan.scheme, partial(self._watch.kept, self)),
+            Fetcher(plan.dataset, plan.collate_fn),
             self._secrets_ahead,
-            cut=cut,
+            cut=plan.cut,
             prepare=self._hand_out,
-            **loader_options,
+            **plan.loader_options,
         )
         if self._watch is not None:
             self._key, self._seeded = self._watch.begins(self), True  # it has a key of its own
@@ -192,12 +158,11 @@ class Private:
             Whether the optimizer stepped: False after a mini-set that is not the last of its batch.
         """
         piece = self._require_open().awaited()
-        if not self._is_local():
+        if not self._strategy.has_local_update:
             raise StepError(
                 "private.step_sets is for a strategy with a local update, such as Batch(..., local_update=f): call "
                 "private.step(losses)."
             )
-        assert isinstance(self._clipper, BatchClipper)
         self._begin(piece)
         clipped = self._clipper.clipped_update(batch) if piece.size else self._clipper.nothing()
         self._require_untouched()  # the update has a copy to work on
@@ -957,7 +922,9 @@ class Private:
     def _require_untouched(self) -> None:
         """Between two releases nobody else may have changed what is released."""
         inventory = self._buffers.inventory.up_to_date()
-        if not self._is_local():  # a copy may learn what it likes; the model itself is watched below
+        if (
+            not self._strategy.has_local_update
+        ):  # a copy may learn what it likes; the model itself is watched below
             for name, module in inventory.statistics:
                 step_inputs.require_no_statistics_in(name, module, self._strategy.is_coupled)
         self._buffers.compare_listed()
@@ -990,11 +957,8 @@ class Private:
                     "with an optimizer that holds the new one."
                 )
 
-    def _is_local(self) -> bool:
-        return isinstance(self._strategy, Batch) and self._strategy.local_update is not None
-
     def _require_no_local_update(self, called: str) -> None:
-        if self._is_local():
+        if self._strategy.has_local_update:
             raise StepError(
                 f"{called} has no use for losses with Batch(..., local_update=f), which computes its own: call "
                 "private.step_sets(batch) with the batch that private.loader handed out."

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.observed import observed
-from clipwise.validation.user_objects import naming, require_module
+from clipwise.validation.arguments import naming, require_module
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):

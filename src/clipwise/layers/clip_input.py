@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.user_objects import positive
+from clipwise.validation.arguments import positive
 
 
 class ClipInput(nn.Module):

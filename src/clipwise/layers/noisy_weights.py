@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.validation.user_objects import require_module
+from clipwise.validation.arguments import require_module
 
 _DRAWN = (
     nn.Linear,

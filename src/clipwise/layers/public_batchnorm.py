@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import count, not_negative
+from clipwise.validation.arguments import count, not_negative, require_known
 
 if TYPE_CHECKING:
     from clipwise.layers.public_statistics import PublicStatistics

@@ -20,8 +20,7 @@ from clipwise.layers.public_batchnorm import (
 from clipwise.layers.public_rows import as_rows, placed
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.sampling.batch_structure import evaluating
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import naming, require_module
+from clipwise.validation.arguments import naming, require_known, require_module
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
 _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.user_objects import not_negative, require_module
+from clipwise.validation.arguments import not_negative, require_module
 
 
 class StandardizedWeight(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.user_objects import plain
+from clipwise.validation.arguments import plain
 
 
 class TemperedSigmoid(nn.Module):

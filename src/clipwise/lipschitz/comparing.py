@@ -13,7 +13,7 @@ from clipwise.lipschitz.bounds import bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, clip_output_gradients, constant_of, require_bounded
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import trace
-from clipwise.validation.user_objects import naming, require_module
+from clipwise.validation.arguments import naming, require_module
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import positive
+from clipwise.validation.arguments import positive, require_known
 
 KINDS = ("all-pairs", "largest", "one-against-all")
 

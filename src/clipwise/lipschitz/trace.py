@@ -23,7 +23,7 @@ from clipwise.lipschitz.recurrent import RECURRENT
 from clipwise.lipschitz.refusals import UNKNOWN, refusal
 from clipwise.lipschitz.rule import Rounding, Rule
 from clipwise.lipschitz.shaping import MoveRule, ParameterRule
-from clipwise.validation.user_objects import plain, require_module
+from clipwise.validation.arguments import plain, require_module
 
 _EXAMPLES = (
     7919  # a prime: no other dimension is likely to have this size, and tensors without data cost nothing

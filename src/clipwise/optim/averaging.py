@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import require_module
+from clipwise.validation.arguments import require_known, require_module
 
 KINDS = ("exponential", "uniform")
 

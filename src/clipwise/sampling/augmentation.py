@@ -26,7 +26,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.noise.generators import generator_from, private_generator
 from clipwise.sampling.batch_structure import map_tensors, mapping_like, sequence_like
 from clipwise.sampling.schemes import whole
-from clipwise.validation.user_objects import plain
+from clipwise.validation.arguments import plain
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
 

@@ -17,8 +17,8 @@ from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_piece
 from clipwise.errors import CoupledExamplesError
 from clipwise.sampling.augmentation import Views
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, take_rows, tensors_in, with_zeros
+from clipwise.validation.arguments import require_takes
 from clipwise.validation.replacement import Arrange, Trial
-from clipwise.validation.user_objects import require_takes
 
 Loss = Callable[..., Tensor]
 

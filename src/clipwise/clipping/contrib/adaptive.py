@@ -11,8 +11,7 @@ from clipwise.clipping.contrib.following import Choice, Source
 from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.grouping import Groups, described_groups
 from clipwise.clipping.schedule import Every
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import require_known, with_plain_numbers
 
 KINDS = ("enhanced", "zhang")
 

@@ -14,7 +14,7 @@ from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.grouping import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.errors import ConfigurationError
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import with_plain_numbers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from clipwise.clipping.base import Site
 from clipwise.clipping.constants import Constants
 from clipwise.clipping.schedule import Every, period_of, require_every
 from clipwise.errors import CheckpointError, ConfigurationError
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import with_plain_numbers
 
 _LEAST = 1e-6
 

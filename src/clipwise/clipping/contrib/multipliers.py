@@ -14,8 +14,7 @@ from clipwise.clipping.contrib.released import Released
 from clipwise.clipping.grouping import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.gradients.real_views import dimension
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import require_bool, with_plain_numbers
+from clipwise.validation.arguments import require_bool, require_known, with_plain_numbers
 
 KINDS = ("optimal", "paper")
 

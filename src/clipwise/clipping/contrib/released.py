@@ -13,7 +13,7 @@ from torch import Tensor
 from clipwise.clipping.contrib.typical import Question, Typical
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
 from clipwise.gradients.real_views import dimension, real_view
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import with_plain_numbers
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from clipwise.gradients import PerExampleGradients, Written
 from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.join import Contribution
-from clipwise.validation.user_objects import with_plain_numbers
+from clipwise.validation.arguments import with_plain_numbers
 
 _LEAST_WINDOW = 10  # releases; fewer say nothing about where a weight is going
 

@@ -19,8 +19,7 @@ from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
 from clipwise.layers.clipped.set_clips import set_clips
 from clipwise.layers.clipped.switch import measured, noting
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import require_module, require_takes
+from clipwise.validation.arguments import require_known, require_module, require_takes
 
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped

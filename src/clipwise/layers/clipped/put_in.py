@@ -16,8 +16,7 @@ from clipwise.layers.clipped.linear import ClippedLinear
 from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
-from clipwise.validation.arguments import require_known
-from clipwise.validation.user_objects import plain, require_module
+from clipwise.validation.arguments import plain, require_known, require_module
 
 Numbers = float | Mapping[str, float]
 

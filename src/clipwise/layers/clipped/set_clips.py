@@ -11,7 +11,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.layers.clipped.layer import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers
 from clipwise.layers.clipped.scales import number
-from clipwise.validation.user_objects import require_module
+from clipwise.validation.arguments import require_module
 
 
 def set_clips(

@@ -25,7 +25,7 @@ from clipwise.clipping.contrib.released import Released
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.engine import checkpoint
 from clipwise.errors import ConfigurationError
-from clipwise.validation.user_objects import plain, require_takes
+from clipwise.validation.arguments import plain, require_takes
 from tests.runs import private_run, train
 
 ROWS = torch.randn(6, 4)
