@@ -1,4 +1,4 @@
-"""Every accepted combination of sampling, adjacency, unit and clipping is in the table of docs/accounting.md."""
+"""Every accepted combination of sampling, adjacency, unit and clipping is in the table of docs/concepts/combinations.md."""
 
 from __future__ import annotations
 
