@@ -1,7 +1,8 @@
 """MkDocs hooks: links that leave docs/, and CONTRIBUTING.md as a page.
 
 Pages link to files of the repository by relative paths, which work on GitHub. On the site such a link leads to the
-repository (`repo_url`), and an image is copied into the site.
+repository (`repo_url`), and an image is copied into the site. A list that follows a line of text gets the blank line
+that Python-Markdown needs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+LIST = re.compile(r"^(?![-*|#>\s]|\d+\. )(.+)\n(?=(?:-|1\.) )", re.MULTILINE)
 CODE = re.compile(r"```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
@@ -59,7 +61,12 @@ def _rewritten(text: str, source: str, config: Any) -> str:
             goal = f"{config['repo_url'].rstrip('/')}/{kind}/main/{path}"
         return f"{is_image}[{label}]({goal}{anchor})"
 
-    return LINK.sub(replace, text)
+    return _with_lists(LINK.sub(replace, text))
+
+
+def _with_lists(text: str) -> str:
+    pieces = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    return "".join(piece if piece.startswith("```") else LIST.sub(r"\1\n\n", piece) for piece in pieces)
 
 
 def _in_repository(target: str, source: str) -> str:
