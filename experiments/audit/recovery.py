@@ -1,4 +1,6 @@
-"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py` writes a table in docs/concepts/audit.md.
+"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py`.
+
+It writes a table in docs/concepts/audit.md.
 
 One release of per-example clipping, which everyone takes part in: mu = 1 / z is the truth.
 """

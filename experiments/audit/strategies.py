@@ -1,7 +1,7 @@
 """Claimed and measured privacy of each strategy: `python experiments/audit/strategies.py`.
 
-Writes results/strategies.json beside this file and the table in docs/concepts/audit.md. `--only NAME` measures one row again
-and keeps the others; `--runs` and `--sampled-runs` say how often to train. Several minutes on two cores.
+Writes results/strategies.json beside this file and the table in docs/concepts/audit.md. `--only NAME` measures one
+row again and keeps the others; `--runs` and `--sampled-runs` say how often to train. Several minutes on two cores.
 
 A new strategy is a line of STRATEGIES.
 """

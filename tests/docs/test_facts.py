@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from benchmarks.methods import AUTO, COMPILED
 from benchmarks.peers.rows import rows_for
+from clipwise.cli.app import app
 from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
 from clipwise.errors import ConfigurationError
 from experiments import models
-from tests.docs.documented import DOCS
+from tests.docs.documented import DOCS, PAGES
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "guides" / "strategy.md"])
@@ -57,6 +60,22 @@ def _norms_of(name: str) -> set[str]:
             models.build(name, norm=norm)
             found.add(norm)
     return found
+
+
+def test_commands_exist_with_their_options() -> None:
+    """The `clipwise` commands in `bash` blocks, which are not run."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    blocks = [
+        b
+        for page in PAGES
+        for b in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("clipwise ")]
+    assert lines
+    for line in lines:
+        _, name, *words = shlex.split(line, comments=True)
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
 
 
 def test_profiles_are_made_by_commands_that_run() -> None:

@@ -1,7 +1,7 @@
 """The accounting of every accepted combination bounds the exact output distributions on tiny data sets.
 
-The combinations are the rows of the table in docs/concepts/combinations.md. Scheme, cut, noise and event are those of a run. The
-law of the draws, the clipped sums and delta are computed a second time, in mixtures.py.
+The combinations are the rows of the table in docs/concepts/combinations.md. Scheme, cut, noise and event are those of a
+run. The law of the draws, the clipped sums and delta are computed a second time, in mixtures.py.
 """
 
 from __future__ import annotations
