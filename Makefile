@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check format install clean
+.PHONY: help demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -52,9 +52,13 @@ api-fuzz: $(STAMP)  ## 10,000 random uses of the public API
 loop-fuzz: $(STAMP)  ## 2,000 random training loops as users write them: a true statement or an error
 	$(BIN)/python -m tests.user_loops --count 2000 --seed 0
 
-check: $(STAMP)  ## style and types
+check: $(STAMP)  ## style, types and the documentation
 	$(BIN)/ruff check src tests examples experiments benchmarks
 	$(BIN)/mypy src
+	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+docs: $(STAMP)  ## the documentation site, in build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 format: $(STAMP)  ## ruff format
 	$(BIN)/ruff format src tests examples experiments benchmarks

@@ -46,9 +46,3 @@ def test_the_bias_of_clipped_gradients(capsys: pytest.CaptureFixture[str]) -> No
         for line in capsys.readouterr().out.splitlines()[1:]
     )
     assert clipped[1] < -0.7 and abs(bounded[1]) < 0.3
-
-
-def test_the_page_runs() -> None:
-    page = (FOLDER / "docs" / "lipschitz.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "docs/lipschitz.md", "exec"), {})

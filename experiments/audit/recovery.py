@@ -1,4 +1,6 @@
-"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py` writes a table in docs/audit.md.
+"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py`.
+
+It writes a table in docs/concepts/audit.md.
 
 One release of per-example clipping, which everyone takes part in: mu = 1 / z is the truth.
 """
@@ -20,7 +22,7 @@ from clipwise import PerExample, audit
 from clipwise.audit.report import AuditReport
 from clipwise.audit.trial import run_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "audit.md"
 PLACE = re.compile(r"(<!-- recovery -->\n).*?(<!-- end of recovery -->)", re.DOTALL)
 RECORDS, FEATURES, CLASSES = 500, 60, 10
 

@@ -1,7 +1,7 @@
 """Claimed and measured privacy of each strategy: `python experiments/audit/strategies.py`.
 
-Writes results/strategies.json beside this file and the table in docs/audit.md. `--only NAME` measures one row again
-and keeps the others; `--runs` and `--sampled-runs` say how often to train. Several minutes on two cores.
+Writes results/strategies.json beside this file and the table in docs/concepts/audit.md. `--only NAME` measures one
+row again and keeps the others; `--runs` and `--sampled-runs` say how often to train. Several minutes on two cores.
 
 A new strategy is a line of STRATEGIES.
 """
@@ -29,7 +29,7 @@ from clipwise.clipping import Strategy
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "strategies.json"
-PAGE = HERE.parents[1] / "docs" / "audit.md"
+PAGE = HERE.parents[1] / "docs" / "concepts" / "audit.md"
 PLACE = re.compile(r"(<!-- strategies -->\n).*?(<!-- end of strategies -->)", re.DOTALL)
 CONFIDENCE = 0.999  # so that none of some twenty bounds should be above the truth by chance
 RECORDS, FEATURES, CLASSES = 32, 5, 3

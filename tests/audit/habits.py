@@ -1,6 +1,6 @@
 """Mistakes around a run, each planted in a program of a few lines, and the tool that catches it.
 
-`python -m tests.audit.habits` writes their table into docs/audit.md.
+`python -m tests.audit.habits` writes their table into docs/concepts/audit.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from clipwise.errors import (
 from clipwise.ledger import combined_runs
 from clipwise.report.statement import of_ledger
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "audit.md"
 PLACE = re.compile(r"(<!-- habits -->\n).*?(<!-- end of habits -->)", re.DOTALL)
 HEAD = "| item | mistake | caught by | where it is tested |\n|---|---|---|---|\n"
 

@@ -1,4 +1,4 @@
-"""Writes the table of planted bugs into docs/audit.md: `python -m tests.audit.table`.
+"""Writes the table of planted bugs into docs/concepts/audit.md: `python -m tests.audit.table`.
 
 Each bug is planted, and each tool is run on it and on the code as it is.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.audit.bug import TOOLS, Bug
 from tests.audit.bugs import BUGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "audit.md"
 PLACE = re.compile(r"(<!-- bugs -->\n).*?(<!-- end of bugs -->)", re.DOTALL)
 HEAD = "| planted bug | " + " | ".join(TOOLS) + " |\n|---" + "|---" * len(TOOLS) + "|\n"
 

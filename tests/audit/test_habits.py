@@ -1,4 +1,4 @@
-"""Each planted mistake of a user is caught, and docs/audit.md has the table."""
+"""Each planted mistake of a user is caught, and docs/concepts/audit.md has the table."""
 
 from pathlib import Path
 
@@ -16,5 +16,5 @@ def test_the_page_has_the_table() -> None:
     found = PLACE.search(PAGE.read_text())
     assert found and found[0] == found[1] + HEAD + rows() + found[2]
     for tested in [habit.tested for habit in HABITS] + [tested for *_, tested in OTHERS]:
-        assert (PAGE.parents[1] / tested).is_file()
+        assert (PAGE.parents[2] / tested).is_file()
     assert {habit.item for habit in HABITS} | {item for item, *_ in OTHERS} == set(range(1, 18))

@@ -1,5 +1,5 @@
-"""Every combination of sampling, adjacency, unit and clipping: the rows of the table in docs/accounting.md, and the
-smallest run of each.
+"""Every combination of sampling, adjacency, unit and clipping: the rows of the table in
+docs/concepts/combinations.md, and the smallest run of each.
 
 The model has one weight, and the gradient of a record is the record itself. So a release is one number.
 """
@@ -38,7 +38,7 @@ from clipwise import (
     make_private,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "accounting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "combinations.md"
 STRATEGIES = ("PerExample", "Lipschitz", "Backprop", "Batch", "Batch(mini_sets=N)")
 
 

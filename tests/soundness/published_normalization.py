@@ -1,7 +1,7 @@
 """The scheme of the normalization paper, as a fixture: statistics of private and public rows together.
 
-`python -m tests.soundness.published_normalization` prints the table of docs/normalization.md: how far one outlier moves
-the sum of gradients that are clipped at 1, in that scheme and in the sound kinds.
+`python -m tests.soundness.published_normalization` prints the table of docs/papers/normalization.md: how far one
+outlier moves the sum of gradients that are clipped at 1, in that scheme and in the sound kinds.
 """
 
 from __future__ import annotations

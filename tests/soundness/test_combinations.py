@@ -1,4 +1,4 @@
-"""Every accepted combination of sampling, adjacency, unit and clipping is in the table of docs/accounting.md."""
+"""docs/concepts/combinations.md has every accepted combination of sampling, adjacency, unit and clipping."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The accounting of every accepted combination bounds the exact output distributions on tiny data sets.
 
-The combinations are the rows of the table in docs/accounting.md. Scheme, cut, noise and event are those of a run. The
-law of the draws, the clipped sums and delta are computed a second time, in mixtures.py.
+The combinations are the rows of the table in docs/concepts/combinations.md. Scheme, cut, noise and event are those of a
+run. The law of the draws, the clipped sums and delta are computed a second time, in mixtures.py.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def test_a_partition_whose_units_are_clipped_one_by_one_is_refused(
 
 
 def test_the_cost_of_a_recognisable_block() -> None:
-    """The example of docs/accounting.md: 60.4, where the subsampling operator has 3.06."""
+    """The example of docs/concepts/combinations.md: 60.4, where the subsampling operator has 3.06."""
     p, T, z = 1 / 235, 14100, 1.1
     k = np.arange(0, 200)
     weights = stats.binom.pmf(k, T, p)

@@ -27,7 +27,7 @@ def statement(
 
     It tells the unit of privacy and who counts as a neighbour, how batches were drawn, how much noise was added
     to what, what all of it costs and leaves to an attacker, what is assumed, what is not covered, and the
-    software. docs/accounting.md explains it line by line.
+    software. docs/guides/statement.md explains it line by line.
     """
     found = of_ledger(ledger, delta)
     say(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else str(found))

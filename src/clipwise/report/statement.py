@@ -2,7 +2,7 @@
 
 It covers what the field asks of a report: the setting, the unit and the neighbours, which data accesses and
 which outputs are covered, how it was accounted and under which assumptions, the figures, and the software.
-docs/accounting.md explains every field.
+docs/guides/statement.md explains every field.
 """
 
 from __future__ import annotations

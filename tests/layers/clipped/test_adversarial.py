@@ -6,7 +6,7 @@ gradient of one example is
 
     AIM C1 C2 |dW| / n   (bound "gradient"),     AIM C2 |dW| / n   (bound "upstream").
 
-`python -m tests.layers.clipped.test_adversarial` prints the table of docs/backprop.md.
+`python -m tests.layers.clipped.test_adversarial` prints the table of docs/papers/backprop-clipping.md.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_other_classes_are_refused_by_the_name_of_a_parameter(layer: nn.Module, 
 
 
 def test_a_clipped_model_can_be_pickled_and_not_scripted() -> None:
-    """As docs/backprop.md says; should scripts work one day, the page is to be changed."""
+    """As docs/guides/backprop.md says; should scripts work one day, the page is to be changed."""
     model = clip_inputs(network(), input_norm=1.0)
     x = torch.randn(4, FEATURES)
     again = pickle.loads(pickle.dumps(model))

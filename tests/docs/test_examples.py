@@ -1,0 +1,43 @@
+"""Every code block of the documentation runs, and prints what its page shows."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.documented import BLOCK, DOCS, PAGES, rerun
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+FENCE = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
+
+
+def comparable(block: str) -> list[str]:
+    """The lines but those that name versions, with columns as wide as they are elsewhere."""
+    return [re.sub(r"[\s─━]+", " ", line) for line in block.splitlines() if "python 3." not in line]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.stem)
+def test_every_example_prints_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = set(sys.modules)
+    for old, new in rerun(page.read_text(), in_full=False):
+        for written, printed in zip(comparable(old), comparable(new), strict=True):
+            assert NUMBER.sub("#", written) == NUMBER.sub("#", printed), new
+            shown, found = ([float(n) for n in NUMBER.findall(line)] for line in (written, printed))
+            assert shown == pytest.approx(found, rel=0.15 if "accuracy" in written else 0.005), new
+    for name in {path.stem for path in tmp_path.glob("*.py")} - known:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_block_has_a_known_language(page: Path) -> None:
+    """So that no Python code escapes the test above (a block without a language is not run)."""
+    begins = FENCE.findall(page.read_text())[::2]
+    for fence in begins:
+        assert re.match(r"```((console|python|text|bash)\b|$)", fence), f"{page.relative_to(DOCS)}: {fence}"
