@@ -7,10 +7,15 @@ from clipwise.layers.batch_statistics import (
     with_released_statistics,
     without_running_statistics,
 )
-from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import (
+    BoundedGroupNorm,
+    BoundedLayerNorm,
+    ClipInput,
+    L2Attention,
+    L2Mixture,
+    TemperedSigmoid,
+)
 from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
-from clipwise.layers.l2_attention import L2Attention, L2Mixture
 from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_batchnorm import (
     PublicBatchNorm,
@@ -21,7 +26,6 @@ from clipwise.layers.public_batchnorm import (
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.layers.replace import replace_batchnorm
 from clipwise.layers.standardize import StandardizedWeight, standardize_weights
-from clipwise.layers.tempered import TemperedSigmoid
 
 __all__ = [
     "BatchStatisticsNorm",

@@ -45,11 +45,12 @@ class Pair:
 def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
     """All pairs of a network whose parameters are trained and used nowhere else."""
     operations = {op.name: op for op in network.operations}
-    uses = [full for op in network.operations for full in op.parameters.values()]
 
     def movable(node: fx.Node) -> bool:
         names = operations[node.name].parameters.values() if node.name in operations else ()
-        return _is_module(network, node, _LAYERS) and all(uses.count(n) == 1 and n in trained for n in names)
+        return _is_module(network, node, _LAYERS) and all(
+            network.uses[n] == 1 and n in trained for n in names
+        )
 
     found = []
     for node in network.graph.graph.nodes:

@@ -41,7 +41,7 @@ class SoftmaxCrossEntropy(BoundedLoss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return _per_example(losses)
 
     def constant(self, shape: Sequence[int]) -> float:
         # (classes, positions...): each position has its own loss.
@@ -119,7 +119,7 @@ class Huber(BoundedLoss):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
         losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return _per_example(losses)
 
     def constant(self, shape: Sequence[int]) -> float:
         return math.sqrt(math.prod(shape)) * self.delta
@@ -132,7 +132,7 @@ class Logistic(BoundedLoss):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
         losses = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return _per_example(losses)
 
     def constant(self, shape: Sequence[int]) -> float:
         return math.sqrt(math.prod(shape))
@@ -175,6 +175,10 @@ def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     shape = (-1, *[1] * (gradients.ndim - 1))
     good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
     return torch.where(good_B.view(shape), gradients * scales_B.to(gradients.dtype).view(shape), 0)
+
+
+def _per_example(losses: Tensor) -> Tensor:
+    return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
 
 def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.lipschitz.batched_norms import Wanted, measured_together
 from clipwise.lipschitz.bounds import Measured, measured_norms
-from clipwise.lipschitz.measuring import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import positive, require_known
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
-_LEAST = (
-    1e-9  # of its limit: below, a weight is as good as 0, and its certified norm is mostly room for rounding
-)
+# Of its limit: below, a weight is as good as 0, and its certified norm is mostly an allowance for rounding.
+_LEAST = 1e-9
 _ON = 1 - 1e-3  # of its limit: such a layer might do better with a larger one
 
 
@@ -28,8 +26,7 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
     """C of each parameter: one for all, or by the name of a parameter or of the module that holds it."""
     names = [full for op in network.operations for full in op.parameters.values()]
     if not isinstance(max_weight_norm, Mapping):
-        _require_positive(max_weight_norm)
-        return dict.fromkeys(names, float(max_weight_norm))
+        return dict.fromkeys(names, positive("max_weight_norm", max_weight_norm))
     _require_names(max_weight_norm, names)
     found: dict[str, float] = {}
     for name in dict.fromkeys(names):
@@ -38,9 +35,7 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
             raise ConfigurationError(
                 f"max_weight_norm: give a number for {name!r}, or for the module that holds it."
             )
-        closest = max(given, key=len)
-        _require_positive(max_weight_norm[closest])
-        found[name] = float(max_weight_norm[closest])
+        found[name] = positive("max_weight_norm", max_weight_norm[max(given, key=len)])
     return found
 
 
@@ -207,9 +202,3 @@ def _require_names(given: Iterable[object], names: Iterable[str]) -> None:
                 f"max_weight_norm: {key!r} is no parameter or module with a bound. Give names of {known}, or "
                 "of modules that hold them."
             )
-
-
-def _require_positive(value: object) -> None:
-    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)
-    if not (is_number and math.isfinite(float(value)) and float(value) > 0):  # type: ignore[arg-type]
-        raise ConfigurationError(f"max_weight_norm must be a positive, finite number, not {value!r}.")

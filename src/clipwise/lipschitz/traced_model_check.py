@@ -23,8 +23,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from clipwise.errors import StepError
-from clipwise.lipschitz.graphs import Step, attribute_of, graph_again, steps_of
-from clipwise.lipschitz.modules import require_no_global_hooks
+from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
+from clipwise.lipschitz.module_rules import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, looked at by itself

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipwise.layers import ClipInput
-from clipwise.lipschitz import limits_of, measuring, trace
-from clipwise.lipschitz.bounds import measured_norms
-from clipwise.lipschitz.measuring import (
+from clipwise.lipschitz import batched_norms, limits_of, trace
+from clipwise.lipschitz.batched_norms import (
     Frobenius,
     Length,
     LongestRow,
@@ -22,6 +21,7 @@ from clipwise.lipschitz.measuring import (
     Wanted,
     measured_together,
 )
+from clipwise.lipschitz.bounds import measured_norms
 from clipwise.lipschitz.weights import clip_and_measure_
 
 KINDS = ("any", "rank one", "flat", "uneven", "zero")
@@ -49,7 +49,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On an accelerator matrices of all sizes are filled up and iterated side by side: the same, on a CPU."""
     if request.param == "iterated together":
         monkeypatch.setattr(Spectral, "is_quick", False)
-        monkeypatch.setattr(measuring, "_filled_side", lambda gram: 48)
+        monkeypatch.setattr(batched_norms, "_filled_side", lambda gram: 48)
     return str(request.param)
 
 
@@ -148,4 +148,4 @@ def test_norms_hold_along_updates_that_work_against_them(way: str) -> None:
 def test_lengths_are_found_together_on_a_cpu_alone() -> None:
     """Elsewhere the sum may be formed in another type than float64, and the norm would not be certified."""
     near, far = Vector(torch.ones(4)), Vector(torch.ones(4, device="meta"))
-    assert list(measuring._lengths([near, far])) == [id(near)]
+    assert list(batched_norms._lengths([near, far])) == [id(near)]

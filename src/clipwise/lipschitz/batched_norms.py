@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clipwise.lipschitz.norms import EPS, NOTHING, gram_bounds, iterations_for
+from clipwise.lipschitz.matrix_norms import EPS, NOTHING, gram_bounds, is_quick, iterations_for
 
-_SMALL, _FEW = 256, 8  # up to this side, and for so many matrices, eigenvalues are quick on a CPU
 _FILLED_UP = (32, 128)  # sides that smaller ones are filled up to
 
 Number = Tensor | float  # float64 without dimensions, perhaps still on its device
@@ -92,9 +91,8 @@ class Spectral(Wanted):
 
     @property
     def is_quick(self) -> bool:
-        """Whether eigenvalues take less time than Gram iteration, whose many small steps wait for the interpreter."""
-        few, side = self.gram.shape[:2]
-        return self.gram.device.type == "cpu" and few <= _FEW and side <= _SMALL
+        """Whether its norm comes from the eigenvalues of its Gram matrices."""
+        return is_quick(self.gram)
 
     @cached_property
     def squares(self) -> list[list[float]]:

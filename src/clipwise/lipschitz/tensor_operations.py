@@ -1,66 +1,40 @@
-"""Bounds of what moves, adds, joins, scales or drops numbers."""
+"""Bounds of what moves, sums up, multiplies or joins numbers, and of parameters that are used by themselves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.lipschitz.norms import frobenius_norms
-from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
+from clipwise.lipschitz.matrix_norms import frobenius_norms
+from clipwise.lipschitz.rule import Effort, Measurements, Norms, Reach, Rounding, Rule
 
 
-class MoveRule(Rule):
-    """Flatten, reshape, permute, or take a part: every number goes to one place at most."""
+class FixedGainRule(Rule):
+    """A map whose norm is known: |y| <= gain |x|, and no number grows by more than the factor `entry`."""
 
-    def __init__(self, out: Sequence[int], keeps_rows: bool = False) -> None:
-        self.out, self.keeps_rows = tuple(out), keeps_rows
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,) = reaches
-        return Reach.of(self.out, x.norm, x.row if self.keeps_rows else math.inf, x.entry)
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (1.0,)
-
-
-class ScaleRule(Rule):
-    """c x + d for public numbers c and d, or a random mask times c."""
-
-    def __init__(self, factor: float, rounding: Rounding, shift: float = 0.0) -> None:
-        self.factor = abs(factor) * (1 + rounding.of_elements)
-        self.shift = abs(shift) * (1 + rounding.of_elements)
+    def __init__(self, out: Sequence[int], gain: float, entry: float = 1.0) -> None:
+        self.out, self.gain, self.entry = tuple(out), gain, entry
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         (x,) = reaches
-        last = x.shape[-1] if x.shape else 1
-        return Reach.of(
-            x.shape,
-            self.factor * x.norm + math.sqrt(x.size) * self.shift,
-            self.factor * x.row + math.sqrt(last) * self.shift,
-            self.factor * x.entry + self.shift,
-        )
+        return Reach.of(self.out, norm=self.gain * x.norm, entry=self.entry * x.entry)
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (self.factor,)
+        return (self.gain,)
 
 
-class DropoutRule(Rule):
-    """In training, what is kept is multiplied by 1 / (1 - p). The rate is read when it is needed: it may be changed."""
+class MoveRule(FixedGainRule):
+    """Flatten, reshape, permute, or take a part: every number goes to one place at most. Or the value itself."""
 
-    def __init__(self, module: Any, rounding: Rounding) -> None:
-        self.module, self.rounding = module, rounding
+    def __init__(self, out: Sequence[int], is_same: bool = False) -> None:
+        super().__init__(out, gain=1.0)
+        self.is_same = is_same
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,), (gain,) = reaches, self.gains(reaches, norms)
-        return Reach.of(x.shape, gain * x.norm, gain * x.row, gain * x.entry)
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (dropped(self.module.p) * (1 + self.rounding.of_elements),)
+        return reaches[0] if self.is_same else super().largest(reaches, norms)
 
 
 class SumRule(Rule):
@@ -101,10 +75,9 @@ class ProductRule(Rule):
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
         slack = 1 + self.rounding.of_sum(math.prod(self.out))
-        x, y = reaches
         return tuple(
             slack * min(self._whole(other), _times(self.out, one) * other.entry)
-            for one, other in ((x, y), (y, x))
+            for one, other in (reaches, reversed(reaches))
         )
 
     def _whole(self, x: Reach) -> float:
@@ -112,10 +85,9 @@ class ProductRule(Rule):
 
 
 class JoinRule(Rule):
-    """Concatenation: |y|^2 = sum |x_i|^2, and each input gets its own piece of the gradient.
+    """Concatenation: |y|^2 = sum |x_i|^2, and each input gets its own piece of the gradient."""
 
-    `lipschitz.bounds` knows that pieces of one gradient share its length.
-    """
+    splits_gradient = True
 
     def __init__(self, out: Sequence[int], along_rows: bool) -> None:
         self.out, self.along_rows = tuple(out), along_rows
@@ -134,6 +106,7 @@ class ParameterRule(Rule):
 
     def __init__(self, tensor: Tensor, shape: Sequence[int]) -> None:
         self.tensor, self.shape = tensor, tuple(shape)
+        self.is_parameter = isinstance(tensor, torch.nn.Parameter)
 
     def measured(self, effort: Effort) -> Measurements:
         flat = self.tensor.detach().reshape(1, -1)
@@ -143,7 +116,7 @@ class ParameterRule(Rule):
         return {"norm": limit, "entry": limit}
 
     def limited(self, effort: Effort) -> Measurements:
-        return {"": self.measured(effort)["norm"]} if isinstance(self.tensor, torch.nn.Parameter) else {}
+        return {"": self.measured(effort)["norm"]} if self.is_parameter else {}
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         return Reach.of(self.shape, norm=norms["norm"], entry=norms["entry"])
@@ -152,15 +125,11 @@ class ParameterRule(Rule):
         return ()
 
     def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
-        return {"": 1.0} if isinstance(self.tensor, torch.nn.Parameter) else {}
-
-
-def dropped(p: float) -> float:
-    """By what dropout multiplies the numbers that it keeps in training."""
-    return 1 / (1 - p) if p < 1 else 1.0
+        return {"": 1.0} if self.is_parameter else {}
 
 
 def _times(out: Sequence[int], x: Reach) -> float:
+    """By what the norm of x grows when it is broadcast."""
     return math.sqrt(math.prod(out) / x.size) if x.size else 1.0
 
 

@@ -11,13 +11,9 @@ from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
 NOTHING = 1e-150
-_SMALL = (
-    256  # up to this side, and for so many matrices, eigenvalues are quick on a CPU; they are nearly exact
-)
-_FEW = 8
-_ITERATIONS = (
-    8  # Gram iterations: at most r^(1 / 2^9) above, which is 1.009 for rank 100, and mostly far less
-)
+_SMALL, _FEW = 256, 8  # up to this side, and for so many matrices, eigenvalues are quick on a CPU
+# Gram iterations: at most r^(1 / 2^9) above, which is 1.009 for rank 100, and mostly far less.
+_ITERATIONS = 8
 _FEWER, _LARGE = 6, 192  # for larger matrices, whose products cost: 1.06 for rank 1000
 
 
@@ -30,7 +26,7 @@ def spectral_bounds(matrices: Tensor, iterations: int | None = None) -> Tensor:
     a = _wide(matrices)
     if a.numel() == 0:
         return torch.zeros(a.shape[:-2], dtype=torch.float64, device=a.device)
-    if iterations is None and _is_quick(a):
+    if iterations is None and is_quick(a):
         whole = frobenius_norms(a)
         return eigenvalue_bounds(a, whole) if bool(torch.isfinite(whole).all()) else whole
     size = a.shape[-2] + a.shape[-1]
@@ -101,7 +97,7 @@ def gram_bounds(matrices: Tensor, iterations: int) -> Tensor:
     return whole * bound * (1 + 16 * EPS)
 
 
-def _is_quick(a: Tensor) -> bool:
+def is_quick(a: Tensor) -> bool:
     """Whether eigenvalues take less time than Gram iteration, whose many small steps wait for the interpreter."""
     few = a.numel() <= _FEW * a.shape[-2] * a.shape[-1]
     return a.device.type == "cpu" and few and min(a.shape[-2:]) <= _SMALL

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from clipwise.errors import UnsupportedModelError
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import bounds_of, trace
-from clipwise.lipschitz.graphs import graph_of, steps_of
+from clipwise.lipschitz.forward_graph import graph_of, steps_of
 
 
 class By(nn.Module):
@@ -46,6 +46,11 @@ def _writes_through_an_activation(m: By, x: Tensor) -> Tensor:
     return m.a(x)  # type: ignore[no-any-return]
 
 
+def _drops_in_place(m: By, x: Tensor) -> Tensor:
+    y = m.a(x)
+    return F.dropout(y, 0.5, True, True) + y  # type: ignore[no-any-return]
+
+
 def _counts(m: By, x: Tensor) -> Tensor:
     m.calls += 1
     return m.a(x + m.calls)  # type: ignore[no-any-return]
@@ -56,6 +61,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "in place": (_writes_in_place, "in place: take mul"),
     "in place by an operator": (lambda m, x: m.a(x.__imul__(2.0)), "in place: write it with an operator"),
     "an activation in place": (_writes_through_an_activation, "in place what others use"),
+    "dropout in place, by position": (_drops_in_place, "in place what others use"),
     "a random tensor": (lambda m, x: m.a(x + 5 * torch.randn(4)), r"makes a tensor .*\(register_buffer\)"),
     "a new tensor": (lambda m, x: m.a(x * torch.tensor(2.0)), "makes a tensor"),
     "a random number": (lambda m, x: m.a(x + random.random()), "not the same each time"),

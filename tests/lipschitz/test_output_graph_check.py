@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import UnsupportedModelError
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import GraphMatch, trace
+from clipwise.lipschitz.output_graph_check import _settings
 from tests.lipschitz.networks import FAMILIES, draw
 
 
@@ -169,3 +170,73 @@ def test_longer_texts_are_refused_also_where_they_are_as_long_as_the_batch() -> 
     for length in (1, 8):  # with 8 examples all is 4 times as large as with 2
         with pytest.raises(UnsupportedModelError, match="outputs: "):
             match.require(model(torch.randint(0, 5, (8, length))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_expected_grows_with_the_examples(family: str) -> None:
+    for seed in range(6):
+        model, shape = draw(family, seed)
+        match = GraphMatch(trace(model, shape))
+        for size in (2, 8, 3):
+            x = torch.randint(0, 3, (size, *shape)) if family == "table" else torch.randn(size, *shape)
+            outputs = model(x)
+            assert outputs.grad_fn is not None
+            pattern, found = match._of_the_trace(x.device, False), list(match._spots(outputs.grad_fn))
+            assert pattern.spots(size) == found
+            assert pattern.spots(size + 1) != found
+
+
+def test_a_parameter_in_another_place_is_refused() -> None:
+    """The operations, their wiring and all shapes are alike."""
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    match = GraphMatch(trace(model, (4,)))
+    x = torch.randn(3, 4)
+    match.require(model(x))
+    for others in ((1, 2, 1), (3, 2, 3), (3, 2, 1)):
+        outputs = model[0](x)
+        for place in others:
+            outputs = model[place](outputs)
+        with pytest.raises(UnsupportedModelError, match="outputs: operation"):
+            match.require(outputs)
+
+
+def test_branches_that_cross_are_refused() -> None:
+    class Crossing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip, self.a, self.b = ClipInput(1.0), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.crosses = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.clip(x)
+            one, other = self.a(x).tanh(), self.b(x).sigmoid()
+            return one + (one if self.crosses else other) + other
+
+    model = Crossing()
+    match = GraphMatch(trace(model, (3,)))
+    x = torch.randn(3, 3)
+    match.require(model(x))
+    model.crosses = True
+    with pytest.raises(UnsupportedModelError, match="outputs: operation"):
+        match.require(model(x))
+
+
+def test_a_used_up_graph_is_noticed() -> None:
+    model = net()
+    match = GraphMatch(trace(model, (1, 6, 6)))
+    outputs = model(X)
+    outputs.sum().backward()
+    with pytest.raises(UnsupportedModelError, match="used up"):
+        match.require(outputs)
+
+
+def test_only_numbers_and_words_are_settings() -> None:
+    class Kept:
+        _saved_flag, _saved_word, _saved_list, _saved_number = True, "zeros", [1, 2], torch.tensor(2.0)
+        _saved_none, _saved_tensor, _saved_some, _saved_object = None, torch.ones(1), [None], object()
+        _saved_trained = torch.tensor(2.0, requires_grad=True)
+        _saved_parameter = nn.Parameter(torch.tensor(1.0), False)
+        _saved_self_sizes = (3,)
+
+    plain = {"_saved_flag": True, "_saved_word": "zeros", "_saved_list": (1, 2), "_saved_number": 2.0}
+    assert dict(_settings(Kept())) == plain

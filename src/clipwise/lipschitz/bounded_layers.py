@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from clipwise.layers.clip_input import ClipInput
-from clipwise.layers.l2_attention import L2Mixture
-from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Norms, Rounding, Rule
+from clipwise.layers.bounded import BoundedGroupNorm, ClipInput, L2Mixture
+from clipwise.lipschitz.rule import Call, Norms, Reach, Rule
 
 
 class ClipInputRule(Rule):
     """|y| <= C whatever comes in; a projection onto a ball does not stretch."""
 
-    def __init__(self, module: ClipInput, out: Sequence[int], rounding: Rounding) -> None:
-        self.module, self.out, self.rounding = module, tuple(out), rounding
+    def __init__(self, call: Call) -> None:
+        self.module: ClipInput = call.target
+        self.out, self.rounding = call.out, call.rounding
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         return Reach.of(self.out, norm=self.module.max_norm * (1 + self.rounding.of_elements))
@@ -31,23 +30,28 @@ class BoundedNormRule(Rule):
     number is at most sqrt(m - 1), when it alone differs from the others.
     """
 
-    def __init__(self, alpha: float, group: int, out: Sequence[int], rounding: Rounding) -> None:
-        self.alpha, self.group, self.out = alpha, group, tuple(out)
-        self.slack = rounding.of_sum(4 * group)
+    def __init__(self, call: Call) -> None:
+        module, self.out = call.target, call.out
+        if not (
+            math.isfinite(module.alpha) and module.alpha > 0
+        ):  # it may have been set since the module was made
+            raise call.refusal(f"alpha={module.alpha} gives no bound: set a positive, finite number")
+        self.alpha = float(module.alpha)
+        if isinstance(module, BoundedGroupNorm):
+            self.group = math.prod(self.out) // module.num_groups
+        else:
+            self.group = math.prod(module.normalized_shape)
+        self.slack = call.rounding.of_sum(4 * self.group)
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         (x,) = reaches
         lost = self.slack / self.alpha  # x - mu is rounded relative to x, not to itself
         longest = (1 + self.slack) * math.sqrt(self.group)
+        slack = 1 + self.slack
         return Reach.of(
             self.out,
-            norm=min(
-                (1 + self.slack) * math.sqrt(x.size) + lost * x.norm, (1 + self.slack) * x.norm / self.alpha
-            ),
-            entry=min(
-                longest + lost * x.norm,
-                (1 + self.slack) * 2 * x.entry / self.alpha,
-            ),
+            norm=min(slack * math.sqrt(x.size) + lost * x.norm, slack * x.norm / self.alpha),
+            entry=min(longest + lost * x.norm, slack * 2 * x.entry / self.alpha),
         )
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
@@ -66,31 +70,25 @@ class MixtureRule(Rule):
     2 T |du|^2 / e. It is also at most max s^2 times 2 (T + 1) |du|^2. Heads take columns of their own of u and v.
     """
 
-    def __init__(self, module: L2Mixture, out: Sequence[int], rounding: Rounding) -> None:
-        self.out = tuple(out)
-        self.depth = out[-1] // module.heads
-        self.slack = 1 + 4 * rounding.of_sum(self.depth + out[-2])
+    def __init__(self, call: Call) -> None:
+        module: L2Mixture = call.target
+        self.out = call.out
+        if call.shapes[0] != call.shapes[1] or len(self.out) != 2:
+            raise call.refusal("places and values must both have the shape (batch, positions, width)")
+        self.root = math.sqrt(self.out[-2])
+        self.depth = self.out[-1] // module.heads
+        self.slack = 1 + 4 * call.rounding.of_sum(self.depth + self.out[-2])
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         _, v = reaches
-        return Reach.of(
-            self.out, self.slack * self._root * v.norm, self.slack * self._root_heads(v), self.slack * v.entry
-        )
+        # |y_i|: within each head a mean of values, so at most the root of the sum of their largest squares.
+        row = math.sqrt(self.out[-1] / self.depth) * v.row
+        return Reach.of(self.out, self.slack * self.root * v.norm, self.slack * row, self.slack * v.entry)
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
         u, v = reaches
         length = self.out[-2]
         apart = (2 * u.row) ** 2 / math.sqrt(self.depth)  # the largest s^2
         moved = min(2 * length / math.e, apart * 2 * (length + 1))
-        return (
-            self.slack * v.row * math.sqrt(4 / math.sqrt(self.depth) * moved),
-            self.slack * self._root,
-        )
-
-    @property
-    def _root(self) -> float:
-        return math.sqrt(self.out[-2])
-
-    def _root_heads(self, v: Reach) -> float:
-        """|y_i|: within each head a mean of values, so at most the root of the sum of their largest squares."""
-        return math.sqrt(self.out[-1] / self.depth) * v.row
+        places = self.slack * v.row * math.sqrt(4 / math.sqrt(self.depth) * moved)
+        return places, self.slack * self.root

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_modules
 from clipwise.errors import StepError, UnsupportedModelError
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import trace
-from clipwise.lipschitz.as_traced import AsTraced
+from clipwise.lipschitz.traced_model_check import AsTraced
 
 
 @dataclass
@@ -185,7 +185,7 @@ def test_a_look_at_the_same_model_traces_nothing(monkeypatch: pytest.MonkeyPatch
     layers = [ClipInput(1.0), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 3).requires_grad_(False)]
     model = nn.Sequential(layers[0], Scale(), *layers[1:], nn.Identity())
     same = AsTraced(model, trace(model, (4,)))
-    monkeypatch.setattr("clipwise.lipschitz.as_traced.graph_again", None)
+    monkeypatch.setattr("clipwise.lipschitz.traced_model_check.graph_again", None)
     model(torch.randn(2, 4))
     same.require()
 

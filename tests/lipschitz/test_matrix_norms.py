@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise.lipschitz.affine import Convolution, ConvolutionRule
-from clipwise.lipschitz.convolution import Windows, torus_bound, windows_of
-from clipwise.lipschitz.measuring import measured_together
-from clipwise.lipschitz.norms import frobenius_norms, gram_bounds, spectral_bounds
-from clipwise.lipschitz.rule import Effort, Rounding
+from clipwise.lipschitz.batched_norms import measured_together
+from clipwise.lipschitz.convolution import Convolution, ConvolutionRule, Windows, torus_bound, windows_of
+from clipwise.lipschitz.matrix_norms import frobenius_norms, gram_bounds, spectral_bounds
+from clipwise.lipschitz.rule import Call, Effort, Rounding
 
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
@@ -85,7 +84,7 @@ def test_a_stack_of_matrices_gets_a_bound_each() -> None:
 def operator_bound(module: Convolution, windows: Windows, effort: Effort = "spectral") -> float:
     """As the rule of a convolution finds it, whose image has these windows."""
     shape, out = (module.in_channels, *windows.size), (module.out_channels, *windows.out)
-    rule = ConvolutionRule(module, shape, out, Rounding(2.0**-52))
+    rule = ConvolutionRule(Call("", module, [shape], out, Rounding(2.0**-52)))
     wanted = rule.measured(effort)
     return rule.joined(dict(zip(wanted, measured_together(list(wanted.values())), strict=True)))["operator"]
 

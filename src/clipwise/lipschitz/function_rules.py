@@ -1,82 +1,32 @@
-"""Which rule bounds which function or method of a tensor; what has none is refused by name."""
+"""Which rule bounds which function or method of a tensor. What has none is refused by name."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.lipschitz import pooling
-from clipwise.lipschitz.activations import (
-    FUNCTIONS,
-    WITH_SETTINGS,
-    ElementwiseRule,
-    SoftmaxRule,
-    constants_of,
-)
-from clipwise.lipschitz.pooling import AverageRule
-from clipwise.lipschitz.refusals import (
-    DOT_PRODUCTS,
-    UNKNOWN,
-    WEIGHTS,
-    own_dimension,
-    refusal,
-    require_own_padding,
-)
-from clipwise.lipschitz.rule import Rounding, Rule
-from clipwise.lipschitz.shaping import JoinRule, MoveRule, ProductRule, ScaleRule, SumRule, dropped
+from clipwise.lipschitz import activations, pooling
+from clipwise.lipschitz.activations import affine_rule
+from clipwise.lipschitz.module_rules import module_rule
+from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule
+from clipwise.lipschitz.tensor_operations import JoinRule, MoveRule, ProductRule, SumRule
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a function or method: its arguments with None in the place of tensors, and one example's shapes."""
-
-    name: str
-    target: Any
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
-    shapes: Sequence[Shape]
-    out: Shape
-    rounding: Rounding
-    has_weights: bool = False  # whether it takes a tensor of the model, beside values
-
-    def option(self, name: str, position: int, default: Any = None) -> Any:
-        """An argument given by name or by place."""
-        by_place = self.arguments[position] if len(self.arguments) > position else default
-        return self.options.get(name, by_place)
-
-    def refusal(self, reason: str) -> UnsupportedModelError:
-        return refusal(self.name, self.target, reason)
-
-    def own_dimension(self, dim: int, of: Shape | None = None) -> int:
-        return own_dimension(self.name, dim, len(self.out if of is None else of))
-
-
-Build = Callable[[Call], Rule]
-MakePool = Callable[[nn.Module, Shape, Shape, Rounding], Rule]
+_WEIGHTS = "a product with weights is bounded as a layer: take nn."
 
 
 def function_rule(call: Call) -> Rule:
     """The rule of a function or a method."""
     target = call.target
-    if target in FUNCTIONS and len(call.shapes) == 1:
-        others = [v for k, v in call.options.items() if k not in ("inplace", "input")]
-        if len(call.arguments) > 1 or others:
-            raise call.refusal("only its default arguments are known here: take the module of the same name")
-        return ElementwiseRule(FUNCTIONS[target], call.rounding)
-    if target in WITH_SETTINGS:
-        return _activation(call)
-    if target in _BUILDERS:
-        return _BUILDERS[target](call)
+    if target in _MODULES:
+        return _as_module(call)
+    if target in _RULES:
+        return _RULES[target](call)
     if isinstance(target, str) and target.endswith("_"):
         instead = "write it with an operator" if target.startswith("__") else f"take {target.rstrip('_')}"
         raise call.refusal(f"it changes a value in place: {instead}, which gives a new one")
@@ -90,14 +40,15 @@ def instead_of(target: Any) -> str:
     return _INSTEAD.get(target, UNKNOWN)
 
 
-def _activation(call: Call) -> Rule:
-    kind, settings = WITH_SETTINGS[call.target]
+def _as_module(call: Call) -> Rule:
+    """The rule of the module that does the same."""
+    kind, settings = _MODULES[call.target]
     given = dict(zip(settings, call.arguments[1:], strict=False)) | dict(call.options)
-    given.pop("input", None)
-    try:
-        return ElementwiseRule(constants_of(kind(**given)), call.rounding)
-    except ConfigurationError as error:
-        raise call.refusal(str(error).rstrip(".")) from None
+    for ignored in ("input", "inplace", "training", "dtype", "_stacklevel"):  # of no consequence to the bound
+        given.pop(ignored, None)
+    if len(call.arguments) > 1 + len(settings) or set(given) - set(settings) or len(call.shapes) != 1:
+        raise call.refusal("only its default arguments are known here: take the module of the same name")
+    return module_rule(replace(call, target=kind(**given)))
 
 
 def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
@@ -113,8 +64,8 @@ def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
         if len(numbers) != 1 or len(call.shapes) != 1:
             raise call.refusal("its operands must be values of the network or plain numbers")
         if rule is SumRule:
-            return ScaleRule(1.0, call.rounding, shift=numbers[0])
-        return ScaleRule(numbers[0], call.rounding)
+            return affine_rule(1.0, call.rounding, shift=numbers[0])
+        return affine_rule(numbers[0], call.rounding)
 
     return build
 
@@ -125,11 +76,7 @@ def _divide(call: Call) -> Rule:
         raise call.refusal("only division of a value by a plain number has a bound")
     if divisor == 0 or "rounding_mode" in call.options:
         raise call.refusal("division by 0 and rounding have no bound")
-    return ScaleRule(1 / divisor, call.rounding)
-
-
-def _negate(call: Call) -> Rule:
-    return ScaleRule(1.0, call.rounding)
+    return affine_rule(1 / divisor, call.rounding)
 
 
 def _move(call: Call) -> Rule:
@@ -188,21 +135,7 @@ def _reduce(total: bool) -> Build:
         owned = [call.own_dimension(d, shape) for d in ([dims] if isinstance(dims, int) else dims)]
         n = math.prod(shape[d] for d in owned)
         norm, most = (math.sqrt(n), float(n)) if total else (1 / math.sqrt(n), 1.0)
-        return AverageRule(norm, call.out, call.rounding, most)
-
-    return build
-
-
-def _dropout(call: Call) -> Rule:
-    return ScaleRule(dropped(float(call.option("p", 1, 0.5))), call.rounding)
-
-
-def _pool(make: MakePool, kind: type[nn.Module], *settings: str) -> Build:
-    """The rule of the module that pools alike; `settings` are the function's arguments, in their order."""
-
-    def build(call: Call) -> Rule:
-        given = dict(zip(settings, call.arguments[1:], strict=False)) | dict(call.options)
-        return make(kind(**given), call.shapes[0], call.out, call.rounding)
+        return pooling.averaging_rule(call, norm, most)
 
     return build
 
@@ -210,20 +143,13 @@ def _pool(make: MakePool, kind: type[nn.Module], *settings: str) -> Build:
 def _pad(call: Call) -> Rule:
     if call.option("mode", 2, "constant") != "constant" or call.option("value", 3) not in (None, 0):
         raise call.refusal("only padding with zeros has a bound")
-    require_own_padding(call.name, call.option("pad", 1), call.shapes[0])
+    call.require_own_padding(call.option("pad", 1))
     return MoveRule(call.out)
 
 
 def _multiply(call: Call) -> Rule:
     """Only told apart: values times values are attention, values times weights a layer."""
-    raise call.refusal(WEIGHTS if call.has_weights else DOT_PRODUCTS)
-
-
-def _softmax(call: Call) -> Rule:
-    dim = call.option("dim", 1)
-    if not isinstance(dim, int):
-        raise call.refusal("give dim")
-    return SoftmaxRule(call.own_dimension(dim), call.rounding)
+    raise call.refusal(_WEIGHTS + "Linear" if call.has_weights else DOT_PRODUCTS)
 
 
 # What people will try, and what they can do instead.
@@ -231,11 +157,8 @@ _INSTEAD: dict[Any, str] = {
     target: instead
     for targets, instead in (
         ((F.scaled_dot_product_attention,), DOT_PRODUCTS),
-        ((F.linear,), WEIGHTS),
-        (
-            (F.conv1d, F.conv2d, F.conv3d),
-            "a product with weights is bounded as a layer: take nn.Conv1d, 2d or 3d",
-        ),
+        ((F.linear,), _WEIGHTS + "Linear"),
+        ((F.conv1d, F.conv2d, F.conv3d), _WEIGHTS + "Conv1d, 2d or 3d"),
         ((torch.stack,), "take torch.cat of x.unsqueeze(dim)"),
         ((torch.clamp, "clamp", torch.clip, "clip"), "take nn.Hardtanh(min, max), which does the same"),
         ((torch.amax, "amax", torch.max, "max"), "take nn.AdaptiveMaxPool1d, 2d or 3d"),
@@ -252,13 +175,30 @@ _INSTEAD: dict[Any, str] = {
 _WINDOWS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _AVERAGES = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 _SIZES = ("output_size", "return_indices")
-_BUILDERS: dict[Any, Build] = {
+# Functions that do what a module does: the module, and the names of the arguments after the input.
+_MODULES: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = activations.FUNCTIONS | {
+    function: (kind, settings)
+    for functions, kinds, settings in (
+        ((F.dropout,), (nn.Dropout,), ("p", "training", "inplace")),
+        ((torch.softmax, F.softmax, "softmax"), (nn.Softmax,) * 3, ("dim", "_stacklevel", "dtype")),
+        ((F.max_pool1d, F.max_pool2d, F.max_pool3d), pooling.MAX, _WINDOWS),
+        ((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), pooling.AVERAGE, _AVERAGES),
+        ((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), pooling.ADAPTIVE_MAX, _SIZES),
+        (
+            (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+            pooling.ADAPTIVE_AVERAGE,
+            _SIZES,
+        ),
+    )
+    for function, kind in zip(functions, kinds, strict=True)
+}
+_RULES: dict[Any, Build] = {
     target: build
     for targets, build in (
         ((operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub"), _two(SumRule)),
         ((operator.mul, torch.mul, "mul"), _two(ProductRule)),
         ((operator.truediv, torch.div, "div"), _divide),
-        ((operator.neg, torch.neg, "neg"), _negate),
+        ((operator.neg, torch.neg, "neg"), lambda call: affine_rule(1.0, call.rounding)),
         ((torch.flatten, "flatten", torch.reshape, "reshape", "view", "unflatten"), _move),
         (("contiguous", torch.unsqueeze, "unsqueeze"), _move),
         ((torch.squeeze, "squeeze"), _squeeze),
@@ -268,35 +208,8 @@ _BUILDERS: dict[Any, Build] = {
         ((torch.cat, torch.concat), _join),
         ((torch.mean, "mean"), _reduce(total=False)),
         ((torch.sum, "sum"), _reduce(total=True)),
-        ((F.dropout,), _dropout),
-        ((torch.softmax, F.softmax, "softmax"), _softmax),
         ((torch.matmul, torch.bmm, torch.mm, "matmul", "bmm", "mm", operator.matmul), _multiply),
         ((F.pad,), _pad),
-        *(
-            ((function,), _pool(make, kind, *settings))
-            for functions, kinds, make, settings in (
-                ((F.max_pool1d, F.max_pool2d, F.max_pool3d), pooling.MAX, pooling.maximum_rule, _WINDOWS),
-                (
-                    (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
-                    pooling.AVERAGE,
-                    pooling.average_rule,
-                    _AVERAGES,
-                ),
-                (
-                    (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
-                    pooling.ADAPTIVE_MAX,
-                    pooling.adaptive_maximum_rule,
-                    _SIZES,
-                ),
-                (
-                    (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-                    pooling.ADAPTIVE_AVERAGE,
-                    pooling.adaptive_average_rule,
-                    _SIZES,
-                ),
-            )
-            for function, kind in zip(functions, kinds, strict=True)
-        ),
     )
     for target in targets
 }

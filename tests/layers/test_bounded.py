@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.layers.tempered import TemperedSigmoid
+from clipwise.layers.bounded import TemperedSigmoid
 
 
 def test_the_default_is_tanh() -> None:
