@@ -16,7 +16,6 @@ from clipwise.layers.bounded import (
     TemperedSigmoid,
 )
 from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
-from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_batchnorm import (
     PublicBatchNorm,
     PublicBatchNorm1d,
@@ -24,8 +23,13 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm3d,
 )
 from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.layers.replace import replace_batchnorm
-from clipwise.layers.standardize import StandardizedWeight, standardize_weights
+from clipwise.layers.replace_batchnorm import replace_batchnorm
+from clipwise.layers.weight_parametrizations import (
+    NoisyWeights,
+    StandardizedWeight,
+    standardize_weights,
+    with_noisy_weights,
+)
 
 __all__ = [
     "BatchStatisticsNorm",

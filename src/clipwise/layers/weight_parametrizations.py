@@ -1,9 +1,12 @@
-"""Weights that are drawn anew at each forward pass, to study how much noise a network bears."""
+"""Weights as functions of the trained parameters: standardized, as GroupNorm likes them, or with noise.
+
+C: output channels, I: inputs of a channel.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +14,72 @@ from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.validation.arguments import require_module
+from clipwise.validation.arguments import not_negative, require_module
 
-_DRAWN = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.MultiheadAttention,
-)
-_KEPT = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
-)
+Step = TypeVar("Step", bound=nn.Module)
+
+_CELLS = (nn.RNNBase, nn.RNNCellBase)
+_DRAWN = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, *_CELLS, nn.MultiheadAttention)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, PublicBatchNorm)
+_KEPT = (nn.Embedding, nn.EmbeddingBag, *_NORMS)
 _MADE_BY_HOOKS = (
     "_g",
     "_v",
     "_orig",
 )  # what weight_norm, spectral_norm and prune of torch.nn.utils leave behind
+
+
+class StandardizedWeight(nn.Module):
+    """w -> (w - mean) / sqrt(var + eps) over the inputs of each output channel, over sqrt(inputs).
+
+    The last factor keeps an output's variance that of its inputs.
+
+    Guarantee:
+        A function of weights alone: examples stay apart, and per-example clipping bounds the gradient of the
+        weights behind it as it does all others.
+    """
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = not_negative("eps", eps)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Of the first axis' channels."""
+        w_CI = weight.flatten(1)
+        var_C1, mean_C1 = torch.var_mean(w_CI, 1, correction=0, keepdim=True)
+        standard_CI = (w_CI - mean_C1) * ((var_C1 + self.eps) * w_CI.shape[1]).rsqrt()
+        return standard_CI.view_as(weight)
+
+
+def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
+    """Standardize the weights of every convolution, in place; the trained parameter becomes what is behind them.
+
+    A parametrization of torch: `torch.nn.utils.parametrize.remove_parametrizations` leaves a plain layer. Only
+    convolutions, since a normalization should follow, which the last linear layer seldom has.
+    """
+    require_module(model)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    if not layers:
+        raise ConfigurationError("model has no convolution whose weights could be standardized.")
+    for name, layer in layers.items():
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) is transposed: its output channels are not the first axis. "
+                "Standardize the other layers one by one with torch.nn.utils.parametrize and StandardizedWeight."
+            )
+        if _step_of(layer, "weight", StandardizedWeight) is not None:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has standardized weights already. To change eps, call "
+                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') first."
+            )
+        if layer.weight[0].numel() < 2:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has one weight an output channel, which would become 0. "
+                "Leave it out: use torch.nn.utils.parametrize and StandardizedWeight on the other layers."
+            )
+    for layer in layers.values():
+        parametrize.register_parametrization(layer, "weight", StandardizedWeight(eps))
+    return model
 
 
 class NoisyWeights(nn.Module):
@@ -48,10 +94,7 @@ class NoisyWeights(nn.Module):
 
     def __init__(self, std: float) -> None:
         super().__init__()
-        is_number = isinstance(std, (int, float)) and not isinstance(std, bool)
-        if not (is_number and math.isfinite(std) and std >= 0):
-            raise ConfigurationError(f"std must be a finite number from 0 on, not {std!r}.")
-        self.std = std
+        self.std = not_negative("std", std)
 
     def forward(self, mean: Tensor) -> Tensor:
         """A draw."""
@@ -80,7 +123,7 @@ def with_noisy_weights(model: nn.Module, std: float) -> nn.Module:
     if not weights:
         raise ConfigurationError("model has no linear, convolutional, recurrent or attention layer.")
     for layer, key in weights:
-        drawn = _drawn(layer, key)
+        drawn = _step_of(layer, key, NoisyWeights)
         if drawn is None:
             parametrize.register_parametrization(layer, key, NoisyWeights(noise.std))
         else:
@@ -91,10 +134,10 @@ def with_noisy_weights(model: nn.Module, std: float) -> nn.Module:
 def _weights_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Each weight that is to be drawn: its layer and its name there. Refuses weights that would not be."""
     for name, module in model.named_modules():
-        if "parametrizations" in name.split(".") or isinstance(module, (*_KEPT, PublicBatchNorm)):
+        if "parametrizations" in name.split(".") or isinstance(module, _KEPT):
             continue  # what is behind a parametrization is reached by the layer that has it
         for key in _matrices_of(module):
-            if not isinstance(module, _DRAWN) and _drawn(module, key) is None:
+            if not isinstance(module, _DRAWN) and _step_of(module, key, NoisyWeights) is None:
                 raise ConfigurationError(
                     f"Parameter {key!r} of {name!r} ({type(module).__name__}) would stay without noise: it is no kind "
                     "of layer that is known here. Draw it too, with "
@@ -116,10 +159,9 @@ def _matrices_of(layer: nn.Module) -> list[str]:
     return [key for key in names if "bias" not in key and getattr(layer, key).dim() > 1]
 
 
-def _drawn(layer: nn.Module, key: str) -> NoisyWeights | None:
-    """Where the draws of a weight come from, if it is drawn already."""
+def _step_of(layer: nn.Module, key: str, kind: type[Step]) -> Step | None:
+    """The parametrization of this kind that a weight has, if any."""
     if not parametrize.is_parametrized(layer, key):
         return None
     assert isinstance(layer.parametrizations, nn.ModuleDict)
-    steps = layer.parametrizations[key].modules()
-    return next((step for step in steps if isinstance(step, NoisyWeights)), None)
+    return next((step for step in layer.parametrizations[key].modules() if isinstance(step, kind)), None)

@@ -18,22 +18,24 @@ bounds its own gradient, so any choice is sound.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from clipwise.gradients.blocks import Scratch
 from clipwise.gradients.forms import chunks
-from clipwise.layers.clipped import passes, switch
-from clipwise.layers.clipped.layer import Role
+from clipwise.layers.clipped import linear_map_kernels as kernels
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.layer import OneInputLayer, Role
 from clipwise.layers.clipped.scales import (
-    Constants,
     along,
     at_least_shortest,
     cleaned,
+    clipped_input,
     fits,
     input_scales,
     lengths,
@@ -47,7 +49,7 @@ _scratch = Scratch(most_bytes=256 * 2**20)  # for gradients that are scaled, one
 
 
 class Map(ABC):
-    """A map that is linear in its input and in its weights. Inputs are [B, ...]."""
+    """A map that is linear in its input and in its weights. Inputs are [B, ...], outputs have c channels."""
 
     def seen(self, x: Tensor) -> Tensor:
         """What the map looks at: the input, or a new tensor with zeros around it. It is what is kept of the input."""
@@ -67,13 +69,15 @@ class Map(ABC):
     ) -> tuple[Tensor | None, Tensor | None]:
         """W^T h, laid out as `seen`, and sum_i h_i x_i^T."""
 
-    @abstractmethod
     def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
         """n_i such that |dW_i| <= |x_i| n_i, [B]. `mass_Bc` is sum_p |g_cp|, where there are positions."""
+        a, b = self.upstream_times(x_shape)
+        norm_B = b * lengths(g)
+        return norm_B if a is None or mass_Bc is None else torch.minimum(a * lengths(mass_Bc), norm_B)
 
-    @abstractmethod
     def upstream_times(self, x_shape: torch.Size) -> tuple[float | None, float]:
         """a and b such that n_i is the smaller of a |mass_i| and b |g_i|; None for a where only |g_i| counts."""
+        return None, 1.0
 
     @abstractmethod
     def squares(self, x: Tensor) -> Tensor:
@@ -82,10 +86,6 @@ class Map(ABC):
     @abstractmethod
     def window_lengths(self, squares: Tensor) -> Tensor:
         """From these: the length of what each output position looks at, in each group of channels: [B, G, P]."""
-
-    def position_lengths(self, x: Tensor) -> Tensor:
-        """The length of what each output position looks at, in each group of channels: [B, G, P]."""
-        return self.window_lengths(self.squares(x))
 
     @abstractmethod
     def channels(self, z: Tensor) -> Tensor:
@@ -137,7 +137,8 @@ class ClippedMap(torch.autograd.Function):
         z = mapped(seen, weight, bias, role)
         ctx.is_clean = seen.x is not x  # then it is ours
         if ctx.is_clean:
-            seen = seen._replace(x=_cleared(seen))
+            clean = kernels.cleared if fits(seen.x) else cleaned
+            seen = seen._replace(x=clean(seen.x, seen.scale_B))
         ctx.save_for_backward(*seen, weight)
         return z
 
@@ -152,33 +153,43 @@ class ClippedMap(torch.autograd.Function):
         switch.saw(ctx, g)
         # Under autocast it may come in bfloat16: sums are formed in the type of the weights.
         g = g.to(weight.dtype)
-        clips = switch.is_clipping()
-        factors_of = passes.upstream_factors if fits(g) else _upstream_factors
-        nu_B, db = factors_of(
-            role.map,
-            role.constants,
-            g,
-            ctx.x_shape,
-            seen.scale_B,
-            seen.lengths_BGP,
-            clips,
-            clips and needs_w,
-            needs_b,
-        )
+        factors_of = kernels.upstream_factors if fits(g) else _upstream_factors
+        nu_B, db = factors_of(role, g, ctx.x_shape, seen, switch.is_clipping() and needs_w, needs_b)
         dx, dw = pulled_back(role, g, seen, weight, nu_B, needs_x, needs_w, ctx.is_clean)
         if not needs_x:  # the first layer is the last one here: the next forward pass needs the memory more
             _scratch.clear()
         return dx, dw, db, None
 
 
+class ClippedMapLayer(OneInputLayer):
+    """A layer that is one map. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
+
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    _role: MapRole
+
+    def bounds(self) -> Mapping[str, float]:
+        return {"weight": self.constants.weight_norm, "bias": self.constants.grad_norm}
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return super()._plain(clipped_input(x, self.constants.input_norm))
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z
+
+
 def looked_at(x: Tensor, role: MapRole, is_trained: bool) -> Seen:
-    """What the map looks at, measured."""
+    """What the map looks at, measured: |x| and s of each example, and lengths of what positions look at."""
     c = role.constants
     squares = role.map.squares(x) if c.bound == "gradient" and is_trained and len(x) > 0 else None
-    norm_B, scale_B = _input_scales(x, squares, c.input_norm)
+    if fits(x):
+        norm_B, scale_B = kernels.input_scales_of(x, squares, c.input_norm)
+    else:
+        norm_B = lengths(x) if squares is None else squares.flatten(1).sum(1).sqrt()
+        scale_B = input_scales(norm_B, c.input_norm)
     lengths_BGP = None if squares is None else role.map.window_lengths(squares)
     if lengths_BGP is not None:
-        at_least_shortest(lengths_BGP, c.input_norm * c.grad_norm)
+        at_least_shortest(lengths_BGP, c.weight_norm)
     return Seen(role.map.seen(x), norm_B, scale_B, lengths_BGP)
 
 
@@ -186,7 +197,7 @@ def mapped(seen: Seen, weight: Tensor, bias: Tensor | None, role: MapRole) -> Te
     """z = s W x + b."""
     z = role.map.forward(seen.x, weight)
     if fits(z):
-        return passes.scaled_output(role.map, z, seen.scale_B, bias)
+        return kernels.scaled_output(role.map, z, seen.scale_B, bias)
     z = cleaned(z, seen.scale_B).mul_(along(seen.scale_B, z))
     return z if bias is None else z.add_(role.map.bias_view(bias.to(z.dtype), z))
 
@@ -206,7 +217,7 @@ def pulled_back(
         return None, None
     is_fused, total_B = fits(g), nu_B * seen.scale_B
     if is_fused:
-        h = passes.scaled_gradient(role.map, g, total_B)
+        h = kernels.scaled_gradient(role.map, g, total_B)
     else:
         h = torch.mul(cleaned(g, total_B), along(total_B, g), out=_scratch.like(g))
     x = seen.x.to(weight.dtype)
@@ -217,51 +228,32 @@ def pulled_back(
         return None, dw
     mode = role.constants.mode
     if is_fused:
-        dx = passes.along_the_sphere(dx, x, seen.norm_B, seen.scale_B, nu_B if mode == "normalize" else None)
+        dx = kernels.along_the_sphere(dx, x, seen.norm_B, seen.scale_B, nu_B if mode == "normalize" else None)
     else:
         dx = along_the_sphere(passed_on(dx, nu_B, mode), x, seen.norm_B, seen.scale_B)
     return role.map.of_input(dx).to(seen.x.dtype), dw
 
 
-def _cleared(seen: Seen) -> Tensor:
-    x = seen.x
-    return passes.cleared(x, seen.scale_B) if fits(x) else cleaned(x, seen.scale_B)
-
-
-def _input_scales(x: Tensor, squares: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
-    """|x| and s of each example."""
-    if fits(x):
-        return passes.input_scales_of(x, squares, input_norm)
-    norm_B = lengths(x) if squares is None else squares.flatten(1).sum(1).sqrt()
-    return norm_B, input_scales(norm_B, input_norm)
-
-
 def _upstream_factors(
-    of: Map,
-    c: Constants,
-    g: Tensor,
-    x_shape: torch.Size,
-    scale_B: Tensor,
-    lengths_BGP: Tensor | None,
-    clips: bool,
-    clips_weights: bool,
-    needs_bias: bool,
+    role: MapRole, g: Tensor, x_shape: torch.Size, seen: Seen, clips_weights: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
-    by_windows = clips_weights and lengths_BGP is not None
+    of, c = role.map, role.constants
+    by_windows = clips_weights and seen.lengths_BGP is not None
     has_mass = of.has_positions(g) and (needs_bias or (clips_weights and not by_windows))
     # New memory costs more than what is done in it.
     sizes = torch.abs(g, out=_scratch.like(g)) if has_mass or by_windows else None
     mass_Bc = of.over_positions(sizes) if sizes is not None and has_mass else None
-    db = weighted_rows(of.over_positions(g), mass_Bc, c, clips) if needs_bias else None
+    db = weighted_rows(of.over_positions(g), mass_Bc, c) if needs_bias else None
     if not clips_weights:
-        nu_B = torch.isfinite(lengths(g)).double()
-    elif lengths_BGP is None:
+        nu_B = upstream_scales(lengths(g), None, c.most)
+    elif seen.lengths_BGP is None:
         nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.most)
     else:
         assert sizes is not None
-        norm_B = of.gradient_norm(sizes, lengths_BGP) * scale_B  # lengths are those of the input as it came
-        nu_B = upstream_scales(norm_B, c.input_norm * c.grad_norm, c.most)
+        # Lengths are those of the input as it came.
+        norm_B = of.gradient_norm(sizes, seen.lengths_BGP) * seen.scale_B
+        nu_B = upstream_scales(norm_B, c.weight_norm, c.most)
     return nu_B, db
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from clipwise import kernels
 from clipwise.layers import clip_inputs
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.attention import ClippedAttention
-from clipwise.layers.clipped.projections import ClippedProjections
+from clipwise.layers.clipped.attention import ClippedAttention, ClippedProjections
 
 B, T, D = 3, 4, 6
 WAYS = [(mode, bound) for mode in ("clip", "normalize") for bound in ("upstream", "gradient")]

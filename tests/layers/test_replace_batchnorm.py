@@ -15,7 +15,7 @@ from clipwise import Public
 from clipwise.errors import ConfigurationError
 from clipwise.layers import with_released_statistics, without_running_statistics
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.layers.replace import KINDS, _most_groups, replace_batchnorm
+from clipwise.layers.replace_batchnorm import KINDS, _most_groups, replace_batchnorm
 from clipwise.validation.step_inputs import require_no_batch_statistics
 from tests.layers.normalized import images, network, public
 

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
+from clipwise.layers.exchange_modules import exchange_modules
 from clipwise.layers.public_batchnorm import (
     PUBLIC_KINDS,
     PublicBatchNorm,
@@ -17,10 +18,9 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm2d,
     PublicBatchNorm3d,
 )
-from clipwise.layers.public_rows import as_rows, placed
-from clipwise.layers.public_statistics import PublicStatistics
+from clipwise.layers.public_statistics import PublicStatistics, as_rows, placed
 from clipwise.sampling.batch_structure import evaluating
-from clipwise.validation.arguments import naming, require_known, require_module
+from clipwise.validation.arguments import count, naming, require_known, require_module
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
 _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
@@ -70,21 +70,23 @@ def replace_batchnorm(
         raise ConfigurationError(f"kind={kind!r} needs public rows: give public=, or use kind='group'.")
     if groups is not None and kind != "group":
         raise ConfigurationError(f"groups is for kind='group', not for kind={kind!r}.")
-    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int)):
-        raise ConfigurationError(f"groups must be a whole number, not {groups!r}.")
+    if groups is not None:
+        groups = count("groups", groups)
     found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")
     for name, old in found.items():
         _require_replaceable(name, old)
     new = _new_layers(model, public, kind, groups, found)
-    model = _exchanged(model, dict(zip(found.values(), new, strict=True)))
+    model = exchange_modules(model, dict(zip(found.values(), new, strict=True)))
     try:
         statistics = PublicStatistics(model, None if kind in ("group", "layer") else public)
         with naming("public"):
             statistics.refresh()
     except BaseException:
-        _exchanged(model, dict(zip(new, found.values(), strict=True)))  # refused: the model is as it was
+        exchange_modules(
+            model, dict(zip(new, found.values(), strict=True))
+        )  # refused: the model is as it was
         raise
     if kind == "frozen":
         statistics.freeze()
@@ -98,17 +100,19 @@ def _new_layers(
     groups: int | None,
     found: Mapping[str, _BatchNorm],
 ) -> list[nn.Module]:
-    if kind in PUBLIC_KINDS or kind == "frozen":
-        if kind == "frozen" and public is None:
-            _require_running_statistics(found)
-        layer_kind = "public" if kind == "frozen" else kind
-        return [_public_norm(name, old, layer_kind, public is None) for name, old in found.items()]
-    with naming("public"):
-        positions = _positions(model, public, list(found.values())) if public is not None else {}
-    return [
-        _group_norm(name, old, 1 if kind == "layer" else groups, positions.get(old))
-        for name, old in found.items()
-    ]
+    if kind in ("group", "layer"):
+        with naming("public"):
+            positions = {} if public is None else _positions(model, public, list(found.values()))
+        chosen = 1 if kind == "layer" else groups
+        return [_group_norm(name, old, chosen, positions.get(old)) for name, old in found.items()]
+    for name, old in found.items() if public is None else ():
+        has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
+        if old.running_mean is None or has_none:
+            raise ConfigurationError(
+                f"Layer {name!r} has no running statistics to freeze: give public rows, from which they are made."
+            )
+    layer_kind = "public" if kind == "frozen" else kind
+    return [_public_norm(name, old, layer_kind, public is None) for name, old in found.items()]
 
 
 def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
@@ -130,28 +134,20 @@ def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) 
 
 def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int | None) -> nn.Module:
     channels = old.num_features
-    chosen = _most_groups(channels, _fewest_channels(old, positions)) if groups is None else groups
+    chosen = groups
+    if chosen is None:
+        fewest = max(_FEWEST_CHANNELS, -(-_FEWEST_VALUES // (positions or _FEWEST_VALUES)))
+        chosen = _most_groups(channels, _FEWEST_VALUES if isinstance(old, nn.BatchNorm1d) else fewest)
     if chosen < 1 or channels % chosen:
         raise ConfigurationError(f"Layer {name!r}: groups={chosen} does not divide its {channels} channels.")
     if channels // chosen * (positions or 1) < 2:
         instead = "fewer groups" if chosen > 1 else "no normalization there"
+        unless = ", unless there are several positions: give public rows, so that they can be counted. Otherwise use"
         raise ConfigurationError(
             f"Layer {name!r}: a group would have one value, which is always normalized to 0"
-            + (
-                ", unless there are several positions: give public rows, so that they can be counted. Otherwise use "
-                if positions is None
-                else ". Use "
-            )
-            + f"{instead}, or kind='public'."
+            f"{unless if positions is None else '. Use'} {instead}, or kind='public'."
         )
     return _dressed(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
-
-
-def _fewest_channels(old: _BatchNorm, positions: int | None) -> int:
-    """Of a group that is chosen here."""
-    if isinstance(old, nn.BatchNorm1d):
-        return _FEWEST_VALUES
-    return max(_FEWEST_CHANNELS, -(-_FEWEST_VALUES // (positions or _FEWEST_VALUES)))
 
 
 def _most_groups(channels: int, fewest: int) -> int:
@@ -164,15 +160,6 @@ def _dressed(new: nn.Module, old: _BatchNorm) -> nn.Module:
     """With the scale and shift of the old layer, the same objects, and in its mode."""
     new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)
-
-
-def _exchanged(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """The model with other layers, wherever it has the old ones."""
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child is not None and child in others:
-                parent._modules[key] = others[child]
-    return others.get(model, model)
 
 
 @torch.no_grad()
@@ -199,23 +186,9 @@ def _positions(
 
 
 def _require_replaceable(name: str, old: _BatchNorm) -> None:
+    if isinstance(old, nn.modules.lazy.LazyModuleMixin):
+        problem = "which does not know its channels yet: run the model once."
+    else:
+        problem = "which may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
     if type(old) not in _PUBLIC:
-        lazy = isinstance(old, nn.modules.lazy.LazyModuleMixin)
-        raise ConfigurationError(
-            f"Layer {name!r} is a {type(old).__name__}, "
-            + (
-                "which does not know its channels yet: run the model once."
-                if lazy
-                else "which may do more than batch normalization: replace it by hand, for instance with "
-                "PublicBatchNorm2d."
-            )
-        )
-
-
-def _require_running_statistics(found: Mapping[str, _BatchNorm]) -> None:
-    for name, old in found.items():
-        has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
-        if old.running_mean is None or has_none:
-            raise ConfigurationError(
-                f"Layer {name!r} has no running statistics to freeze: give public rows, from which they are made."
-            )
+        raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, {problem}")

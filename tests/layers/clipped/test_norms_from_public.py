@@ -193,7 +193,7 @@ BAD: dict[str, tuple[Given, str]] = {
     "no rows": ((mlp, losses_of, rows(0)), "batch holds no example"),
     "another width": (
         (mlp, losses_of, (rows()[0][:, :7], rows()[1])),
-        r"batch: loss\(model, \*batch\) fails",
+        r"batch: loss\(model, \*batch\) does not take such rows",
     ),
     "a detached loss": (
         (mlp, lambda *given: losses_of(*given).detach(), rows()),
@@ -215,8 +215,10 @@ def test_what_cannot_be_measured_is_refused_by_the_name_of_the_argument(what: st
     "quantile", ["a", None, torch.tensor(0.5), torch.tensor([0.1, 0.2]), 1j, True, math.nan]
 )
 def test_a_quantile_is_a_number_between_0_and_1(quantile: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"quantile=.* between 0 and 1"):
+    with pytest.raises(ConfigurationError, match="quantile must be a finite number"):
         norms_from_public(mlp(), losses_of, rows(), quantile)
+    with pytest.raises(ConfigurationError, match=r"quantile=1.5 .* between 0 and 1"):
+        norms_from_public(mlp(), losses_of, rows(), 1.5)
 
 
 def test_numbers_of_numpy_and_a_loop_without_gradients_make_no_difference() -> None:

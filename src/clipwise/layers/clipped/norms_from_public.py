@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.errors import ConfigurationError
+from clipwise.layers.clipped.clip_inputs import clip_inputs, set_clips, trainable_layers
 from clipwise.layers.clipped.layer import ClippedLayer
-from clipwise.layers.clipped.maps import MapRole, Seen
-from clipwise.layers.clipped.put_in import clip_inputs, trainable_layers
+from clipwise.layers.clipped.linear_map import MapRole, Seen
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
-from clipwise.layers.clipped.set_clips import set_clips
 from clipwise.layers.clipped.switch import measured, noting
-from clipwise.validation.arguments import require_known, require_module, require_takes
+from clipwise.validation.arguments import naming, not_negative, require_known, require_module, require_takes
 
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped
@@ -57,7 +54,9 @@ def norms_from_public(
         bound: as `clip_inputs` will have it: what C2 is measured by.
     """
     require_known("bound", bound, BOUNDS)
-    quantile = _between_0_and_1(quantile)
+    quantile = not_negative("quantile", quantile)
+    if quantile > 1:
+        raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
     require_module(model)
     if not isinstance(batch, (list, tuple)):
         raise ConfigurationError(
@@ -86,8 +85,7 @@ def norms_from_public(
     return Norms(input_norm=input_norm, grad_norm=grad_norm)
 
 
-@dataclass
-class _Measured:
+class _Measured(NamedTuple):
     """Of every layer, in a pass through the network: |x| of its inputs, and norm / bound of what comes back.
 
     Both have one number for each example that is finite.
@@ -104,15 +102,21 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
     of_kind: dict[str, dict[str, list[Tensor]]] = {
         kind: {name: [] for name in names} for kind in (WEIGHTS, VECTORS)
     }
-    at: list[str] = []
+    at = ""
 
     def watch(node: Any, g: Tensor) -> None:
-        at[:] = [node.role.layer.name]
-        _require_rows(at[0], node.examples, len(losses))
-        inputs[at[0]] += [lengths(x) for x in _inputs(node)]
+        nonlocal at
+        at = node.role.layer.name
+        if node.examples != len(losses):
+            # Otherwise its norms are those of something else, and `Backprop` would refuse it too.
+            raise ConfigurationError(
+                f"batch: layer {at!r} was given {node.examples} rows for {len(losses)} losses, and its norms must be "
+                "those of examples: keep the examples along the first dimension of everything that goes into a layer."
+            )
+        inputs[at] += [lengths(x) for x in _inputs(node)]
 
     def compare(of: str, ratio_B: Tensor) -> None:
-        of_kind[of][at[0]].append(ratio_B)
+        of_kind[of][at].append(ratio_B)
 
     with torch.enable_grad(), noting() as factors:
         losses = _losses(probe, loss, batch)
@@ -120,7 +124,12 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
             torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
     # Biases are clipped to C2 as well. Where there are weights it is made for them.
     ratios = {name: of_kind[WEIGHTS][name] or of_kind[VECTORS][name] for name in names}
-    _require_reached(ratios)
+    for name, each in ratios.items():
+        if not each:
+            raise ConfigurationError(
+                f"loss: layer {name!r} takes no part in the losses, so that its norms cannot be measured. "
+                "Freeze it with requires_grad_(False), or use it in the forward pass, without detach()."
+            )
     finite_B = _finite(losses, factors)
     if not bool(finite_B.any()):
         raise ConfigurationError(
@@ -132,15 +141,8 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
 
 
 def _losses(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any]) -> Tensor:
-    try:
+    with naming("batch", "loss(model, *batch)"):
         losses = loss(probe, *batch)
-    except ClipwiseError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"batch: loss(model, *batch) fails on it ({type(error).__name__}: {error}). Give rows and a loss "
-            "as the model is trained with."
-        ) from error
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         raise ConfigurationError(
             "loss must give one loss an example, without a mean or a sum over the batch: use reduction='none'."
@@ -167,24 +169,6 @@ def _chosen(found: dict[str, list[Tensor]], which_B: Tensor) -> dict[str, list[T
     return {name: [norm_B.cpu()[which_B] for norm_B in each] for name, each in found.items()}
 
 
-def _require_rows(name: str, rows: int, examples: int) -> None:
-    """Otherwise its norms are those of something else, and `Backprop` would refuse it too."""
-    if rows != examples:
-        raise ConfigurationError(
-            f"batch: layer {name!r} was given {rows} rows for {examples} losses, and its norms must be those "
-            "of examples: keep the examples along the first dimension of everything that goes into a layer."
-        )
-
-
-def _require_reached(ratios: dict[str, list[Tensor]]) -> None:
-    for name, each in ratios.items():
-        if not each:
-            raise ConfigurationError(
-                f"loss: layer {name!r} takes no part in the losses, so that its norms cannot be measured. "
-                "Freeze it with requires_grad_(False), or use it in the forward pass, without detach()."
-            )
-
-
 def _inputs(node: Any) -> list[Tensor]:
     """What is clipped on the way in, examples first; nothing of embeddings and normalization layers."""
     if isinstance(node.role, MapRole):
@@ -206,10 +190,3 @@ def _constant(each: list[Tensor], quantile: float, of: str, times: float = 1.0) 
             "weights, give a larger quantile, or choose constants for clip_inputs yourself."
         )
     return min(_NO_LIMIT, found)
-
-
-def _between_0_and_1(quantile: object) -> float:
-    is_number = isinstance(quantile, numbers.Real) and not isinstance(quantile, bool)
-    if not (is_number and 0 <= quantile <= 1):  # type: ignore[operator]
-        raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
-    return float(quantile)  # type: ignore[arg-type]

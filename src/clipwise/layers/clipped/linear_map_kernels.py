@@ -1,6 +1,6 @@
-"""The passes that a clipped map makes over inputs, outputs and gradients, by kernels: each reads what it needs once.
+"""The passes of a clipped linear map over inputs, outputs and gradients, by kernels: each reads what it needs once.
 
-Where `scales.fits` says no (on a CPU, in float64, without Triton) maps.py does the same with torch's operations.
+Where `scales.fits` says no (on a CPU, in float64, without Triton) linear_map.py does the same with torch's operations.
 
     forward    |x|^2                       one reading of x (of squares a pixel, where these are wanted anyhow)
                z <- s z + b                in place
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clipwise.kernels.factors import Norms, gradient_factors, input_factors
+from clipwise.kernels.factors import Norms, input_factors
 from clipwise.kernels.measures import measures
 from clipwise.kernels.scaled import scaled
 from clipwise.kernels.squares import row_squares
 from clipwise.kernels.tangent import to_tangent_
 from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.scales import LIMITS, Constants, weighted_rows
+from clipwise.layers.clipped.scales import LIMITS, kernel_scales, weighted_rows
 
 if TYPE_CHECKING:
-    from clipwise.layers.clipped.maps import Map
+    from clipwise.layers.clipped.linear_map import Map, MapRole, Seen
 
 
 def input_scales_of(x: Tensor, squares_BGP: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
@@ -54,35 +54,23 @@ def cleared(t: Tensor, factor_B: Tensor) -> Tensor:
 
 
 def upstream_factors(
-    of: Map,
-    c: Constants,
-    g: Tensor,
-    x_shape: torch.Size,
-    scale_B: Tensor,
-    lengths_BGP: Tensor | None,
-    clips: bool,
-    clips_weights: bool,
-    needs_bias: bool,
+    role: MapRole, g: Tensor, x_shape: torch.Size, seen: Seen, clips_weights: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """nu of the weights' gradient, and the bias's gradient, clipped; see maps.py for the formulas."""
-    g_BKR = of.channels(g)
-    by_windows = lengths_BGP is not None and clips_weights
-    if not of.has_positions(g):
+    """nu of the weights' gradient, and the bias's gradient, clipped; see linear_map.py for the formulas."""
+    of, c, lengths_BGP = role.map, role.constants, seen.lengths_BGP if clips_weights else None
+    g_BKR, by_windows, has_positions = of.channels(g), lengths_BGP is not None, of.has_positions(g)
+    if not has_positions:
         rows_BK = g_BKR[..., 0]
-        times_B = scale_B * lengths_BGP[:, 0, 0] if by_windows and lengths_BGP is not None else None
+        times_B = None if lengths_BGP is None else seen.scale_B * lengths_BGP[:, 0, 0]
         norms, mass_BK = Norms(rows_BK, times=times_B), None
     else:
         most, cover = of.upstream_times(x_shape)
         has_mass = clips_weights and not by_windows and most is not None
         found = measures(
-            g_BKR,
-            lengths_BGP if by_windows else None,
-            total=needs_bias,
-            mass=needs_bias or has_mass,
-            square=not by_windows,
+            g_BKR, lengths_BGP, total=needs_bias, mass=needs_bias or has_mass, square=not by_windows
         )
         if by_windows:
-            norms = Norms(found.weighted, times=scale_B)
+            norms = Norms(found.weighted, times=seen.scale_B)
         else:
             first, a = (found.mass, most) if has_mass and most is not None else (None, 1.0)
             norms = Norms(first, found.square, True, first_times=a, second_times=cover)
@@ -90,14 +78,13 @@ def upstream_factors(
         mass_BK = found.mass
     bound = None
     if clips_weights:
-        bound = c.input_norm * c.grad_norm if by_windows else c.grad_norm
-    nu_B = gradient_factors(norms, bound, c.most, LIMITS)
-    switch.noted(nu_B)
+        bound = c.weight_norm if by_windows else c.grad_norm
+    nu_B = kernel_scales(norms, bound, c.most)
     if not needs_bias:
         return nu_B, None
-    if clips_weights and not by_windows and not of.has_positions(g):  # the same norm and the same bound
+    if clips_weights and not by_windows and not has_positions:  # the same norm and the same bound
         return nu_B, weighted_sum(rows_BK, nu_B)
-    return nu_B, weighted_rows(rows_BK, mass_BK, c, clips)
+    return nu_B, weighted_rows(rows_BK, mass_BK, c)
 
 
 def scaled_gradient(of: Map, g: Tensor, factor_B: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Put clips around every trainable layer of a model."""
+"""Put clips around every trainable layer of a model, and give clipped layers other constants."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,12 +16,14 @@ from clipwise.layers.clipped.layer import ClippedLayer, has_code_of_its_own
 from clipwise.layers.clipped.linear import ClippedLinear
 from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
-from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
+from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
+from clipwise.layers.exchange_modules import exchange_modules
 from clipwise.validation.arguments import plain, require_known, require_module
 
 Numbers = float | Mapping[str, float]
 
-# By exact type: a class that inherits may compute something else.
+# By exact type: a class that inherits may compute something else. To clip another layer, write its class in a file of
+# this folder (from `ClippedLayer`, `OneInputLayer` or `ClippedMapLayer`) and name it here.
 _KINDS: dict[type[nn.Module], Any] = {
     nn.Linear: ClippedLinear,
     nn.Conv1d: ClippedConvolution,
@@ -75,27 +78,65 @@ def clip_inputs(
             f"uses must say how often each layer is used, by name, such as {{'decoder': 2}}, not {uses!r}."
         )
     found = trainable_layers(model)
-    uses = {} if uses is None else dict(uses)
+    uses = {} if uses is None else plain(uses)
     for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
         if isinstance(given, Mapping):
             require_layers(argument, given, found, complete=argument != "uses")
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in found.items():
-        constants = Constants(
-            number("input_norm", input_norm[name] if isinstance(input_norm, Mapping) else input_norm),
-            number("grad_norm", grad_norm[name] if isinstance(grad_norm, Mapping) else grad_norm),
-            mode,
-            bound,
-        )
-        clipped = _KINDS[type(layer)](layer, constants, _count(name, uses.get(name, 1)), name)
+        norms = [
+            clip_constant(argument, given[name] if isinstance(given, Mapping) else given)
+            for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm))
+        ]
+        count = uses.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigurationError(
+                f"uses: layer {name!r} needs a whole number of at least 1, not {count!r}."
+            )
+        clipped = _KINDS[type(layer)](layer, Constants(*norms, mode, bound), count, name)
         new[layer] = clipped.train(layer.training)
-    for parent in list(model.modules()):
+    for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False  # in evaluation it would read the weights past the clips
-        for key, child in parent._modules.items():
-            if child is not None and child in new:
-                parent._modules[key] = new[child]
-    return new.get(model, model)
+    return exchange_modules(model, new)
+
+
+def set_clips(
+    model: nn.Module, *, input_norm: Numbers | None = None, grad_norm: Numbers | None = None
+) -> None:
+    """Give clipped layers other constants, in place. With another C1 the network is another function.
+
+    A private run goes on: its noise follows from the next batch on. Between the draw of a batch and its step constants
+    must stay. They cost no privacy as long as they are chosen by what is public (a schedule, public data) or was
+    released (weights, noised gradients, the epsilon that is left); never by private data.
+
+    Args:
+        model: what `clip_inputs` returned.
+        input_norm: C1. One number for all layers, or one for each layer that is to change, by name.
+        grad_norm: C2; the same.
+    """
+    require_module(model)
+    # Parts of a model that were clipped one by one may share names.
+    layers: dict[str, list[ClippedLayer]] = {}
+    for module in model.modules():
+        if isinstance(module, ClippedLayer):
+            layers.setdefault(module.name, []).append(module)
+    if not layers:
+        raise ConfigurationError("model has no clipped layers: call clip_inputs(model, ...) first.")
+    changes: dict[str, dict[str, float]] = {}
+    for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm)):
+        if given is None:
+            continue
+        for name, value in (given if isinstance(given, Mapping) else dict.fromkeys(layers, given)).items():
+            if name not in layers:
+                known = ", ".join(map(repr, layers))
+                raise ConfigurationError(f"{argument}: there is no clipped layer {name!r}, only {known}.")
+            changes.setdefault(name, {})[argument] = clip_constant(argument, value)
+    if not changes:
+        raise ConfigurationError("Give input_norm, grad_norm or both: there is nothing to set.")
+    for name, values in changes.items():
+        for layer in layers[name]:
+            layer.constants = replace(layer.constants, **values)
 
 
 def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,7 +149,14 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, ClippedLayer):
             raise ConfigurationError(f"Layer {name!r} is clipped already: call clip_inputs once.")
         if type(module) in _KINDS:
-            _require_as_its_class_says(name, module)
+            # A clipped layer computes what the class does, from the weights: it does not call the layer.
+            if has_code_of_its_own(module):
+                raise UnsupportedModelError(
+                    f"Layer {name or 'model'!r} ({type(module).__name__}) has hooks, or a forward of its own, which a "
+                    "clipped layer would not call: take them off, and register hooks on the clipped layer instead. "
+                    "(weight_norm and prune of torch.nn.utils are hooks too: take the layer without them, or train "
+                    "with PerExample(max_norm=...).)"
+                )
             found[name] = module
             inside.update(module.modules())
         elif own := [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]:
@@ -123,17 +171,6 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _require_as_its_class_says(name: str, layer: nn.Module) -> None:
-    """A clipped layer computes what the class does, from the weights: it does not call the layer."""
-    if has_code_of_its_own(layer):
-        raise UnsupportedModelError(
-            f"Layer {name or 'model'!r} ({type(layer).__name__}) has hooks, or a forward of its own, which a "
-            "clipped layer would not call: take them off, and register hooks on the clipped layer instead. "
-            "(weight_norm and prune of torch.nn.utils are hooks too: take the layer without them, or train "
-            "with PerExample(max_norm=...).)"
-        )
-
-
 def require_layers(
     argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool = True
 ) -> None:
@@ -145,10 +182,3 @@ def require_layers(
         raise ConfigurationError(
             f"{argument}: give a number for layer {missing[0]!r} too, or one number for all."
         )
-
-
-def _count(name: str, uses: object) -> int:
-    uses = plain(uses)
-    if isinstance(uses, bool) or not isinstance(uses, int) or uses < 1:
-        raise ConfigurationError(f"uses: layer {name!r} needs a whole number of at least 1, not {uses!r}.")
-    return uses
