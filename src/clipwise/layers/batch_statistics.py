@@ -140,9 +140,7 @@ def _replaced(model: nn.Module, kind: type[BatchStatisticsNorm]) -> nn.Module:
 
 
 def recompute_statistics(
-    model: nn.Module,
-    public_batches: Iterable[Any],
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    model: nn.Module, public_batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
 ) -> nn.Module:
     """Set the statistics that evaluation uses, from public data. Returns the model, in `.eval()`.
 

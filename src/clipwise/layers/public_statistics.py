@@ -247,21 +247,21 @@ class PublicStatistics:
         for name, layer in self._exact().items():
             for key in ("weight", "bias"):
                 p = layer._parameters.get(key)
+                problem = ""
                 if p is None or not p.requires_grad:
-                    raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' needs a trainable {key}, whose gradient it works with. "
-                        "Let it require gradients, or use kind='public'."
+                    problem = (
+                        f"needs a trainable {key}, whose gradient it works with. Let it require gradients"
                     )
-                if sum(p is other for other in uses) > 1:
-                    raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' needs a {key} of its own, but the model has this one at "
-                        "several places. Give the layer a copy, or use kind='public'."
+                elif sum(p is other for other in uses) > 1:
+                    problem = f"needs a {key} of its own, but the model has this one at several places. Give the layer a copy"
+                elif trained is not None and p not in trained:
+                    problem = (
+                        f"works with the gradient of its {key}, which is no parameter of the model that is trained. "
+                        "Train the whole model that the public statistics were made for"
                     )
-                if trained is not None and p not in trained:
+                if problem:
                     raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' works with the gradient of its {key}, which is no "
-                        "parameter of the model that is trained. Train the whole model that the public statistics were "
-                        "made for, or use kind='public'."
+                        f"Layer {name!r}: kind='public-exact' {problem}, or use kind='public'."
                     )
 
     # -------------------------------------------------------------------- inside

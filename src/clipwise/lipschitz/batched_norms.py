@@ -126,19 +126,22 @@ class Frobenius(Wanted):
     of: Spectral
 
     def numbers(self) -> list[Number]:
+        """The largest square, and the trace: max() passes over NaN, and a sum does not."""
         if self.of.is_quick:
             return [max(map(sum, self.of.squares)), self.of.trace]
         return [self.of.gram.diagonal(0, -2, -1).sum(-1).amax(), self.of.trace]
 
     def certified(self, numbers: Sequence[float]) -> float:
-        return _root_of(numbers, self.of.matrices[0].numel())
+        square, trace = numbers
+        return _rounded_up(math.sqrt(square), self._terms()) if math.isfinite(trace) else trace
+
+    def _terms(self) -> int:
+        return self.of.matrices[0].numel()
 
 
 @dataclass(frozen=True)
-class LongestRow(Wanted):
+class LongestRow(Frobenius):
     """The length of their longest row, if they are no higher than wide."""
-
-    of: Spectral
 
     def __post_init__(self) -> None:
         assert self.of.matrices.shape[-2] <= self.of.matrices.shape[-1], "the diagonal has the columns"
@@ -148,14 +151,8 @@ class LongestRow(Wanted):
             return [max(map(max, self.of.squares)), self.of.trace]
         return [self.of.gram.diagonal(0, -2, -1).amax(), self.of.trace]
 
-    def certified(self, numbers: Sequence[float]) -> float:
-        return _root_of(numbers, self.of.matrices.shape[-1])
-
-
-def _root_of(numbers: Sequence[float], terms: int) -> float:
-    """From the largest of some sums of `terms` squares, and the trace: max() passes over NaN, and a sum does not."""
-    square, trace = numbers
-    return _rounded_up(math.sqrt(square), terms) if math.isfinite(trace) else trace
+    def _terms(self) -> int:
+        return self.of.matrices.shape[-1]
 
 
 def _rounded_up(length: float, terms: int) -> float:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from clipwise.errors import UnsupportedModelError
-from clipwise.lipschitz.module_rules import is_known, require_no_global_hooks, require_no_hooks
 from clipwise.lipschitz.rule import refusal
+from clipwise.lipschitz.rule_tables import is_known, require_no_global_hooks, require_no_hooks
 
 _MADE_BY_FX = "_tensor_constant"
 

@@ -53,8 +53,12 @@ def tightness(
     """
     require_module(model)
     require_bounded(loss)
-    _require_examples("inputs", inputs)
-    _require_examples("targets", targets)
+    for argument, given in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(given, Tensor) or given.dim() == 0:
+            raise ConfigurationError(
+                f"{argument} must be a tensor with the examples in its first dimension: for an array give "
+                "torch.from_numpy(array)."
+            )
     if len(inputs) == 0 or len(inputs) != len(targets):
         raise ConfigurationError("tightness: give at least one example, and as many targets as inputs.")
     network = trace(model, tuple(inputs.shape[1:]))
@@ -74,15 +78,6 @@ def tightness(
         name: Tightness(bounds[name], norm, example)
         for name, norm, example in zip(parameters, largest_P.tolist(), examples_P.tolist(), strict=True)
     }
-
-
-def _require_examples(argument: str, given: object) -> None:
-    if not isinstance(given, Tensor) or given.dim() == 0:
-        what = "a single number" if isinstance(given, Tensor) else type(given).__name__
-        raise ConfigurationError(
-            f"{argument} must be a tensor with the examples in its first dimension, not {what}: for an array "
-            "give torch.from_numpy(array)."
-        )
 
 
 @torch.enable_grad()

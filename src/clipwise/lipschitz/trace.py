@@ -17,10 +17,9 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
-from clipwise.lipschitz.function_rules import function_rule, instead_of
-from clipwise.lipschitz.module_rules import module_rule, require_rule
 from clipwise.lipschitz.recurrent import RECURRENT
 from clipwise.lipschitz.rule import UNKNOWN, Call, Rounding, Rule, refusal
+from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rule, require_rule
 from clipwise.lipschitz.tensor_operations import MoveRule, ParameterRule
 from clipwise.validation.arguments import plain, require_module
 

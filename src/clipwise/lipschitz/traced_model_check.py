@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from clipwise.errors import StepError
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
-from clipwise.lipschitz.module_rules import require_no_global_hooks
+from clipwise.lipschitz.rule_tables import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, looked at by itself
