@@ -71,7 +71,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an array": ({"inputs": np.ones((6, 4), np.float32)}, "inputs must be a tensor .* not ndarray"),
     "an array of targets": ({"targets": np.zeros(6, int)}, "targets must be a tensor .* not ndarray"),
     "a list": ({"targets": [0] * 6}, "targets must be a tensor .* not list"),
-    "a number": ({"inputs": torch.tensor(1.0)}, "inputs must be a tensor"),
+    "a number": ({"inputs": torch.tensor(1.0)}, "inputs must be a tensor .* not a single number"),
     "another type": ({"inputs": torch.ones(6, 4).double()}, "inputs: the model does not take such rows"),
     "a class that is not there": (
         {"targets": torch.full((6,), 9)},

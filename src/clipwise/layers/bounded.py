@@ -215,7 +215,9 @@ class TemperedSigmoid(nn.Module):
 
     def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
         super().__init__()
-        self.scale, self.temperature, self.offset = plain((scale, temperature, offset))
+        self.scale: float = plain(scale)
+        self.temperature: float = plain(temperature)
+        self.offset: float = plain(offset)
         for name in ("scale", "temperature", "offset"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -253,7 +253,7 @@ class PublicStatistics:
                         f"needs a trainable {key}, whose gradient it works with. Let it require gradients"
                     )
                 elif sum(p is other for other in uses) > 1:
-                    problem = f"needs a {key} of its own, but the model has this one at several places. Give the layer a copy"
+                    problem = f"needs a {key} of its own, but the model has it at several places. Give the layer a copy"
                 elif trained is not None and p not in trained:
                     problem = (
                         f"works with the gradient of its {key}, which is no parameter of the model that is trained. "

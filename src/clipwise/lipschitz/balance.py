@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,8 +34,7 @@ _WORTH_IT = 0.75  # of log2(a): below, a factor of 2 makes it worse or hardly be
 _SWEEPS = 50
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two layers between which a factor may move."""
 
     first: Operation

@@ -25,7 +25,7 @@ class Step(NamedTuple):
     options: Any
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """How a message calls it."""
         name = self.target if isinstance(self.target, str) else getattr(self.target, "__name__", self.target)
         given = [*map(str, self.arguments), *(f"{k}={v}" for k, v in self.options.items())]
@@ -38,12 +38,8 @@ def graph_of(model: nn.Module) -> fx.Graph:
         graph, again = (_traced_once(model) for _ in range(2))
         for one, other in zip(steps_of(graph), steps_of(again), strict=False):
             if one != other:
-                raise refusal(
-                    "",
-                    model,
-                    f"its forward pass is not the same each time ({one.told}, then {other.told}): numbers that it "
-                    "draws or counts have no bound",
-                )
+                differ = f"its forward pass is not the same each time ({one.words}, then {other.words})"
+                raise refusal("", model, f"{differ}: numbers that it draws or counts have no bound")
     return graph
 
 
@@ -109,12 +105,9 @@ class _Tracer(fx.Tracer):
         """As usual; a tensor that the pass makes anew could be another one the next time."""
         found = super().create_arg(a)
         if isinstance(a, Tensor) and isinstance(found, fx.Node) and str(found.target).startswith(_MADE_BY_FX):
-            raise refusal(
-                "",
-                self.root,
-                "its forward pass makes a tensor that does not come from the input: take a plain number, or a buffer "
-                "of the module (register_buffer)",
-            )
+            instead = "take a plain number, or a buffer of the module (register_buffer)"
+            reason = f"its forward pass makes a tensor that does not come from the input: {instead}"
+            raise refusal("", self.root, reason)
         return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,14 +148,7 @@ def require_bounded(loss: object) -> None:
 
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
     """The loss's constant for outputs of this shape, or an error if that is none."""
-    found: object = loss.constant(shape)
-    number = float(found) if isinstance(found, numbers.Real) else math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise ConfigurationError(
-            f"{type(loss).__name__}.constant({tuple(shape)}) must be a positive, finite number, the largest norm of an "
-            f"example's gradient at its output, not {found!r}."
-        )
-    return number
+    return positive(f"{type(loss).__name__}.constant({tuple(shape)})", loss.constant(shape))
 
 
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:

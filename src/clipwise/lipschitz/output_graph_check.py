@@ -183,7 +183,7 @@ def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
     if kind not in _SAVED:
         names = (name for name in dir(node) if name.startswith("_saved_"))
         _SAVED[kind] = tuple(name for name in names if not any(word in name for word in _FOLLOWS))
-    found = []
+    found: list[tuple[str, Any]] = []
     for name in _SAVED[kind]:
         value = getattr(node, name)
         if isinstance(value, _PLAIN):

@@ -55,9 +55,10 @@ def tightness(
     require_bounded(loss)
     for argument, given in (("inputs", inputs), ("targets", targets)):
         if not isinstance(given, Tensor) or given.dim() == 0:
+            what = "a single number" if isinstance(given, Tensor) else type(given).__name__
             raise ConfigurationError(
-                f"{argument} must be a tensor with the examples in its first dimension: for an array give "
-                "torch.from_numpy(array)."
+                f"{argument} must be a tensor with the examples in its first dimension, not {what}: for an array "
+                "give torch.from_numpy(array)."
             )
     if len(inputs) == 0 or len(inputs) != len(targets):
         raise ConfigurationError("tightness: give at least one example, and as many targets as inputs.")

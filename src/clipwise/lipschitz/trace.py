@@ -272,12 +272,11 @@ class _Walk:
         for n in _operands(node):
             here, more = self._values[n], self._with_more[n]
             if _is_public(here) and here != more and not (may_size and _are_sizes(here, more)):
-                raise refusal(
-                    where,
-                    node.target,
-                    "it computes with the number of examples, which is secret: take a number that is the same for "
-                    "every batch. As a size, for view or reshape, it may be used",
+                reason = "it computes with the number of examples, which is secret"
+                instead = (
+                    "take a number that is the same for every batch. It may be a size for view or reshape"
                 )
+                raise refusal(where, node.target, f"{reason}: {instead}")
 
     def _require_alone(self, node: fx.Node, changed: Any) -> None:
         """Refuse a change in place of what other operations use, or of the clipped input."""

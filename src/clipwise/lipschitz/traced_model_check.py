@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from clipwise.errors import StepError
+from clipwise.layers.clipped.layer import HOOKS
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
 from clipwise.lipschitz.rule_tables import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
@@ -59,15 +60,13 @@ class AsTraced:
         """Refuse a model that would not do what was traced."""
         require_no_global_hooks()
         if not self._always_traces:
-            if self._is_known_at_a_glance():
+            if self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced:
                 return
             if [self._look_at(m) for m in self._modules] == self._seen:
                 self._remember()
                 return
         self._require_same_layers()
-        again = graph_again(self._model)
-        self._require_same_tensors(again)
-        self._require_same_steps(again)
+        self._require_same_graph(graph_again(self._model))
         self._remember()
 
     def _has_choices(self) -> bool:
@@ -92,17 +91,12 @@ class AsTraced:
         is_held = not any(isinstance(v, Tensor) for v in values)
         self._glanced = self._glance() if is_held else None
 
-    def _is_known_at_a_glance(self) -> bool:
-        return self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced
-
     def _glance(self) -> list[Any]:
         """Names and identities, module after module, by few calls; and what can be written to, by its contents."""
         found = [list(map(type, self._modules)), [self._key(value) for value in self._writable]]
         for those in (self._attributes, self._owned):
-            found += [
-                list(chain.from_iterable(those)),
-                list(map(id, chain.from_iterable(map(_VALUES, those)))),
-            ]
+            values = chain.from_iterable(map(_VALUES, those))
+            found += [list(chain.from_iterable(those)), list(map(id, values))]
         return found
 
     def _look_at(self, module: nn.Module) -> Look:
@@ -144,22 +138,17 @@ class AsTraced:
                     "in place, under torch.no_grad().)"
                 )
 
-    def _require_same_tensors(self, again: fx.Graph) -> None:
-        for node in again.nodes:
-            name = str(node.target)
-            if node.op == "get_attr" and attribute_of(self._model, name) is not attribute_of(
-                self._network.graph, name
-            ):
+    def _require_same_graph(self, again: fx.Graph) -> None:
+        for name in [str(node.target) for node in again.nodes if node.op == "get_attr"]:
+            if attribute_of(self._model, name) is not attribute_of(self._network.graph, name):
                 raise _replaced(f"The tensor {name!r}")
-
-    def _require_same_steps(self, again: fx.Graph) -> None:
         before, now = self._network.steps, tuple(steps_of(again))
         if now == before:
             return
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
             "The model's forward pass does something else than when it was traced: "
-            f"{other.told}, where it had {one.told}. The bounds are for the trace: set what it reads back, or make a "
+            f"{other.words}, where it had {one.words}. The bounds are for the trace: set what it reads back, or make a "
             "new private run."
         )
 
@@ -179,14 +168,9 @@ def _can_be_written_to(value: Any) -> bool:
     )
 
 
-def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
     """What is called in a forward or a backward pass."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    return [getattr(module, hooks) for hooks in HOOKS]
 
 
 def _replaced(what: str) -> StepError:

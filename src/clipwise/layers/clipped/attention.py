@@ -105,8 +105,8 @@ def _projection_factors(
         for g, one in zip(gs, each, strict=True)
     ]
     if by_windows:  # lengths are those of inputs as they came
-        scales = (one.scale_B[:, None] for one in each)
-        norms = Norms(_side_by_side(s * m.weighted for m, s in zip(found, scales, strict=True)))
+        weighted = (m.weighted for m in found if m.weighted is not None)
+        norms = Norms(_side_by_side(one.scale_B[:, None] * w for one, w in zip(each, weighted, strict=True)))
     else:
         norms = Norms(second=_side_by_side(m.square for m in found), has_squares=True)
     bound = None

@@ -84,16 +84,17 @@ def clip_inputs(
             require_layers(argument, given, found, complete=argument != "uses")
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in found.items():
-        norms = [
-            clip_constant(argument, given[name] if isinstance(given, Mapping) else given)
-            for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm))
-        ]
+        of_inputs = input_norm[name] if isinstance(input_norm, Mapping) else input_norm
+        of_gradients = grad_norm[name] if isinstance(grad_norm, Mapping) else grad_norm
+        constants = Constants(
+            clip_constant("input_norm", of_inputs), clip_constant("grad_norm", of_gradients), mode, bound
+        )
         count = uses.get(name, 1)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigurationError(
                 f"uses: layer {name!r} needs a whole number of at least 1, not {count!r}."
             )
-        clipped = _KINDS[type(layer)](layer, Constants(*norms, mode, bound), count, name)
+        clipped = _KINDS[type(layer)](layer, constants, count, name)
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder):
@@ -123,7 +124,7 @@ def set_clips(
             layers.setdefault(module.name, []).append(module)
     if not layers:
         raise ConfigurationError("model has no clipped layers: call clip_inputs(model, ...) first.")
-    changes: dict[str, dict[str, float]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm)):
         if given is None:
             continue
