@@ -29,7 +29,7 @@ from benchmarks.environment import environment
 from clipwise import layers
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.clipped.convolution import Convolution
-from clipwise.layers.clipped.maps import Seen
+from clipwise.layers.clipped.linear_map import Seen
 from clipwise.layers.clipped.scales import AIM, lengths
 from experiments import data, models
 

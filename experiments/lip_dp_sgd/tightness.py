@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from clipwise.layers.bounded_norm import BoundedGroupNorm
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import BoundedGroupNorm, ClipInput
 from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, tightness, trace
 from clipwise.lipschitz.rule import Effort
 from clipwise.tune import training

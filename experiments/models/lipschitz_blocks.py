@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from clipwise.layers.bounded_norm import BoundedGroupNorm
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import BoundedGroupNorm, ClipInput
 from clipwise.validation.arguments import require_known
 from experiments.models.norms import MOST_GROUPS, group_norm, no_norm
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.layers.replace import replace_batchnorm
+from clipwise.layers.replace_batchnorm import replace_batchnorm
 
 SOUND = ("public", "self+public", "public-exact", "frozen", "group", "layer")
 CLASSES = 3

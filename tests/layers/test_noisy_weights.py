@@ -11,10 +11,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError
-from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.layers.replace import replace_batchnorm
-from clipwise.layers.standardize import standardize_weights
+from clipwise.layers.replace_batchnorm import replace_batchnorm
+from clipwise.layers.weight_parametrizations import NoisyWeights, standardize_weights, with_noisy_weights
 from tests.layers.normalized import images, network, public, sound
 from tests.sites import site
 

@@ -9,9 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
-from clipwise.layers.clip_input import ClipInput
-from clipwise.layers.l2_attention import L2Attention
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, L2Attention
 from clipwise.lipschitz.bounds import Bounds, bounds_of
 from clipwise.lipschitz.trace import trace
 

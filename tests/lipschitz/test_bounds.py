@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from clipwise import layers
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.clip_input import ClipInput
-from clipwise.layers.replace import replace_batchnorm
+from clipwise.layers.bounded import ClipInput
+from clipwise.layers.replace_batchnorm import replace_batchnorm
 from clipwise.lipschitz import bounds_of, clip_weights_, limits_of, trace
 from tests.lipschitz.networks import draw, ratios
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import bounds_of, trace
 from clipwise.lipschitz.activations import MODULES, constants_of
 

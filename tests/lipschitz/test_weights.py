@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import clip_weights_, limits_of, on_limit, trace
 from tests.lipschitz.networks import draw
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
-from clipwise.layers.replace import replace_batchnorm
+from clipwise.layers.replace_batchnorm import replace_batchnorm
 from clipwise.optim.averaging import AveragedParameters
 from tests.runs import losses_of, network, parameters, private_run, same, train
 

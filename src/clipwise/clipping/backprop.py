@@ -17,8 +17,8 @@ from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped import ClippedLayer
-from clipwise.layers.clipped.put_in import Numbers, require_layers
-from clipwise.layers.clipped.scales import MODES, Constants, number
+from clipwise.layers.clipped.clip_inputs import Numbers, require_layers
+from clipwise.layers.clipped.scales import MODES, Constants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
 from clipwise.validation.arguments import require_known, with_plain_numbers
@@ -85,7 +85,7 @@ class Backprop(Strategy):
         for argument in ("input_norm", "grad_norm"):
             given = getattr(self, argument)
             for value in given.values() if isinstance(given, Mapping) else () if given is None else (given,):
-                number(argument, value)
+                clip_constant(argument, value)
         if self.mode is not None:
             require_known("mode", self.mode, MODES)
         require_split(self.split)

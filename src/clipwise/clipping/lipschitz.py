@@ -19,8 +19,7 @@ from clipwise.clipping.repeated import RepeatedOutputs
 from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
-from clipwise.layers.clip_input import ClipInput
-from clipwise.lipschitz.as_traced import AsTraced
+from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import (
@@ -30,9 +29,10 @@ from clipwise.lipschitz.losses import (
     constant_of,
     require_bounded,
 )
-from clipwise.lipschitz.matching import GraphMatch
+from clipwise.lipschitz.output_graph_check import GraphMatch
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
+from clipwise.lipschitz.traced_model_check import AsTraced
 from clipwise.lipschitz.weights import (
     NORMS,
     MaxWeightNorm,

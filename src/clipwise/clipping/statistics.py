@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.layers.batch_observations import Observation, observations
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.layers.observed import Observation, observations
 from clipwise.report.wording import STATISTICS_OF
 from clipwise.validation.arguments import with_plain_numbers
 

@@ -7,11 +7,15 @@ from clipwise.layers.batch_statistics import (
     with_released_statistics,
     without_running_statistics,
 )
-from clipwise.layers.bounded_norm import BoundedGroupNorm, BoundedLayerNorm
-from clipwise.layers.clip_input import ClipInput
+from clipwise.layers.bounded import (
+    BoundedGroupNorm,
+    BoundedLayerNorm,
+    ClipInput,
+    L2Attention,
+    L2Mixture,
+    TemperedSigmoid,
+)
 from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
-from clipwise.layers.l2_attention import L2Attention, L2Mixture
-from clipwise.layers.noisy_weights import NoisyWeights, with_noisy_weights
 from clipwise.layers.public_batchnorm import (
     PublicBatchNorm,
     PublicBatchNorm1d,
@@ -19,9 +23,13 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm3d,
 )
 from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.layers.replace import replace_batchnorm
-from clipwise.layers.standardize import StandardizedWeight, standardize_weights
-from clipwise.layers.tempered import TemperedSigmoid
+from clipwise.layers.replace_batchnorm import replace_batchnorm
+from clipwise.layers.weight_parametrizations import (
+    NoisyWeights,
+    StandardizedWeight,
+    standardize_weights,
+    with_noisy_weights,
+)
 
 __all__ = [
     "BatchStatisticsNorm",

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.observed import observed
+from clipwise.layers.batch_observations import observed
+from clipwise.layers.exchange_modules import exchange_modules
 from clipwise.validation.arguments import naming, require_module
 
 
@@ -30,7 +31,7 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
     `num_batches_tracked` counts those public batches, or releases. While it is 0, evaluation uses batch statistics too.
 
     Attributes:
-        is_observed: whether, in training, the graph of its output tells what it saw (layers/observed.py).
+        is_observed: whether, in training, the graph of its output tells what it saw (layers/batch_observations.py).
         has_statistics: whether there are statistics for evaluation: of public data, or released. It says that
             `num_batches_tracked` is not 0, without a look into a tensor, which an exported forward pass cannot have.
 
@@ -50,13 +51,20 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
         if self._collector is not None:
             self._collector.add(input)
         elif not self.training and self.has_statistics:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+            return self._by_running_statistics(input)
         if input.numel() == self.num_features:
             normalized = self._of_one_value(input)
         else:
             normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        return self._seen(normalized, input)
+
+    def _by_running_statistics(self, input: Tensor) -> Tensor:
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+        )
+
+    def _seen(self, normalized: Tensor, input: Tensor) -> Tensor:
+        """The output; in training, where that is wanted, with what the layer saw on its graph."""
         return observed(normalized, self, input) if self.training and self.is_observed else normalized
 
     def reset_running_stats(self) -> None:
@@ -102,10 +110,7 @@ class ReleasedStatisticsNorm(BatchStatisticsNorm):
         if self._collector is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        normalized = F.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-        )
-        return observed(normalized, self, input) if self.training and self.is_observed else normalized
+        return self._seen(self._by_running_statistics(input), input)
 
 
 def without_running_statistics(model: nn.Module) -> nn.Module:
@@ -131,22 +136,11 @@ def with_released_statistics(model: nn.Module) -> nn.Module:
 
 def _replaced(model: nn.Module, kind: type[BatchStatisticsNorm]) -> nn.Module:
     require_module(model)
-    if _is_to_replace(model):
-        return _replacement(model, kind)
-    made: dict[nn.Module, BatchStatisticsNorm] = {}  # a layer that is used in several places stays one
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and _is_to_replace(child):
-                if child not in made:
-                    made[child] = _replacement(child, kind)
-                module._modules[name] = made[child]
-    return model
+    return exchange_modules(model, {m: _replacement(m, kind) for m in model.modules() if _is_to_replace(m)})
 
 
 def recompute_statistics(
-    model: nn.Module,
-    public_batches: Iterable[Any],
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    model: nn.Module, public_batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
 ) -> nn.Module:
     """Set the statistics that evaluation uses, from public data. Returns the model, in `.eval()`.
 
@@ -167,19 +161,34 @@ def recompute_statistics(
                 f"Layer {name!r} ({type(module).__name__}) is an ordinary batch norm layer: call "
                 "clipwise.layers.without_running_statistics(model) first, before training."
             )
-    layers = [m for m in model.modules() if isinstance(m, BatchStatisticsNorm)]
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, BatchStatisticsNorm)}
     model.eval()
     batches = 0
-    with _collecting(layers), torch.no_grad():
+    with _collecting(list(layers.values())) as collectors, torch.no_grad():
         for batch in public_batches:
             with naming("public_batches"):
-                _ = _on_first(model, batch) if forward is None else forward(model, batch)
+                if forward is None:
+                    model(batch[0] if isinstance(batch, (list, tuple)) else batch)
+                else:
+                    forward(model, batch)
             batches += 1
-        names = {m: name for name, m in model.named_modules()}
-        for layer in layers:
-            _require_known(names[layer], layer)
-        for layer in layers:
-            _set(layer, batches)
+    for name, found in zip(layers, collectors, strict=True):  # refused before any layer is changed
+        if found.count < 2:
+            raise ConfigurationError(
+                f"public_batches holds fewer than two values for the batch norm layer {name!r}: give more public data, "
+                "and a forward that uses every layer."
+            )
+        if not bool(torch.isfinite(found.mean_C).all() & torch.isfinite(found.square_C).all()):
+            raise ConfigurationError(
+                f"public_batches gives the batch norm layer {name!r} values that are not finite: leave those rows out."
+            )
+    for layer, found in zip(layers.values(), collectors, strict=True):
+        assert layer.running_mean is not None and layer.running_var is not None
+        assert layer.num_batches_tracked is not None
+        layer.running_mean.copy_(found.mean_C)
+        layer.running_var.copy_(found.square_C / (found.count - 1))
+        layer.num_batches_tracked.fill_(batches)
+        layer.has_statistics = True
     return model
 
 
@@ -207,43 +216,15 @@ class _Collector:
 
 
 @contextmanager
-def _collecting(layers: list[BatchStatisticsNorm]) -> Iterator[None]:
-    for layer in layers:
-        layer._collector = _Collector(layer.num_features)
+def _collecting(layers: list[BatchStatisticsNorm]) -> Iterator[list[_Collector]]:
+    collectors = [_Collector(layer.num_features) for layer in layers]
+    for layer, collector in zip(layers, collectors, strict=True):
+        layer._collector = collector
     try:
-        yield
+        yield collectors
     finally:
         for layer in layers:
             layer._collector = None
-
-
-def _require_known(name: str, layer: BatchStatisticsNorm) -> None:
-    """Refuse statistics that are none, before any layer is changed."""
-    found = layer._collector
-    assert found is not None
-    if found.count < 2:
-        raise ConfigurationError(
-            f"public_batches holds fewer than two values for the batch norm layer {name!r}: give more public data, and "
-            "a forward that uses every layer."
-        )
-    if not bool(torch.isfinite(found.mean_C).all() & torch.isfinite(found.square_C).all()):
-        raise ConfigurationError(
-            f"public_batches gives the batch norm layer {name!r} values that are not finite: leave those rows out."
-        )
-
-
-def _set(layer: BatchStatisticsNorm, batches: int) -> None:
-    found = layer._collector
-    assert found is not None and layer.running_mean is not None and layer.running_var is not None
-    assert layer.num_batches_tracked is not None
-    layer.running_mean.copy_(found.mean_C)
-    layer.running_var.copy_(found.square_C / (found.count - 1))
-    layer.num_batches_tracked.fill_(batches)
-    layer.has_statistics = True
-
-
-def _on_first(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0] if isinstance(batch, (list, tuple)) else batch)
 
 
 def _is_to_replace(module: nn.Module) -> bool:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.layers.noisy_weights import NoisyWeights
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.layers.public_rows import as_rows, placed
+from clipwise.layers.weight_parametrizations import NoisyWeights
 from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.tensor_changes import Changes
@@ -248,21 +247,21 @@ class PublicStatistics:
         for name, layer in self._exact().items():
             for key in ("weight", "bias"):
                 p = layer._parameters.get(key)
+                problem = ""
                 if p is None or not p.requires_grad:
-                    raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' needs a trainable {key}, whose gradient it works with. "
-                        "Let it require gradients, or use kind='public'."
+                    problem = (
+                        f"needs a trainable {key}, whose gradient it works with. Let it require gradients"
                     )
-                if sum(p is other for other in uses) > 1:
-                    raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' needs a {key} of its own, but the model has this one at "
-                        "several places. Give the layer a copy, or use kind='public'."
+                elif sum(p is other for other in uses) > 1:
+                    problem = f"needs a {key} of its own, but the model has it at several places. Give the layer a copy"
+                elif trained is not None and p not in trained:
+                    problem = (
+                        f"works with the gradient of its {key}, which is no parameter of the model that is trained. "
+                        "Train the whole model that the public statistics were made for"
                     )
-                if trained is not None and p not in trained:
+                if problem:
                     raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' works with the gradient of its {key}, which is no "
-                        "parameter of the model that is trained. Train the whole model that the public statistics were "
-                        "made for, or use kind='public'."
+                        f"Layer {name!r}: kind='public-exact' {problem}, or use kind='public'."
                     )
 
     # -------------------------------------------------------------------- inside
@@ -337,3 +336,28 @@ def _require_settled_weights(model: nn.Module) -> None:
                 f"Layer {layer!r} draws its weights anew at each pass: the public statistics would be those of other "
                 "draws than the batch meets. Use kind='group' or kind='layer'."
             )
+
+
+def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The arguments of a call of the model on public rows, detached from whatever made them."""
+    rows = (public,) if isinstance(public, Tensor) else public
+    is_rows = isinstance(rows, (tuple, list)) and all(isinstance(x, Tensor) and x.dim() for x in rows)
+    if not is_rows or not rows:  # in this order: not everything can say whether it is empty
+        raise ConfigurationError(
+            "public must be a tensor of rows as the model takes them, or a tuple of tensors for several arguments, not "
+            f"{type(public).__name__}."
+        )
+    if len({len(x) for x in rows}) > 1 or len(rows[0]) < 2:
+        raise ConfigurationError(
+            "public must hold two rows or more, as many in each tensor: statistics of one row say nothing."
+        )
+    if not all(bool(torch.isfinite(x).all()) for x in rows):
+        raise ConfigurationError(
+            "public holds values that are not finite: leave those rows out, or statistics would not be."
+        )
+    return tuple(x.detach() for x in rows)
+
+
+def placed(rows: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, ...]:
+    """On the device and, if they are no ids, in the precision of a tensor of the model."""
+    return tuple(x.to(at) if x.is_floating_point() else x.to(at.device) for x in rows)

@@ -1,7 +1,6 @@
 """Certified bounds of gradients from the norms of weights: no per-example gradient is ever formed."""
 
 from clipwise.lipschitz.bounds import Bounds, bounds_of
-from clipwise.lipschitz.comparing import Tightness, tightness
 from clipwise.lipschitz.losses import (
     BoundedLoss,
     CosineSimilarity,
@@ -11,7 +10,8 @@ from clipwise.lipschitz.losses import (
     SoftmaxCrossEntropy,
     clip_output_gradients,
 )
-from clipwise.lipschitz.matching import GraphMatch
+from clipwise.lipschitz.output_graph_check import GraphMatch
+from clipwise.lipschitz.tightness import Tightness, tightness
 from clipwise.lipschitz.trace import Network, trace
 from clipwise.lipschitz.weights import clip_weights_, limits_of, on_limit
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
+from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rounding, Rule
 
 # The largest slopes, rounded up. Those above 1 lie outside the flat and the linear parts of the function.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
 _HARDSIGMOID = 1 / 6 * (1 + 1e-7)  # torch has 1/6 in float32, also where it computes in float64
 _LARGEST_EXPONENT = 80.0  # exp of it is a number in float32
 _SELU = 1.0507009873554805 * 1.6732632423543773 * (1 + 1e-9)
-
 
 Constants = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
 
@@ -30,30 +29,67 @@ class ElementwiseRule(Rule):
     """
 
     def __init__(self, constants: Constants, rounding: Rounding) -> None:
-        self.slope, self.at_zero, self.most = constants
-        self.rounding = rounding
+        self.constants, self.rounding = constants, rounding
+
+    def slope(self, norms: Norms) -> float:
+        """The largest |f'|."""
+        return self.constants[0]
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,) = reaches
+        (x,), (slope,) = reaches, self.gains(reaches, norms)
         slack = 1 + self.rounding.of_elements
-        slope, at_zero = self.slope * slack, self.at_zero * slack
+        _, at_zero, most = self.constants
+        at_zero *= slack
         last = x.shape[-1] if x.shape else 1
         return Reach.of(
             x.shape,
             norm=slope * x.norm + math.sqrt(x.size) * at_zero,
             row=slope * x.row + math.sqrt(last) * at_zero,
-            entry=min(slope * x.entry + at_zero, self.most * slack),
+            entry=min(slope * x.entry + at_zero, most * slack),
         )
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (self.slope * (1 + self.rounding.of_elements),)
+        return (self.slope(norms) * (1 + self.rounding.of_elements),)
 
 
-class LearnedSlopeRule(Rule):
+def activation_rule(call: Call) -> Rule:
+    """Of a module whose constants are known."""
+    try:
+        return ElementwiseRule(constants_of(call.target), call.rounding)
+    except ConfigurationError as error:
+        raise call.refusal(str(error).rstrip(".")) from None
+
+
+def affine_rule(factor: float, rounding: Rounding, shift: float = 0.0) -> Rule:
+    """Of c x + d, for public numbers c and d."""
+    return ElementwiseRule((abs(factor), abs(shift), math.inf), rounding)
+
+
+class DropoutRule(ElementwiseRule):
+    """In training, what is kept is multiplied by 1 / (1 - p). The rate is read when it is needed: it may be changed."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__((1.0, 0.0, math.inf), call.rounding)
+        self.module = call.target
+
+    def slope(self, norms: Norms) -> float:
+        return dropped(self.module.p)
+
+
+def dropped(p: float) -> float:
+    """By what dropout multiplies the numbers that it keeps in training."""
+    return 1 / (1 - p) if p < 1 else 1.0
+
+
+class LearnedSlopeRule(ElementwiseRule):
     """PReLU: y = x above 0 and a x below. |y| <= max(1, |a|) |x|; |da| <= |g| |x|."""
 
-    def __init__(self, module: nn.PReLU, rounding: Rounding) -> None:
-        self.module, self.rounding = module, rounding
+    def __init__(self, call: Call) -> None:
+        super().__init__((1.0, 0.0, math.inf), call.rounding)
+        self.module: nn.PReLU = call.target
+
+    def slope(self, norms: Norms) -> float:
+        return max(1.0, norms["weight"])
 
     def measured(self, effort: Effort) -> Measurements:
         return {"weight": self.module.weight.detach().double().abs().amax()}
@@ -64,13 +100,6 @@ class LearnedSlopeRule(Rule):
     def limited(self, effort: Effort) -> Measurements:
         return self.measured(effort)
 
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,), (slope,) = reaches, self.gains(reaches, norms)
-        return Reach.of(x.shape, slope * x.norm, slope * x.row, slope * x.entry)
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (max(1.0, norms["weight"]) * (1 + self.rounding.of_elements),)
-
     def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
         (x,) = reaches
         return {"weight": x.norm * (1 + self.rounding.of_sum(x.size))}
@@ -79,14 +108,15 @@ class LearnedSlopeRule(Rule):
 class SoftmaxRule(Rule):
     """Softmax along one dimension of d entries: its Jacobian diag(p) - p p^T has norm 1/2 at most; |p| <= 1."""
 
-    def __init__(self, dim: int, rounding: Rounding) -> None:
-        self.dim, self.rounding = dim, rounding
+    def __init__(self, call: Call) -> None:
+        if call.target.dim is None:
+            raise call.refusal("give dim")
+        self.dim, self.rounding = call.own_dimension(call.target.dim), call.rounding
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         (x,) = reaches
         slack = 1 + self.rounding.of_sum(x.shape[self.dim])
-        last = x.shape[-1] if self.dim in (-1, len(x.shape) - 1) else math.inf
-        row = slack if last != math.inf else math.inf
+        row = slack if self.dim == len(x.shape) - 1 else math.inf
         return Reach.of(x.shape, math.sqrt(x.size / x.shape[self.dim]) * slack, row, slack)
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
@@ -94,19 +124,17 @@ class SoftmaxRule(Rule):
         return (0.5 * (1 + 4 * self.rounding.of_sum(x.shape[self.dim])),)
 
 
-def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[nn.Module], Constants]:
+def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[Any], Constants]:
     return lambda module: (slope, at_zero, most)
 
 
-def _clamped(module: nn.Module) -> Constants:
-    assert isinstance(module, nn.Hardtanh)
+def _clamped(module: nn.Hardtanh) -> Constants:
     low, high = float(module.min_val), float(module.max_val)
     return 1.0, max(low, -high, 0.0), max(abs(low), abs(high))
 
 
-def _celu(module: nn.Module) -> Constants:
+def _celu(module: nn.CELU) -> Constants:
     """Below 0 the slope is exp(x / alpha)."""
-    assert isinstance(module, nn.CELU)
     if not module.alpha > 0:
         raise ConfigurationError(
             f"CELU with alpha={module.alpha} has no bounded slope: give a positive alpha."
@@ -114,9 +142,8 @@ def _celu(module: nn.Module) -> Constants:
     return 1.0, 0.0, math.inf
 
 
-def _softplus(module: nn.Module) -> Constants:
+def _softplus(module: nn.Softplus) -> Constants:
     """log(1 + exp(beta x)) / beta, or x itself above the threshold."""
-    assert isinstance(module, nn.Softplus)
     if module.beta == 0:
         raise ConfigurationError("Softplus with beta=0 has no values: give another beta.")
     if module.threshold > _LARGEST_EXPONENT:
@@ -128,14 +155,14 @@ def _softplus(module: nn.Module) -> Constants:
 
 
 def constants_of(module: nn.Module) -> Constants:
-    """Slope, |f(0)| and the largest |f| of an activation as it is set, or an error that says what is wrong."""
+    """Slope, |f(0)| and the largest |f| of an activation with its settings; an error where there are none."""
     for name, value in vars(module).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigurationError(f"{name}={value} gives no bound: set a finite number.")
     return MODULES[type(module)](module)
 
 
-MODULES: dict[type[nn.Module], Callable[..., Constants]] = {
+MODULES: dict[type[nn.Module], Callable[[Any], Constants]] = {
     nn.ReLU: _fixed(1.0),
     nn.ReLU6: _fixed(1.0, most=6.0),
     nn.LeakyReLU: lambda m: (max(1.0, abs(m.negative_slope)), 0.0, math.inf),
@@ -160,31 +187,27 @@ MODULES: dict[type[nn.Module], Callable[..., Constants]] = {
     nn.Identity: _fixed(1.0),
 }
 
-# The same as functions with settings: the module, and the names of the arguments after the input.
-WITH_SETTINGS: dict[object, tuple[type[nn.Module], tuple[str, ...]]] = {
-    F.leaky_relu: (nn.LeakyReLU, ("negative_slope", "inplace")),
-    F.elu: (nn.ELU, ("alpha", "inplace")),
-    F.celu: (nn.CELU, ("alpha", "inplace")),
-    F.gelu: (nn.GELU, ("approximate",)),
-    F.softplus: (nn.Softplus, ("beta", "threshold")),
-    F.hardtanh: (nn.Hardtanh, ("min_val", "max_val", "inplace")),
-}
-
-# And as functions or methods without any.
-FUNCTIONS: dict[object, Constants] = {
-    function: constants
-    for functions, constants in (
-        ((F.relu, torch.relu, "relu"), (1.0, 0.0, math.inf)),
-        ((F.tanh, torch.tanh, "tanh"), (1.0, 0.0, 1.0)),
-        ((F.sigmoid, torch.sigmoid, "sigmoid"), (0.25, 0.5, 1.0)),
-        ((F.relu6,), (1.0, 0.0, 6.0)),
-        ((F.selu, torch.selu), (_SELU, 0.0, math.inf)),
-        ((F.silu,), (_SILU, 0.0, math.inf)),
-        ((F.mish,), (_MISH, 0.0, math.inf)),
-        ((F.hardswish,), (1.5, 0.0, math.inf)),
-        ((F.softsign,), (1.0, 0.0, 1.0)),
-        ((F.logsigmoid,), (1.0, math.log(2), math.inf)),
-        ((torch.abs, "abs"), (1.0, 0.0, math.inf)),
+# The same as functions and methods: the module, and the names of the arguments after the input.
+FUNCTIONS: dict[object, tuple[type[nn.Module], tuple[str, ...]]] = {
+    function: (kind, settings)
+    for kind, functions, settings in (
+        (nn.ReLU, (F.relu, torch.relu, "relu"), ()),
+        (nn.Tanh, (F.tanh, torch.tanh, "tanh"), ()),
+        (nn.Sigmoid, (F.sigmoid, torch.sigmoid, "sigmoid"), ()),
+        (nn.ReLU6, (F.relu6,), ()),
+        (nn.SELU, (F.selu, torch.selu), ()),
+        (nn.SiLU, (F.silu,), ()),
+        (nn.Mish, (F.mish,), ()),
+        (nn.Hardswish, (F.hardswish,), ()),
+        (nn.Softsign, (F.softsign,), ()),
+        (nn.LogSigmoid, (F.logsigmoid,), ()),
+        (nn.Identity, (torch.abs, "abs"), ()),  # |x| has the slope of x
+        (nn.LeakyReLU, (F.leaky_relu,), ("negative_slope", "inplace")),
+        (nn.ELU, (F.elu,), ("alpha", "inplace")),
+        (nn.CELU, (F.celu,), ("alpha", "inplace")),
+        (nn.GELU, (F.gelu,), ("approximate",)),
+        (nn.Softplus, (F.softplus,), ("beta", "threshold")),
+        (nn.Hardtanh, (F.hardtanh,), ("min_val", "max_val", "inplace")),
     )
     for function in functions
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,8 +34,7 @@ _WORTH_IT = 0.75  # of log2(a): below, a factor of 2 makes it worse or hardly be
 _SWEEPS = 50
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two layers between which a factor may move."""
 
     first: Operation
@@ -45,11 +44,12 @@ class Pair:
 def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
     """All pairs of a network whose parameters are trained and used nowhere else."""
     operations = {op.name: op for op in network.operations}
-    uses = [full for op in network.operations for full in op.parameters.values()]
 
     def movable(node: fx.Node) -> bool:
         names = operations[node.name].parameters.values() if node.name in operations else ()
-        return _is_module(network, node, _LAYERS) and all(uses.count(n) == 1 and n in trained for n in names)
+        return _is_module(network, node, _LAYERS) and all(
+            network.uses[n] == 1 and n in trained for n in names
+        )
 
     found = []
     for node in network.graph.graph.nodes:

@@ -9,16 +9,14 @@ times the sum over its uses, and the pieces of a concatenation share one gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.lipschitz.measuring import measured_together
-from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import EFFORTS, Effort
-from clipwise.lipschitz.shaping import JoinRule
+from clipwise.lipschitz.batched_norms import measured_together
+from clipwise.lipschitz.rule import EFFORTS, Effort, Reach
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import positive, require_known
 
 _SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
 
@@ -97,15 +95,13 @@ def bounds_of(
 
     Args:
         network: a traced model; see `trace`.
-        loss_constant: the largest norm of one example's gradient at the model's output. Whoever uses the result
-            clips that gradient to it.
+        loss_constant: the largest norm of one example's gradient at the model's output, which must be clipped to it.
         effort: what the norms of the weights may cost: "frobenius", "spectral", or "tight", which adds the operator
             norms of convolutions by Fourier transforms.
         limits: instead of the current weights, whatever weights are clipped to these norms (one for each
             parameter; see `weights.limits_of`). The bounds are then the same in every step.
     """
-    if not (math.isfinite(loss_constant) and loss_constant > 0):
-        raise ConfigurationError(f"loss_constant must be a positive, finite number, not {loss_constant!r}.")
+    loss_constant = positive("loss_constant", loss_constant)
     require_known("effort", effort, EFFORTS)
     norms = _allowed_norms(network, limits) if limits is not None else measured_norms(network, effort)
     return bounds_from(network, norms, loss_constant)
@@ -170,11 +166,9 @@ def _backward(
         for own, gain in op.rule.parameter_gains(inputs, norms[op.name]).items():
             name = op.parameters[own]
             parameters[name] = parameters.get(name, _NOTHING) + gradient.times(gain)
-        pieces = isinstance(op.rule, JoinRule)
-        for index, (name, gain) in enumerate(
-            zip(op.inputs, _gains(op.rule.gains(inputs, norms[op.name]), op.inputs), strict=True)
-        ):
-            passed = gradient.piece(op.name, index) if pieces else gradient
+        gains = op.rule.gains(inputs, norms[op.name])
+        for index, (name, gain) in enumerate(zip(op.inputs, gains, strict=True)):
+            passed = gradient.piece(op.name, index) if op.rule.splits_gradient else gradient
             arriving[name] = arriving.get(name, _NOTHING) + passed.times(gain)
     sensitivities = {name: found.largest * _SLACK for name, found in parameters.items()}
     for name, bound in sensitivities.items():
@@ -185,8 +179,3 @@ def _backward(
         {name: reach.norm for name, reach in reaches.items()},
         {name: found.largest * _SLACK for name, found in arriving.items()},
     )
-
-
-def _gains(gains: tuple[float, ...], inputs: Sequence[str]) -> tuple[float, ...]:
-    assert len(gains) == len(inputs)
-    return gains

@@ -1,4 +1,4 @@
-"""Bounds of a convolution as an operator, and how often it looks at each position."""
+"""Bounds of convolutions: the geometry of their windows, their norm as operators, and their rule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from clipwise.lipschitz.measuring import Spectral
-from clipwise.lipschitz.norms import frobenius_norms, spectral_bounds
-from clipwise.lipschitz.rule import Effort, Measurements
+from clipwise.lipschitz.batched_norms import Spectral
+from clipwise.lipschitz.linear import AffineRule
+from clipwise.lipschitz.matrix_norms import EPS, frobenius_norms, spectral_bounds
+from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach
 
-_EPS = torch.finfo(torch.float64).eps
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _SLACK = 2.0**-26  # for sums of up to 2^26 numbers in float64
 _LARGEST_TORUS = 2**23  # numbers in the transfer matrices of a torus bound: 128 MiB
 _TORUS_ITERATIONS = 5
@@ -69,9 +70,8 @@ class Windows:
         return found
 
 
-def windows_of(module: nn.Module, size: Sequence[int], out: Sequence[int]) -> Windows:
+def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> Windows:
     """The geometry of a convolution with zero padding."""
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
     if module.padding == "same":
         before = tuple(r // 2 for r in reach)
@@ -80,11 +80,6 @@ def windows_of(module: nn.Module, size: Sequence[int], out: Sequence[int]) -> Wi
     else:
         before = tuple(module.padding)
     return Windows(tuple(size), module.kernel_size, module.stride, module.dilation, before, tuple(out))
-
-
-def as_matrices(weight: Tensor, groups: int) -> Tensor:
-    """[g, c_out / g, c_in / g * k]: a window's pixels to its outputs."""
-    return weight.reshape(groups, weight.shape[0] // groups, -1)
 
 
 def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort) -> Measurements:
@@ -152,5 +147,71 @@ def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
     )
     bounds = spectral_bounds(folded, _TORUS_ITERATIONS) / math.sqrt(math.prod(windows.stride))
     # An FFT's error is below c log2(N) u of the whole spectrum, |K|_F = sqrt(N) |W|_F.
-    rounding = 32 * math.log2(2 * math.prod(torus)) * _EPS * math.sqrt(math.prod(torus))
+    rounding = 32 * math.log2(2 * math.prod(torus)) * EPS * math.sqrt(math.prod(torus))
     return bounds.amax() + rounding * frobenius_norms(w.flatten(1))
+
+
+class ConvolutionRule(AffineRule):
+    """A convolution with zero padding over P windows; see `Windows` for `cover`, `operator_from` for its norm.
+
+    dW = sum_p g_p window_p^T, so |dW|_F <= |g| |windows|_F <= |g| min(sqrt(cover) |x|, sqrt(P) max_p |window_p|);
+    db = sum_p g_p, so |db| <= sqrt(P) |g|.
+    """
+
+    module: Convolution
+
+    def __init__(self, call: Call) -> None:
+        module: Convolution = call.target
+        (shape,), self.out = call.shapes, call.out
+        if module.padding_mode != "zeros":
+            raise call.refusal(f"padding_mode={module.padding_mode!r} has no bound here: take 'zeros'")
+        if len(shape) != len(module.kernel_size) + 1:
+            raise call.refusal("its input has no dimension for examples: give input_shape without the batch")
+        self.module, self.rounding, self.groups = module, call.rounding, module.groups
+        self.windows = windows_of(module, shape[1:], call.out[1:])
+        self._taps = self.windows.taps
+        self._channels = module.in_channels // module.groups
+        self.gathered = math.sqrt(self.windows.cover)
+
+    def measured(self, effort: Effort) -> Measurements:
+        weight = self.module.weight.detach().double()
+        return super().measured(effort) | operator_terms(weight, self.groups, self.windows, effort)
+
+    def joined(self, found: Norms) -> dict[str, float]:
+        own = {name: found[name] for name in ("weight", "frobenius", "rows", "bias")}
+        return own | {"operator": operator_from(found, self.windows)}
+
+    def allowed(self, limit: float) -> dict[str, float]:
+        return super().allowed(limit) | {"operator": limit * self.gathered}
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        (x,) = reaches
+        window = self._window(x)
+        slack = 1 + self.rounding.of_sum(self._channels * self._taps)
+        each = (norms["weight"] + (slack - 1) * norms["frobenius"]) * window  # the output of one window
+        bias = norms["bias"] * (1 + self.rounding.of_elements)
+        root = math.sqrt(self.windows.positions)
+        # One window's output is bounded group by group; together they are within the root of the groups.
+        apart = math.sqrt(self.groups)
+        return Reach.of(
+            self.out,
+            norm=min(self._gain(norms) * x.norm, root * apart * each) + root * bias,
+            entry=norms["rows"] * slack * window + bias,
+        )
+
+    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
+        (x,) = reaches
+        positions = self.windows.positions
+        slack = 1 + self.rounding.of_sum(positions)
+        # The windows of a group hold its channels only: all groups together are within `cover` of |x|.
+        windows = min(self.gathered * x.norm, math.sqrt(positions) * self._window(x))
+        return self._with_bias(slack * windows, slack * math.sqrt(positions))
+
+    def _window(self, x: Reach) -> float:
+        """The largest norm of what one window holds of one group's channels."""
+        return min(x.norm, math.sqrt(self._taps * self._channels) * x.entry)
+
+    def _gain(self, norms: Norms) -> float:
+        terms = self._taps * max(self._channels, self.module.out_channels // self.groups)
+        rounding = self.rounding.of_sum(terms) * self.gathered * norms["frobenius"]
+        return norms["operator"] + rounding

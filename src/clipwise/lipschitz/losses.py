@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class SoftmaxCrossEntropy(BoundedLoss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return _per_example(losses)
 
     def constant(self, shape: Sequence[int]) -> float:
         # (classes, positions...): each position has its own loss.
@@ -119,7 +118,7 @@ class Huber(BoundedLoss):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
         losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return _per_example(losses)
 
     def constant(self, shape: Sequence[int]) -> float:
         return math.sqrt(math.prod(shape)) * self.delta
@@ -132,7 +131,7 @@ class Logistic(BoundedLoss):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
         losses = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return _per_example(losses)
 
     def constant(self, shape: Sequence[int]) -> float:
         return math.sqrt(math.prod(shape))
@@ -149,14 +148,7 @@ def require_bounded(loss: object) -> None:
 
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
     """The loss's constant for outputs of this shape, or an error if that is none."""
-    found: object = loss.constant(shape)
-    number = float(found) if isinstance(found, numbers.Real) else math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise ConfigurationError(
-            f"{type(loss).__name__}.constant({tuple(shape)}) must be a positive, finite number, the largest norm of an "
-            f"example's gradient at its output, not {found!r}."
-        )
-    return number
+    return positive(f"{type(loss).__name__}.constant({tuple(shape)})", loss.constant(shape))
 
 
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
@@ -175,6 +167,10 @@ def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     shape = (-1, *[1] * (gradients.ndim - 1))
     good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
     return torch.where(good_B.view(shape), gradients * scales_B.to(gradients.dtype).view(shape), 0)
+
+
+def _per_example(losses: Tensor) -> Tensor:
+    return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
 
 def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> None:

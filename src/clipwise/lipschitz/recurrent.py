@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from clipwise.lipschitz.measuring import Length, Spectral
-from clipwise.lipschitz.norms import spectral_bounds
-from clipwise.lipschitz.reach import Reach
-from clipwise.lipschitz.rule import Effort, Measurements, Norms, Rounding, Rule
-from clipwise.lipschitz.shaping import dropped
+from clipwise.lipschitz.activations import dropped
+from clipwise.lipschitz.batched_norms import Length, Spectral
+from clipwise.lipschitz.matrix_norms import spectral_bounds
+from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rule
 
 RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
@@ -48,12 +47,19 @@ class RecurrentRule(Rule):
       C_{j+1} = C_j + H_{j+1}, from C_0 = H_0 = 1.
     """
 
-    def __init__(self, module: nn.RNNBase, shape: Sequence[int], rounding: Rounding) -> None:
-        self.module, self.rounding = module, rounding
-        self.length = shape[0]
+    def __init__(self, call: Call) -> None:
+        module: nn.RNNBase = call.target
+        if len(call.shapes) != 1:
+            raise call.refusal("a first state of its own has no bound here: leave it out, it is 0")
+        if not module.batch_first or module.proj_size:
+            raise call.refusal("only batch_first=True without proj_size has a bound")
+        if len(list(module.parameters())) < len(module._flat_weights):
+            raise call.refusal("weights that are tied within it have no bound here: give each its own tensor")
+        self.module, self.rounding = module, call.rounding
+        self.length = call.shapes[0][0]
         self.directions = ("", "_reverse") if module.bidirectional else ("",)
         self.out = (self.length, module.hidden_size * len(self.directions))
-        self.kept = dropped(module.dropout) * (1 + rounding.of_elements)
+        self.kept = dropped(module.dropout) * (1 + call.rounding.of_elements)
 
     def measured(self, effort: Effort) -> Measurements:
         found: Measurements = {}
@@ -98,9 +104,8 @@ class RecurrentRule(Rule):
                 found["weight_ih" + one.suffix] = gates * x.norm
                 found["weight_hh" + one.suffix] = gates * one.states
                 if self.module.bias:
-                    found["bias_ih" + one.suffix] = found["bias_hh" + one.suffix] = gates * math.sqrt(
-                        self.length
-                    )
+                    bias = gates * math.sqrt(self.length)
+                    found["bias_ih" + one.suffix] = found["bias_hh" + one.suffix] = bias
             above *= self._gain(passes) * self.kept
         return found
 
@@ -116,15 +121,11 @@ class RecurrentRule(Rule):
                 x = Reach.of(x.shape, self.kept * x.norm, self.kept * x.row, self.kept * x.entry)
             passes = [self._pass(f"_l{layer}{direction}", x, norms) for direction in self.directions]
             found.append((x, passes))
-            x = Reach.of(
-                self.out, norm=math.hypot(*(one.states for one in passes)), entry=self._entry(passes)
-            )
+            entry = 1 + self.rounding.of_elements * self.length
+            if not self._is_bounded:
+                entry = max(one.states for one in passes)
+            x = Reach.of(self.out, norm=math.hypot(*(one.states for one in passes)), entry=entry)
         return found, x
-
-    def _entry(self, passes: Sequence[_Pass]) -> float:
-        if self._is_bounded:
-            return 1 + self.rounding.of_elements * self.length
-        return max(one.states for one in passes)
 
     @property
     def _is_bounded(self) -> bool:
@@ -141,9 +142,8 @@ class RecurrentRule(Rule):
         if self._is_bounded:
             size = self.length * self.module.hidden_size
             states = math.sqrt(size) * (1 + self.rounding.of_elements * self.length)
-        if isinstance(
-            self.module, nn.RNN
-        ):  # |h_t| <= |W| |x_t| + |b| + u |h_{t-1}|: the same kernel, forward
+        if isinstance(self.module, nn.RNN):
+            # |h_t| <= |W| |x_t| + |b| + u |h_{t-1}|: the same kernel, forward.
             states = min(states, gates * (into * x.norm + math.sqrt(self.length) * shift))
         return _Pass(suffix, gates, into, states)
 

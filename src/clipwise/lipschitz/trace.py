@@ -6,7 +6,7 @@ import copy
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,19 +15,16 @@ from torch import Tensor, fx, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
-from clipwise.layers.clip_input import ClipInput
-from clipwise.lipschitz.functions import Call, function_rule, instead_of
-from clipwise.lipschitz.graphs import Step, attribute_of, graph_of, steps_of
-from clipwise.lipschitz.modules import module_rule, require_rule
+from clipwise.layers.bounded import ClipInput
+from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.recurrent import RECURRENT
-from clipwise.lipschitz.refusals import UNKNOWN, refusal
-from clipwise.lipschitz.rule import Rounding, Rule
-from clipwise.lipschitz.shaping import MoveRule, ParameterRule
+from clipwise.lipschitz.rule import UNKNOWN, Call, Rounding, Rule, refusal
+from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rule, require_rule
+from clipwise.lipschitz.tensor_operations import MoveRule, ParameterRule
 from clipwise.validation.arguments import plain, require_module
 
-_EXAMPLES = (
-    7919  # a prime: no other dimension is likely to have this size, and tensors without data cost nothing
-)
+# A prime: no other dimension is likely to have this size, and tensors without data cost nothing.
+_EXAMPLES = 7919
 # Numbers that differ between the two depend on how many examples there are; remainders of small numbers differ too.
 _MORE_EXAMPLES = 8212
 _TAKE_SIZES = ("view", "reshape")
@@ -130,7 +127,7 @@ class _Walk:
         self._values: dict[fx.Node, Any] = {}
         self._with_more: dict[fx.Node, Any] = {}
         self._operations: list[Operation] = []
-        # Tied parameters have several names; bounds are told under the first, as optimizers know them.
+        # Tied parameters have several names; bounds are reported under the first, as optimizers know them.
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def network(self) -> Network:
@@ -143,13 +140,9 @@ class _Walk:
         (input_node,) = inputs
         self._require_clipped(input_node)
         for node in nodes:
-            if node.op == "output":
-                break
-            if node.op == "placeholder" and not node.users:
-                continue
-            self._with_more[node] = self._value_with_more(node)
-            self._values[node] = self._value(node)
-        (result,) = next(n for n in nodes if n.op == "output").args
+            if node.op != "output" and (node.op != "placeholder" or node.users):
+                self._follow(node)
+        (result,) = nodes[-1].args
         if not (isinstance(result, fx.Node) and isinstance(self._values[result], Tensor)):
             raise UnsupportedModelError("Lipschitz bounds: the model must return one tensor.")
         steps = tuple(steps_of(self._module.graph))
@@ -157,149 +150,121 @@ class _Walk:
         self._module.graph.eliminate_dead_code()
         self._module.recompile()
         used = {node.name for node in self._module.graph.nodes}
-        return Network(
-            self._module,
-            tuple(op for op in self._operations if op.name in used),
-            input_node.name,
-            result.name,
-            self._input_shape,
-            self._shape(result),
-            self._rounding,
-            steps,
-        )
+        operations = tuple(op for op in self._operations if op.name in used)
+        shapes = self._input_shape, self._shape(result)
+        return Network(self._module, operations, input_node.name, result.name, *shapes, self._rounding, steps)
 
     def _require_clipped(self, input_node: fx.Node) -> None:
         """Whatever sees the input must bound it."""
         for user in input_node.users:
-            module = self._module.get_submodule(str(user.target)) if user.op == "call_module" else None
-            if not isinstance(module, (ClipInput, nn.Embedding)) and not _asks_for_sizes(user):
-                where = str(user.target) if user.op == "call_module" else user.name
+            if not isinstance(self._layer(user), (ClipInput, nn.Embedding)) and not _asks_for_sizes(user):
                 raise UnsupportedModelError(
-                    f"Lipschitz bounds: {where!r} sees inputs of any length. Begin the model with "
+                    f"Lipschitz bounds: {_where(user)!r} sees inputs of any length. Begin the model with "
                     "clipwise.layers.ClipInput(input_norm), for instance nn.Sequential(ClipInput(1.0), model)."
                 )
 
-    def _value_with_more(self, node: fx.Node) -> Any:
-        """What the node gives for another number of examples."""
+    def _follow(self, node: fx.Node) -> None:
+        """What the node gives, for two numbers of examples; and its rule, if that is a value of the network."""
+        self._with_more[node] = self._evaluated(node, self._with_more, _MORE_EXAMPLES)
+        tensors = [n for n in _operands(node) if isinstance(self._values[n], Tensor)]
+        versions = [self._values[n]._version for n in tensors]
+        self._values[node] = self._evaluated(node, self._values, _EXAMPLES)
+        if node.op not in ("placeholder", "get_attr"):
+            self._note(node, tensors)
+        elif node.op == "get_attr" and isinstance(self._values[node], Tensor):
+            owner = attribute_of(self._module, str(node.target))
+            name = self._names.get(id(owner))
+            rule = ParameterRule(owner, self._shape(node))
+            self._operations.append(
+                Operation(node.name, str(node.target), rule, (), {"": name} if name else {})
+            )
+        for source, version in zip(tensors, versions, strict=True):
+            if self._values[source]._version != version:
+                self._require_alone(node, source)
+
+    def _evaluated(self, node: fx.Node, values: dict[fx.Node, Any], examples: int) -> Any:
         if node.op == "placeholder":
-            return self._examples(node, _MORE_EXAMPLES)
+            takes_ids = any(isinstance(self._layer(user), nn.Embedding) for user in node.users)
+            kind = torch.long if takes_ids else _dtype_of(self._model)
+            return torch.empty((examples, *self._input_shape), dtype=kind, device="meta")
         if node.op == "get_attr":
             owner = attribute_of(self._module, str(node.target))
             return owner.detach().to("meta") if isinstance(owner, Tensor) else owner
-        given: Any = (node.args, node.kwargs)
-        where = str(node.target) if node.op == "call_module" else node.name
-        return self._run(node, where, *fx.node.map_arg(given, lambda n: self._with_more[n]))
-
-    def _examples(self, node: fx.Node, count: int) -> Tensor:
-        modules = [u for u in node.users if u.op == "call_module"]
-        whole = any(isinstance(self._module.get_submodule(str(u.target)), nn.Embedding) for u in modules)
-        kind = torch.long if whole else _dtype_of(self._model)
-        return torch.empty((count, *self._input_shape), dtype=kind, device="meta")
-
-    def _value(self, node: fx.Node) -> Any:
-        """What the node gives, on tensors without data; notes the rule if that is a value of the network."""
-        if node.op == "placeholder":
-            return self._examples(node, _EXAMPLES)
-        if node.op == "get_attr":
-            return self._attribute(node)
-        given: Any = (node.args, node.kwargs)
-        arguments, options = fx.node.map_arg(given, lambda n: self._values[n])
-        tensors = [n for n in _operands(node) if isinstance(self._values[n], Tensor)]
-        self._require_alone(node)
-        target: Any = node.target
-        where = str(target) if node.op == "call_module" else node.name
-        value = self._run(node, where, arguments, options)
-        if target is operator.getitem and isinstance(arguments[0], _States):
-            return self._state(node, arguments)
-        if isinstance(value, _States):
-            self._note(node, where, value.output, tensors, arguments, options)
-            return value
-        if not isinstance(value, Tensor):
-            if tensors and not _is_public(value):
-                instead = instead_of(target)
-                raise refusal(where, target, "it gives no single tensor" if instead == UNKNOWN else instead)
-            return value
-        self._note(node, where, value, tensors, arguments, options)
-        return value
-
-    def _run(self, node: fx.Node, where: str, arguments: Any, options: Any) -> Any:
         try:
-            if node.op == "call_module":
-                module = self._hollow.get_submodule(str(node.target))
-                require_rule(where, module)
-                if isinstance(module, RECURRENT) and arguments[0].ndim != 3:
-                    raise refusal(
-                        where,
-                        module,
-                        "an example must have the shape (length, width): torch takes rows for time",
-                    )
-                found = module(*arguments, **options)
-                return _States(found[0]) if isinstance(module, RECURRENT) else found
-            if node.op == "call_method":
-                if str(node.target).startswith("register_"):
-                    raise refusal(where, node.target, "what a hook does has no bound: leave it out")
-                return getattr(arguments[0], str(node.target))(*arguments[1:], **options)
-            assert callable(node.target)
-            if node.target is operator.getitem and isinstance(arguments[0], _States):
-                return arguments[0].output
-            return node.target(*arguments, **options)
+            return self._run(node, *_given(node, values))
         except UnsupportedModelError:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"Lipschitz bounds: {where!r} does not take examples of the shape {self._input_shape}, which is "
+                f"Lipschitz bounds: {_where(node)!r} does not take examples of the shape {self._input_shape}, which is "
                 f"input_shape or that of the dataset ({type(error).__name__}: {error})."
             ) from error
 
-    def _state(self, node: fx.Node, arguments: Any) -> Any:
-        """The first result of a recurrent module is its output at every position."""
-        if arguments[1] != 0:
-            raise refusal(node.name, "the last state", "take output[:, -1], the last position, instead")
-        (source,) = node.all_input_nodes
-        shape = tuple(arguments[0].output.shape[1:])
-        self._operations.append(
-            Operation(node.name, node.name, MoveRule(shape, keeps_rows=True), (source.name,), {})
-        )
-        return arguments[0].output
-
-    def _note(
-        self, node: fx.Node, where: str, value: Tensor, tensors: list[fx.Node], arguments: Any, options: Any
-    ) -> None:
-        shapes = [self._shape(n) for n in tensors]
-        if value.ndim == 0 or value.shape[0] != _EXAMPLES:
-            raise refusal(
-                where,
-                node.target,
-                "the first dimension of its result is not that of the examples; each example must be treated by itself",
-            )
-        if value.dtype not in (torch.float32, torch.float64):
-            raise refusal(
-                where,
-                node.target,
-                f"it gives {value.dtype}: half precision rounds too much to bound, leave dtype out",
-            )
-        out = tuple(value.shape[1:])
-        if any(n and n % _EXAMPLES == 0 for n in out):
-            raise refusal(
-                where,
-                node.target,
-                "its result has the examples in a second dimension too, so that each meets all others: give operands "
-                "the same number of dimensions",
-            )
-        parameters: dict[str, str] = {}
+    def _run(self, node: fx.Node, arguments: Any, options: Any) -> Any:
         if node.op == "call_module":
-            module = self._module.get_submodule(str(node.target))
-            rule = module_rule(where, module, shapes, out, self._rounding)
+            module = self._hollow.get_submodule(str(node.target))
+            require_rule(_where(node), module)
+            if isinstance(module, RECURRENT) and arguments[0].ndim != 3:
+                reason = "an example must have the shape (length, width): torch takes rows for time"
+                raise refusal(_where(node), module, reason)
+            found = module(*arguments, **options)
+            return _States(found[0]) if isinstance(module, RECURRENT) else found
+        if node.op == "call_method":
+            if str(node.target).startswith("register_"):
+                raise refusal(node.name, node.target, "what a hook does has no bound: leave it out")
+            return getattr(arguments[0], str(node.target))(*arguments[1:], **options)
+        if node.target is operator.getitem and isinstance(arguments[0], _States):
+            return arguments[0].output
+        assert callable(node.target)
+        return node.target(*arguments, **options)
+
+    def _note(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+        """The operation of a node that gives a value of the network."""
+        value, where, target = self._values[node], _where(node), node.target
+        arguments, options = _given(node, self._values)
+        if target is operator.getitem and isinstance(arguments[0], _States):
+            # The first result of a recurrent module is its output at every position.
+            if arguments[1] != 0:
+                raise refusal(where, "the last state", "take output[:, -1], the last position, instead")
+            rule: Rule = MoveRule(value.shape[1:], is_same=True)
+            (source,) = node.all_input_nodes
+            self._operations.append(Operation(node.name, where, rule, (source.name,), {}))
+            return
+        value = value.output if isinstance(value, _States) else value
+        if not isinstance(value, Tensor):
+            if tensors and not _is_public(value):
+                instead = instead_of(target)
+                raise refusal(where, target, "it gives no single tensor" if instead == UNKNOWN else instead)
+            return
+        self._require_examples(where, target, value)
+        call = Call(where, target, [self._shape(n) for n in tensors], tuple(value.shape[1:]), self._rounding)
+        parameters: dict[str, str] = {}
+        module = self._layer(node)
+        if module is not None:
+            rule = module_rule(replace(call, target=module))
             parameters = {name: self._names[id(p)] for name, p in module.named_parameters()}
         else:
-            plain_arguments = tuple(None if isinstance(a, Tensor) else a for a in arguments)
-            takes_weights = any(n.op == "get_attr" for n in tensors)
-            call = Call(
-                where, node.target, plain_arguments, options, shapes, out, self._rounding, takes_weights
-            )
-            rule = function_rule(call)
+            given = tuple(None if isinstance(a, Tensor) else a for a in arguments)
+            has_weights = any(n.op == "get_attr" for n in tensors)
+            rule = function_rule(replace(call, arguments=given, options=options, has_weights=has_weights))
         self._require_no_count(node, where)
         self._operations.append(Operation(node.name, where, rule, tuple(n.name for n in tensors), parameters))
+
+    def _require_examples(self, where: str, target: Any, value: Tensor) -> None:
+        reason = ""
+        if value.ndim == 0 or value.shape[0] != _EXAMPLES:
+            reason = (
+                "the first dimension of its result is not that of the examples: treat each example by itself"
+            )
+        elif value.dtype not in (torch.float32, torch.float64):
+            reason = f"it gives {value.dtype}: half precision rounds too much to bound, leave dtype out"
+        elif any(n and n % _EXAMPLES == 0 for n in value.shape[1:]):
+            reason = (
+                "its result has the examples in a second dimension too, so that each is combined with all others: give "
+                "operands the same number of dimensions"
+            )
+        if reason:
+            raise refusal(where, target, reason)
 
     def _require_no_count(self, node: fx.Node, where: str) -> None:
         """How many examples there are is secret: the size of the first dimension, and no number to compute with."""
@@ -307,58 +272,30 @@ class _Walk:
         for n in _operands(node):
             here, more = self._values[n], self._with_more[n]
             if _is_public(here) and here != more and not (may_size and _are_sizes(here, more)):
-                raise refusal(
-                    where,
-                    node.target,
-                    "it computes with the number of examples, which is secret: take a number that is the same for "
-                    "every batch. As a size, for view or reshape, it may be used",
+                reason = "it computes with the number of examples, which is secret"
+                instead = (
+                    "take a number that is the same for every batch. It may be a size for view or reshape"
                 )
+                raise refusal(where, node.target, f"{reason}: {instead}")
 
-    def _require_alone(self, node: fx.Node) -> None:
-        """Nobody else may look at what is changed in place."""
-        module = self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        changes = (
-            node.kwargs.get("inplace") or getattr(module, "inplace", False) or node.target is operator.iadd
-        )
-        changed = node.args[0] if changes else None
+    def _require_alone(self, node: fx.Node, changed: Any) -> None:
+        """Refuse a change in place of what other operations use, or of the clipped input."""
         while isinstance(changed, fx.Node):
-            if len(changed.users) > 1:
-                raise refusal(
-                    node.name, node.target, "it changes in place what others use too: leave inplace out"
-                )
-            if changed.op == "call_module" and isinstance(
-                self._module.get_submodule(str(changed.target)), ClipInput
-            ):
-                raise refusal(
-                    node.name, node.target, "it changes in place what ClipInput gave: leave inplace out"
-                )
+            reason = "what others use too" if len(changed.users) > 1 else "what ClipInput gave"
+            if len(changed.users) > 1 or isinstance(self._layer(changed), ClipInput):
+                raise refusal(node.name, node.target, f"it changes in place {reason}: leave inplace out")
             # A view is the same memory.
-            is_view = any(
-                op.name == changed.name and isinstance(op.rule, MoveRule) for op in self._operations
-            )
-            changed = changed.args[0] if is_view else None
+            rules = [op.rule for op in self._operations if op.name == changed.name]
+            changed = changed.args[0] if any(isinstance(rule, MoveRule) for rule in rules) else None
 
-    def _attribute(self, node: fx.Node) -> Any:
-        owner = attribute_of(self._module, str(node.target))
-        if not isinstance(owner, Tensor):
-            return owner
-        name = self._names.get(id(owner), "")
-        shape = tuple(owner.shape)
-        example = shape[1:] if shape[:1] == (1,) else shape
-        self._operations.append(
-            Operation(
-                node.name, str(node.target), ParameterRule(owner, example), (), {"": name} if name else {}
-            )
-        )
-        return owner.detach().to("meta")
+    def _layer(self, node: fx.Node) -> nn.Module | None:
+        return self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
         """Of one example's value; parameters have no dimension for examples."""
         value = self._values[node]
         shape = tuple((value.output if isinstance(value, _States) else value).shape)
-        if node.op == "get_attr":
-            return shape[1:] if shape[:1] == (1,) else shape
-        return shape[1:]
+        return shape if node.op == "get_attr" and shape[:1] != (1,) else shape[1:]
 
 
 @dataclass(frozen=True)
@@ -366,6 +303,17 @@ class _States:
     """What a recurrent module gives: of its results only the first has bounds."""
 
     output: Tensor
+
+
+def _where(node: fx.Node) -> str:
+    """How a message calls it."""
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def _given(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Its arguments and options, with values in the place of nodes."""
+    given: Any = (node.args, node.kwargs)
+    return fx.node.map_arg(given, lambda n: values[n])
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
+from clipwise.lipschitz.batched_norms import Wanted, measured_together
 from clipwise.lipschitz.bounds import Measured, measured_norms
-from clipwise.lipschitz.measuring import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import positive, require_known
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
-_LEAST = (
-    1e-9  # of its limit: below, a weight is as good as 0, and its certified norm is mostly room for rounding
-)
+# Of its limit: below, a weight is as good as 0, and its certified norm is mostly an allowance for rounding.
+_LEAST = 1e-9
 _ON = 1 - 1e-3  # of its limit: such a layer might do better with a larger one
 
 
 def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, float]:
     """C of each parameter: one for all, or by the name of a parameter or of the module that holds it."""
-    names = [full for op in network.operations for full in op.parameters.values()]
+    names = list(dict.fromkeys(full for op in network.operations for full in op.parameters.values()))
     if not isinstance(max_weight_norm, Mapping):
-        _require_positive(max_weight_norm)
-        return dict.fromkeys(names, float(max_weight_norm))
-    _require_names(max_weight_norm, names)
+        return dict.fromkeys(names, positive("max_weight_norm", max_weight_norm))
+    # The place of a layer in a Sequential is no name: keys are words.
+    held = {key: [n for n in names if n == key or n.startswith(f"{key}.")] for key in max_weight_norm}
+    for key, those in held.items():
+        if not (isinstance(key, str) and those):
+            raise ConfigurationError(
+                f"max_weight_norm: {key!r} is no parameter or module with a bound. Give names of "
+                f"{', '.join(map(repr, names))}, or of modules that hold them."
+            )
     found: dict[str, float] = {}
-    for name in dict.fromkeys(names):
-        given = [key for key in max_weight_norm if name == key or name.startswith(key + ".")]
+    for name in names:
+        given = [key for key, those in held.items() if name in those]
         if not given:
             raise ConfigurationError(
                 f"max_weight_norm: give a number for {name!r}, or for the module that holds it."
             )
-        closest = max(given, key=len)
-        _require_positive(max_weight_norm[closest])
-        found[name] = float(max_weight_norm[closest])
+        found[name] = positive("max_weight_norm", max_weight_norm[max(given, key=len)])
     return found
 
 
@@ -196,20 +198,3 @@ def on_limit(ratios: Mapping[str, Tensor]) -> dict[str, bool]:
 def is_on_limit(ratio: float) -> bool:
     """The same of a single norm over its limit."""
     return ratio >= _ON
-
-
-def _require_names(given: Iterable[object], names: Iterable[str]) -> None:
-    """Of parameters, or of modules that hold some. The place of a layer in a Sequential is no name."""
-    for key in given:
-        if not (isinstance(key, str) and any(n == key or n.startswith(key + ".") for n in names)):
-            known = ", ".join(map(repr, dict.fromkeys(names)))
-            raise ConfigurationError(
-                f"max_weight_norm: {key!r} is no parameter or module with a bound. Give names of {known}, or "
-                "of modules that hold them."
-            )
-
-
-def _require_positive(value: object) -> None:
-    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)
-    if not (is_number and math.isfinite(float(value)) and float(value) > 0):  # type: ignore[arg-type]
-        raise ConfigurationError(f"max_weight_norm must be a positive, finite number, not {value!r}.")

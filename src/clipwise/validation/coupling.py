@@ -31,8 +31,8 @@ from clipwise.gradients.layout import LARGEST_WEIGHT, Probe, probe_weights, surv
 from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
+from clipwise.layers.batch_observations import observations
 from clipwise.layers.clipped import unclipped
-from clipwise.layers.observed import observations
 from clipwise.noise.generators import private_generator
 from clipwise.validation.marked import Trace, plain
 from clipwise.validation.shared_factors import SharedFactors

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers import ClippedLayer, clip_inputs
-from clipwise.layers.clipped import maps, scales, unclipped
+from clipwise.layers.clipped import linear_map, scales, unclipped
 from clipwise.layers.clipped.convolution import Convolution
 from clipwise.layers.clipped.embedding import lookup_norm
 from clipwise.layers.clipped.linear import Matrix
@@ -69,7 +69,7 @@ def test_without_clips_of_gradients_the_gradient_is_the_derivative(
         found = gradients(model, y, g, *with_x)
     import clipwise.layers.clipped as package
 
-    for part in ("attention", "convolution", "embedding", "linear", "normalization", "recurrent"):
+    for part in ("attention", "layer", "recurrent"):
         # The way of evaluation is made of plain operations, which torch can differentiate.
         monkeypatch.setattr(f"{package.__name__}.{part}.is_plain", lambda: True)
     expected = gradients(model, model(x), g, *with_x)
@@ -237,7 +237,7 @@ def test_the_same_where_nobody_may_wait_for_the_device(
     g[1].view(-1)[0] = math.nan
     expected = gradients(model, y, g, *with_x)
     monkeypatch.setattr(scales, "surely_none", lambda flags_B: False)
-    monkeypatch.setattr(maps, "surely_none", lambda flags_B: False)
+    monkeypatch.setattr(linear_map, "surely_none", lambda flags_B: False)
     for a, b in zip(gradients(model, model(x), g, *with_x), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
@@ -279,7 +279,7 @@ def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(
     g = upstream(layer(x), seed=seed)
     true = a_map.pull_back(g, a_map.seen(x), layer.weight.detach(), False, True)[1]  # type: ignore[union-attr]
     assert true is not None
-    windows = float(a_map.gradient_norm(g.abs(), a_map.position_lengths(x)))
+    windows = float(a_map.gradient_norm(g.abs(), a_map.window_lengths(a_map.squares(x))))
     other = float(lengths(x) * a_map.upstream_norm(g, a_map.over_positions(g.abs()), x.shape))
     assert float(true.norm()) <= windows * (1 + 1e-9) <= other * (1 + 1e-6)
 
@@ -291,7 +291,7 @@ def test_lengths_of_half_precision_inputs_are_not_too_short(name: str) -> None:
     layer = case.build().double()
     a_map = Convolution(layer) if isinstance(layer, _ConvNd) else Matrix()  # type: ignore[arg-type]
     x = inputs(case, 64).bfloat16()
-    found, exact = a_map.position_lengths(x), a_map.position_lengths(x.double())
+    found, exact = (a_map.window_lengths(a_map.squares(t)) for t in (x, x.double()))
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 

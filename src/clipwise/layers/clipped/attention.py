@@ -1,23 +1,130 @@
-"""Multi-head attention: the projections of queries, keys and values under one clip, that of the output under another.
+"""Multi-head attention: queries, keys and values under one clip, the output under another. Nothing else is trained.
 
-Nothing else in it is trained.
+Queries, keys and values are three maps whose weights are one tensor:
+
+    q_i, k_i, v_i   = s W_q x_i + b_q, ...       each input clipped to C1 by itself, as in linear_map.py
+    n_i^2           = sum over the three of what bounds each one's gradient (or, without the input, |g|^2)
+    h_i             = s nu_i g_i                 one nu_i for all three
+
+so that the gradient of the whole tensor is at most C1 C2 an example, that of the bias at most C2.
+
+One clip, not three: the gradients of queries and keys are differences that may cancel. Where all positions of a record
+are the same, nothing is left of them but rounding, which depends on the batch, and to "normalize" each by itself would
+make it as long as any gradient. Beside the values' gradient it stays as short as it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.kernels.factors import Norms
+from clipwise.kernels.measures import measures
+from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.linear import Matrix
-from clipwise.layers.clipped.maps import ClippedMap, MapRole
-from clipwise.layers.clipped.projections import THIRDS, ClippedProjections
-from clipwise.layers.clipped.scales import Constants, clipped_input
+from clipwise.layers.clipped.linear_map import ClippedMap, MapRole, Seen, looked_at, mapped, pulled_back
+from clipwise.layers.clipped.scales import (
+    Constants,
+    clipped_input,
+    fits,
+    kernel_scales,
+    upstream_scales,
+    weighted_rows,
+)
+
+THIRDS = 3
+
+
+class ClippedProjections(torch.autograd.Function):
+    """The node; see above. Inputs are [B, T, d], with a T for queries and another one for keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        role: MapRole,
+    ) -> tuple[Tensor, ...]:
+        ctx.role, ctx.examples, ctx.axis = role, len(query), 0
+        seen: dict[int, Seen] = {}  # self-attention gives one input three times
+        for x in (query, key, value):
+            if id(x) not in seen:
+                seen[id(x)] = looked_at(x, role, weight.requires_grad)
+        each = [seen[id(x)] for x in (query, key, value)]
+        biases = [None] * THIRDS if bias is None else bias.chunk(THIRDS)
+        ctx.save_for_backward(*(t for one in each for t in one), weight)
+        return tuple(
+            mapped(one, w, b, role) for one, w, b in zip(each, weight.chunk(THIRDS), biases, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        role: MapRole = ctx.role
+        *kept, weight = ctx.saved_tensors
+        size = len(Seen._fields)
+        each = [Seen(*kept[k * size : (k + 1) * size]) for k in range(THIRDS)]
+        *needs_inputs, needs_w, needs_b, _ = ctx.needs_input_grad
+        switch.saw(ctx, *gradients)
+        # Under autocast they may come in bfloat16: sums are formed in the type of the weights.
+        gs = [g.to(weight.dtype) for g in gradients]
+        nu_B, db = _projection_factors(role, gs, each, needs_w, needs_b)
+        dw = torch.empty_like(weight) if needs_w else None
+        passed = []
+        for k, (g, one, w, needs_x) in enumerate(
+            zip(gs, each, weight.chunk(THIRDS), needs_inputs, strict=True)
+        ):
+            dx, third = pulled_back(role, g, one, w, nu_B, needs_x, needs_w)
+            passed.append(dx)
+            if dw is not None and third is not None:
+                dw.chunk(THIRDS)[k].copy_(third)
+        return *passed, dw, db, None
+
+
+def _projection_factors(
+    role: MapRole, gs: list[Tensor], each: list[Seen], needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
+    c = role.constants
+    by_windows = each[0].lengths_BGP is not None
+    found = [
+        measures(
+            role.map.channels(g), one.lengths_BGP, total=needs_bias, mass=needs_bias, square=not by_windows
+        )
+        for g, one in zip(gs, each, strict=True)
+    ]
+    if by_windows:  # lengths are those of inputs as they came
+        weighted = (m.weighted for m in found if m.weighted is not None)
+        norms = Norms(_side_by_side(one.scale_B[:, None] * w for one, w in zip(each, weighted, strict=True)))
+    else:
+        norms = Norms(second=_side_by_side(m.square for m in found), has_squares=True)
+    bound = None
+    if switch.is_clipping() and needs_weight:
+        bound = c.weight_norm if by_windows else c.grad_norm
+    if fits(gs[0]):
+        nu_B = kernel_scales(norms, bound, c.most)
+    else:
+        nu_B = upstream_scales(norms.of_examples(), bound, c.most)
+    if not needs_bias:
+        return nu_B, None
+    totals, masses = _side_by_side(m.total for m in found), _side_by_side(m.mass for m in found)
+    return nu_B, weighted_rows(totals, masses, c)
+
+
+def _side_by_side(thirds: Iterable[Any]) -> Tensor:
+    """One row an example."""
+    return torch.cat(list(thirds), 1)
 
 
 class ClippedAttention(ClippedLayer):
@@ -32,18 +139,15 @@ class ClippedAttention(ClippedLayer):
         self, layer: nn.MultiheadAttention, constants: Constants, uses: int = 1, name: str = ""
     ) -> None:
         super().__init__(layer, constants, uses, name)
-        for is_there, what, instead in (
-            (not layer.batch_first, "takes positions first", "build it with batch_first=True"),
-            (
-                not layer._qkv_same_embed_dim,
-                "has keys or values of their own size",
-                "leave kdim and vdim out",
-            ),
-            (layer.bias_k is not None, "has add_bias_kv set", "leave it out"),
-            (layer.add_zero_attn, "has add_zero_attn set", "leave it out"),
+        own_size = not layer._qkv_same_embed_dim
+        for is_there, problem in (
+            (not layer.batch_first, "takes positions first: build it with batch_first=True"),
+            (own_size, "has keys or values of their own size: leave kdim and vdim out"),
+            (layer.bias_k is not None, "has add_bias_kv set: leave it out"),
+            (layer.add_zero_attn, "has add_zero_attn set: leave it out"),
         ):
             if is_there:
-                raise UnsupportedModelError(f"Layer {name!r} (MultiheadAttention) {what}: {instead}.")
+                raise UnsupportedModelError(f"Layer {name!r} (MultiheadAttention) {problem}.")
 
     def _take(self, constants: Constants) -> None:
         self._in = MapRole(self, constants, "projections", map=Matrix())
@@ -55,14 +159,9 @@ class ClippedAttention(ClippedLayer):
         return self.layer.in_proj_bias
 
     def bounds(self) -> Mapping[str, float]:
-        c = self.constants
-        weight, bias = c.input_norm * c.grad_norm, c.grad_norm
-        return {
-            "in_proj_weight": weight,
-            "in_proj_bias": bias,
-            "out_proj.weight": weight,
-            "out_proj.bias": bias,
-        }
+        weight, bias = self.constants.weight_norm, self.constants.grad_norm
+        maps = {"in_proj_weight": weight, "in_proj_bias": bias}
+        return maps | {"out_proj.weight": weight, "out_proj.bias": bias}
 
     def forward(
         self,

@@ -15,7 +15,6 @@ L12. It takes the lengths of the windows: one number a position, from a sum over
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -25,9 +24,8 @@ from torch import Tensor, nn
 
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
-from clipwise.layers.clipped.layer import ClippedLayer, is_plain
-from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
-from clipwise.layers.clipped.scales import Constants, clipped_input, fits, lengths, weighted_channels
+from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
+from clipwise.layers.clipped.scales import Constants, fits, weighted_channels
 
 AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -89,27 +87,13 @@ class Convolution(Map):
             with torch.enable_grad():
                 start = seen.detach().requires_grad_(of_input)
                 padded = F.pad(start, self.listed, self.mode)
+        settings = self.stride, self.inner, self.dilation, False, [0] * len(self.kernel), self.groups
         dx, dw, _ = torch.ops.aten.convolution_backward(
-            h,
-            padded.detach(),
-            weight,
-            None,
-            self.stride,
-            self.inner,
-            self.dilation,
-            False,
-            [0] * len(self.kernel),
-            self.groups,
-            [of_input, of_weight, False],
+            h, padded.detach(), weight, None, *settings, [of_input, of_weight, False]
         )
         if of_input and self.repeats:
             (dx,) = torch.autograd.grad(padded, start, dx)
         return (dx if of_input else None), (dw if of_weight else None)
-
-    def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
-        assert mass_Bc is not None
-        a, b = self.upstream_times(x_shape)
-        return torch.minimum(a * lengths(mass_Bc), b * lengths(g))
 
     def upstream_times(self, x_shape: torch.Size) -> tuple[float, float]:
         most, cover = self.counts(tuple(x_shape[2:]))
@@ -153,12 +137,8 @@ class Convolution(Map):
 
     def counts(self, size: tuple[int, ...]) -> tuple[int, int]:
         """m and `cover` on inputs of a size: products over the dimensions."""
-        found = [
-            _counts(n, k, s, d, before, after, self.mode)
-            for n, k, s, d, (before, after) in zip(
-                size, self.kernel, self.stride, self.dilation, self.around, strict=True
-            )
-        ]
+        each = zip(size, self.kernel, self.stride, self.dilation, self.around, strict=True)
+        found = [_counts(n, k, s, d, *around, self.mode) for n, k, s, d, around in each]
         return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
 
 
@@ -183,8 +163,8 @@ def _counts(n: int, k: int, s: int, d: int, before: int, after: int, mode: str) 
     return most, int(in_all.max(initial=0))
 
 
-class ClippedConvolution(ClippedLayer):
-    """`nn.Conv1d`, `2d` or `3d`, clipped. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
+class ClippedConvolution(ClippedMapLayer):
+    """`nn.Conv1d`, `2d` or `3d`, clipped: (B, in, ...) to (B, out, ...)."""
 
     layer: AnyConvolution
 
@@ -197,17 +177,10 @@ class ClippedConvolution(ClippedLayer):
         padding = layer.padding, layer.padding_mode, tuple(layer._reversed_padding_repeated_twice)
         return layer.stride, layer.dilation, layer.groups, layer.weight.shape, padding
 
-    def bounds(self) -> Mapping[str, float]:
-        c = self.constants
-        return {"weight": c.input_norm * c.grad_norm, "bias": c.grad_norm}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, in, ...) to (B, out, ...)."""
-        x = self.require_examples(x, least=2 + len(self.layer.kernel_size))
-        if is_plain():
-            y: Tensor = self.layer(clipped_input(x, self.constants.input_norm))
-            return y
+    def _clipped(self, x: Tensor) -> Tensor:
         if self._geometry != self._geometry_now():  # somebody has set an attribute
             self._take(self.constants)
-        z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
-        return z
+        return super()._clipped(x)
+
+    def _least_dimensions(self) -> int:
+        return 2 + len(self.layer.kernel_size)

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from clipwise.errors import UnsupportedModelError
+from clipwise.gradients.forms import at_least_float32
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
-from clipwise.layers.clipped.scales import Constants, along, cleaned, lengths, upstream_scales
+from clipwise.layers.clipped.layer import OneInputLayer, Role
+from clipwise.layers.clipped.scales import Constants, lengths, scaled, upstream_scales
+
+_NONE = -1
 
 
 class ClippedLookup(torch.autograd.Function):
@@ -40,18 +43,13 @@ class ClippedLookup(torch.autograd.Function):
         switch.saw(ctx, g)
         (ids,) = ctx.saved_tensors
         c = ctx.role.constants
-        ids_BT, g_BTd = ids.reshape(len(ids), -1), g.float().reshape(len(g), ids[:1].numel(), g.shape[-1])
-        if g.dtype == torch.float64:
-            g_BTd = g.reshape(g_BTd.shape)
+        ids_BT = ids.reshape(len(ids), -1)
+        g_BTd = at_least_float32(g).reshape(len(g), ids[:1].numel(), g.shape[-1])
         if ctx.padding >= 0:
             g_BTd = g_BTd.masked_fill((ids_BT == ctx.padding).unsqueeze(-1), 0)
         norm_B = lookup_norm(ids_BT, g_BTd)
-        nu_B = (
-            upstream_scales(norm_B, c.grad_norm, c.most)
-            if switch.is_clipping()
-            else torch.isfinite(norm_B).double()
-        )
-        h_BTd = cleaned(g_BTd, nu_B) * along(nu_B, g_BTd)
+        nu_B = upstream_scales(norm_B, c.grad_norm if switch.is_clipping() else None, c.most)
+        h_BTd = scaled(g_BTd, nu_B)
         table = h_BTd.new_zeros(ctx.rows, g.shape[-1])
         return None, table.index_add_(0, ids_BT.flatten(), h_BTd.flatten(0, 1)), None, None
 
@@ -68,7 +66,7 @@ def lookup_norm(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
     return torch.minimum(by_sums_B, most_B.sqrt() * lengths(g_BTd))
 
 
-class ClippedEmbedding(ClippedLayer):
+class ClippedEmbedding(OneInputLayer):
     """`nn.Embedding`, clipped: the table's gradient is at most C2 an example."""
 
     layer: nn.Embedding
@@ -87,15 +85,11 @@ class ClippedEmbedding(ClippedLayer):
     def bounds(self) -> Mapping[str, float]:
         return {"weight": self.constants.grad_norm}
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def _least_dimensions(self) -> int:
+        return 1
+
+    def _clipped(self, x: Tensor) -> Tensor:
         """(B, ...) whole numbers to (B, ..., d)."""
-        ids = self.require_examples(ids, least=1)
-        if is_plain():
-            y: Tensor = self.layer(ids)
-            return y
         padding = _NONE if self.layer.padding_idx is None else self.layer.padding_idx
-        z: Tensor = ClippedLookup.apply(ids, self.layer.weight, padding, self._role)  # type: ignore[no-untyped-call]
+        z: Tensor = ClippedLookup.apply(x, self.layer.weight, padding, self._role)  # type: ignore[no-untyped-call]
         return z
-
-
-_NONE = -1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, number
+from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
@@ -65,9 +65,8 @@ class ClippedLayer(nn.Module, ABC):
                 f"Layer {self.name!r} was saved with mode={mode!r} and bound={bound!r} and has mode={has.mode!r} and "
                 f"bound={has.bound!r} here: call clip_inputs(..., mode={mode!r}, bound={bound!r}) before you load it."
             )
-        self.constants = Constants(
-            number("input_norm", input_norm), number("grad_norm", grad_norm), mode, bound
-        )
+        input_norm, grad_norm = clip_constant("input_norm", input_norm), clip_constant("grad_norm", grad_norm)
+        self.constants = Constants(input_norm, grad_norm, mode, bound)
 
     @abstractmethod
     def _take(self, constants: Constants) -> None:
@@ -99,6 +98,28 @@ class ClippedLayer(nn.Module, ABC):
         return x
 
 
+class OneInputLayer(ClippedLayer):
+    """A clipped layer with one input and one output, which is one node of the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Examples along the first axis, to the same; see the layer itself for the shapes."""
+        x = self.require_examples(x, least=self._least_dimensions())
+        return self._plain(x) if is_plain() else self._clipped(x)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """Without gradients."""
+        y: Tensor = self.layer(x)
+        return y
+
+    @abstractmethod
+    def _clipped(self, x: Tensor) -> Tensor:
+        """As a node of the graph."""
+
+    @abstractmethod
+    def _least_dimensions(self) -> int:
+        """Of an input, with the axis of examples."""
+
+
 @dataclass(frozen=True)
 class Role:
     """What a node of the graph is to a layer.
@@ -112,15 +133,11 @@ class Role:
     layer: ClippedLayer
     constants: Constants
     name: str = ""
-    _all: Constants = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_all", self.layer.constants)
 
     @property
     def is_present(self) -> bool:
         """Whether the layer still clips as it did when this role was made."""
-        return self._all == self.layer.constants
+        return self.constants == self.layer.constants
 
 
 def trainable_clips(model: nn.Module) -> ClippedLayer | None:
@@ -138,8 +155,4 @@ def has_code_of_its_own(module: nn.Module) -> bool:
 
 def is_plain() -> bool:
     """Whether nobody will ask for gradients: in evaluation, and while torch writes down what a model does."""
-    return not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_tracing()
-
-
-def _is_tracing() -> bool:
-    return bool(torch._C._is_tracing())
+    return not torch.is_grad_enabled() or torch.compiler.is_compiling() or bool(torch._C._is_tracing())

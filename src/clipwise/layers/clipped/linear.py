@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from clipwise.layers.clipped.layer import ClippedLayer, is_plain
-from clipwise.layers.clipped.maps import ClippedMap, Map, MapRole
-from clipwise.layers.clipped.scales import (
-    Constants,
-    clipped_input,
-    lengths,
-    squared_lengths,
-    weighted_channels,
-)
+from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
+from clipwise.layers.clipped.scales import Constants, lengths, squared_lengths, weighted_channels
 
 
 class Matrix(Map):
@@ -35,12 +26,6 @@ class Matrix(Map):
         if of_weight:
             dw = h.reshape(-1, h.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
         return dx, dw
-
-    def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
-        return lengths(g)
-
-    def upstream_times(self, x_shape: torch.Size) -> tuple[float | None, float]:
-        return None, 1.0
 
     def squares(self, x: Tensor) -> Tensor:
         square = squared_lengths(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
@@ -68,23 +53,11 @@ class Matrix(Map):
         return bias
 
 
-class ClippedLinear(ClippedLayer):
-    """`nn.Linear`, clipped. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
-
-    layer: nn.Linear
+class ClippedLinear(ClippedMapLayer):
+    """`nn.Linear`, clipped: (B, ..., in) to (B, ..., out)."""
 
     def _take(self, constants: Constants) -> None:
         self._role = MapRole(self, constants, map=Matrix())
 
-    def bounds(self) -> Mapping[str, float]:
-        c = self.constants
-        return {"weight": c.input_norm * c.grad_norm, "bias": c.grad_norm}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., in) to (B, ..., out)."""
-        x = self.require_examples(x, least=2)
-        if is_plain():
-            y: Tensor = self.layer(clipped_input(x, self.constants.input_norm))
-            return y
-        z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
-        return z
+    def _least_dimensions(self) -> int:
+        return 2

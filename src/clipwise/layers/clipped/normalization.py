@@ -9,7 +9,6 @@ needed, the input is not clipped, and what is passed on is what came.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,18 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
+from clipwise.layers.clipped.layer import OneInputLayer, Role
 from clipwise.layers.clipped.scales import Constants, cleaned, fits, lengths, weighted_rows
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
-        ctx.role, ctx.examples, ctx.axis = role, len(x), 0
-        layer = role.layer.layer
-        ctx.shape, ctx.dtype = list(layer.normalized_shape), x.dtype  # type: ignore[arg-type]
-        ctx.together = math.prod(ctx.shape)  # numbers that have a mean and a variance
-        y, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, layer.eps)  # type: ignore[arg-type]
+        layer: Any = role.layer.layer
+        ctx.role, ctx.examples, ctx.axis, ctx.dtype = role, len(x), 0, x.dtype
+        ctx.shape, ctx.together = list(layer.normalized_shape), math.prod(layer.normalized_shape)
+        y, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, layer.eps)
         ctx.save_for_backward(x, mean, rstd, weight)
         return y
 
@@ -38,31 +36,30 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         g, x, mean, rstd, weight = _arrived(ctx, g)
-        dx = None
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx, _, _ = torch.ops.aten.native_layer_norm_backward(
                 g, x, ctx.shape, mean, rstd, weight, None, [True, False, False]
             )
-        rows = (len(g), x[:1].numel() // max(1, math.prod(ctx.shape)), math.prod(ctx.shape))
-        dw = db = None
+            dx = dx.to(ctx.dtype)
+        rows = (len(g), x[:1].numel() // max(1, ctx.together), ctx.together)
         if ctx.needs_input_grad[1]:
             terms = (x - mean).mul_(rstd).mul_(g).reshape(rows)
-            dw = _summed(*_sum_and_mass(terms.mT), ctx.role.constants).view(ctx.shape)
+            dw = weighted_rows(*_sum_and_mass(terms.mT), ctx.role.constants).view(ctx.shape)
         if ctx.needs_input_grad[2]:
-            db = _summed(*_sum_and_mass(g.reshape(rows).mT), ctx.role.constants).view(ctx.shape)
-        return (None if dx is None else dx.to(ctx.dtype)), dw, db, None
+            db = weighted_rows(*_sum_and_mass(g.reshape(rows).mT), ctx.role.constants).view(ctx.shape)
+        return dx, dw, db, None
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
-        ctx.role, ctx.examples, ctx.axis = role, len(x), 0
-        layer = role.layer.layer
-        ctx.groups, ctx.dtype = layer.num_groups, x.dtype
+        layer: Any = role.layer.layer
+        ctx.role, ctx.examples, ctx.axis, ctx.dtype = role, len(x), 0, x.dtype
         x = x.contiguous()
-        B, c, p = len(x), x.shape[1], math.prod(x.shape[2:])
-        ctx.together = c // ctx.groups * p
-        y, mean, rstd = torch.native_group_norm(x, weight, bias, B, c, p, ctx.groups, layer.eps)  # type: ignore[arg-type]
+        B, c, p = ctx.sizes = len(x), x.shape[1], math.prod(x.shape[2:])
+        ctx.groups, ctx.together = layer.num_groups, c // layer.num_groups * p
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, B, c, p, ctx.groups, layer.eps)
         ctx.save_for_backward(x, mean, rstd, weight)
         return y
 
@@ -70,13 +67,13 @@ class _GroupNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         g, x, mean, rstd, weight = _arrived(ctx, g)
-        B, c, p = len(x), x.shape[1], math.prod(x.shape[2:])
-        dx = None
+        B, c, p = ctx.sizes
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx, _, _ = torch.ops.aten.native_group_norm_backward(
                 g.contiguous(), x, mean, rstd, weight, B, c, p, ctx.groups, [True, False, False]
             )
-        dw = db = None
+            dx = dx.to(ctx.dtype)
         shift_Bc, mass_Bc = _sum_and_mass(g.reshape(B, c, p))
         if ctx.needs_input_grad[1]:
             # sum_p g (x - mean) rstd, without writing the normalized input.
@@ -85,10 +82,10 @@ class _GroupNorm(torch.autograd.Function):
             mean_Bc, rstd_Bc = (t.view(B, -1, 1).expand(of_channels).reshape(B, c) for t in (mean, rstd))
             scale_Bc = (sum_Bc - mean_Bc * shift_Bc) * rstd_Bc
             mass_of_scale_Bc = (sizes_Bc + mean_Bc.abs() * mass_Bc) * rstd_Bc
-            dw = _summed(scale_Bc, mass_of_scale_Bc, ctx.role.constants)
+            dw = weighted_rows(scale_Bc, mass_of_scale_Bc, ctx.role.constants)
         if ctx.needs_input_grad[2]:
-            db = _summed(shift_Bc, mass_Bc, ctx.role.constants)
-        return (None if dx is None else dx.to(ctx.dtype)), dw, db, None
+            db = weighted_rows(shift_Bc, mass_Bc, ctx.role.constants)
+        return dx, dw, db, None
 
 
 def _arrived(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -112,12 +109,7 @@ def _sum_and_mass(terms_BnR: Tensor) -> tuple[Tensor, Tensor]:
     return terms_BnR.sum(2), terms_BnR.abs().sum(2)
 
 
-def _summed(rows: Tensor, mass: Tensor, constants: Constants) -> Tensor:
-    clips = switch.is_clipping()
-    return weighted_rows(rows.flatten(1), mass.flatten(1), constants, clips)
-
-
-class _ClippedNorm(ClippedLayer):
+class _ClippedNorm(OneInputLayer):
     """A normalization with scale and shift clipped: each gradient is at most C2 an example."""
 
     function: ClassVar[type[torch.autograd.Function]]
@@ -128,18 +120,9 @@ class _ClippedNorm(ClippedLayer):
     def bounds(self) -> Mapping[str, float]:
         return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Examples along the first axis, to the same shape."""
-        x = self.require_examples(x, least=self.least_dimensions())
-        if is_plain():
-            y: Tensor = self.layer(x)
-            return y
+    def _clipped(self, x: Tensor) -> Tensor:
         z: Tensor = self.function.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
         return z
-
-    @abstractmethod
-    def least_dimensions(self) -> int:
-        """Of an input, with the axis of examples."""
 
 
 class ClippedLayerNorm(_ClippedNorm):
@@ -148,7 +131,7 @@ class ClippedLayerNorm(_ClippedNorm):
     layer: nn.LayerNorm
     function = _LayerNorm
 
-    def least_dimensions(self) -> int:
+    def _least_dimensions(self) -> int:
         return 1 + len(self.layer.normalized_shape)
 
 
@@ -158,5 +141,5 @@ class ClippedGroupNorm(_ClippedNorm):
     layer: nn.GroupNorm
     function = _GroupNorm
 
-    def least_dimensions(self) -> int:
+    def _least_dimensions(self) -> int:
         return 2

@@ -6,7 +6,7 @@ with dz_t, dz'_t the gradients of the pre-activations on the input's and on the 
 runs unclipped inside the layer and gives all of them (gradients/rules/recurrence.py). Then W_ih is clipped as a
 linear layer over T positions, whose input is clipped to C1; W_hh on |(sum_t |h_{t-1}| |dz'_tc|)_c|, with the lengths of
 the states, at most C1 C2 as well; the biases on their exact norms, at most C2. No number of steps is in any of
-these. What is passed on to the layer before is as in maps.py, with the clip of W_ih.
+these. What is passed on to the layer before is as in linear_map.py, with the clip of W_ih.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clipwise.gradients.rules.recurrence import Backward, Layer, gru, lstm, rnn
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
 from clipwise.layers.clipped.linear import Matrix
-from clipwise.layers.clipped.maps import along_the_sphere, passed_on
+from clipwise.layers.clipped.linear_map import along_the_sphere, passed_on
 from clipwise.layers.clipped.scales import (
     Constants,
     along,
@@ -33,6 +33,7 @@ from clipwise.layers.clipped.scales import (
     clipped_input,
     input_scales,
     lengths,
+    scaled,
     upstream_scales,
     weighted_rows,
 )
@@ -71,14 +72,10 @@ class ClippedRecurrence(torch.autograd.Function):
         ctx.kind = kind = str(role.layer.layer.mode)
         norm_B = lengths(x_TBd.transpose(0, 1))
         scale_B = input_scales(norm_B, role.constants.input_norm)
-        x_in = cleaned(x_TBd, scale_B, _TIMES_FIRST) * along(scale_B, x_TBd, _TIMES_FIRST)
-        weights = [w_ih, w_hh] if b_ih is None else [w_ih, w_hh, b_ih, b_hh]
-        state: Any = (h0_BH[None], c0_BH[None]) if kind == "LSTM" else h0_BH[None]
-        found = _FORWARD[kind](x_in, state, weights, b_ih is not None, 1, 0.0, False, False, False)
-        h_TBH, last = found[0], found[1:]
-        c_last = last[1][0] if kind == "LSTM" else torch.zeros_like(c0_BH)
+        x_in = scaled(x_TBd, scale_B, _TIMES_FIRST)
+        h_TBH, _, c_last = _layer_forward(kind, x_in, h0_BH, c0_BH, [w_ih, w_hh, b_ih, b_hh])
         ctx.save_for_backward(x_TBd, h_TBH, h0_BH, c0_BH, w_ih, w_hh, b_ih, b_hh, norm_B, scale_B)
-        return h_TBH, h_TBH[-1].clone(), c_last
+        return h_TBH, h_TBH[-1].clone(), torch.zeros_like(c0_BH) if c_last is None else c_last
 
     @staticmethod
     @once_differentiable
@@ -88,8 +85,7 @@ class ClippedRecurrence(torch.autograd.Function):
         switch.saw(ctx, torch.cat([g_TBH, g_last[None], g_cell[None]]))
         # Under autocast they may be in bfloat16: sums are formed in the type of the weights.
         x, h, h0, c0, g_TBH, g_last, g_cell = (t.to(w_ih.dtype) for t in (*kept, g_TBH, g_last, g_cell))
-        finite_B = scale_B > 0
-        x_in = cleaned(x, finite_B, _TIMES_FIRST) * along(scale_B, x, _TIMES_FIRST)
+        x_in = scaled(x, scale_B, _TIMES_FIRST)
         layer = Layer(x_in, h, h0, c0 if ctx.kind == "LSTM" else None, w_ih, w_hh, b_ih, b_hh)
         g_TBH, g_last, g_cell = _finite(g_TBH, g_last, g_cell)
         found = _BACKWARD[ctx.kind](layer, g_TBH, g_last, g_cell)
@@ -98,35 +94,41 @@ class ClippedRecurrence(torch.autograd.Function):
         before = cleaned(before, torch.isfinite(lengths(before)))  # states of a ReLU may grow without end
         matrix = Matrix()
 
-        def scales(g: Tensor, over: Tensor | None) -> Tensor:
-            if not clips:
-                return torch.isfinite(lengths(g)).double()
-            if over is None:
-                return upstream_scales(matrix.upstream_norm(g, None, x_BTd.shape), c.grad_norm, c.most)
-            bound = c.input_norm * c.grad_norm
-            lengths_BGP = at_least_shortest(matrix.position_lengths(over), bound)
-            return upstream_scales(matrix.gradient_norm(g.abs(), lengths_BGP), bound, c.most)
+        def weighted(g: Tensor, over: Tensor | None) -> tuple[Tensor, Tensor]:
+            """nu of a weight's gradient, with what it is multiplied by where that is given; and nu g."""
+            if over is None or not clips:
+                nu_B = upstream_scales(lengths(g), c.grad_norm if clips else None, c.most)
+            else:
+                lengths_BGP = matrix.window_lengths(matrix.squares(over))
+                at_least_shortest(lengths_BGP, c.weight_norm)
+                nu_B = upstream_scales(matrix.gradient_norm(g.abs(), lengths_BGP), c.weight_norm, c.most)
+            return nu_B, scaled(g, nu_B)
 
-        def weighted(g: Tensor, nu_B: Tensor) -> Tensor:
-            return cleaned(g, nu_B) * along(nu_B, g)
-
-        nu_B = scales(inputs, x_BTd if c.bound == "gradient" else None)
-        into_x = weighted(inputs, nu_B)
+        nu_B, into_x = weighted(inputs, x_BTd if c.bound == "gradient" else None)
         dx, dw_ih = matrix.pull_back(into_x, x_BTd, w_ih, switch.goes_on(ctx), True)
         if dx is not None:
             dx = passed_on(dx, nu_B, c.mode)
             # The clipped input is s x: of x itself, the chain rule has one more s.
-            dx = along_the_sphere(
-                dx * along(scale_B, dx), cleaned(x.transpose(0, 1), finite_B), norm_B, scale_B
-            )
+            dx = dx * along(scale_B, dx)
+            dx = along_the_sphere(dx, cleaned(x.transpose(0, 1), scale_B), norm_B, scale_B)
             dx = dx.transpose(0, 1).to(kept[0].dtype)
-        into_h = weighted(hidden, scales(hidden, before))
+        _, into_h = weighted(hidden, before)
         _, dw_hh = matrix.pull_back(into_h, before, w_hh, False, True)
         biases = [
-            None if b is None else weighted_rows(g.sum(1), g.abs().sum(1), c, clips)
+            None if b is None else weighted_rows(g.sum(1), g.abs().sum(1), c)
             for b, g in ((b_ih, inputs), (b_hh, hidden))
         ]
         return dx, None, None, dw_ih, dw_hh, *biases, None
+
+
+def _layer_forward(
+    kind: str, x: Tensor, h0: Tensor, c0: Tensor, weights: list[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All states, the last one, and the last cell of an LSTM."""
+    state: Any = (h0[None], c0[None]) if kind == "LSTM" else h0[None]
+    given = [w for w in weights if w is not None]
+    found = _FORWARD[kind](x, state, given, len(given) > 2, 1, 0.0, False, False, False)
+    return found[0], found[1][0], found[2][0] if kind == "LSTM" else None
 
 
 def _finite(g_TBH: Tensor, g_last: Tensor, g_cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,19 +156,14 @@ class ClippedRecurrent(ClippedLayer):
             )
 
     def _take(self, constants: Constants) -> None:
-        self._roles = {
-            suffix: Role(self, constants, suffix)
-            for suffix in (
-                f"l{level}{way}"
-                for level in range(self.layer.num_layers)
-                for way in ("", "_reverse")[: 1 + self.layer.bidirectional]
-            )
-        }
+        ways = ("", "_reverse") if self.layer.bidirectional else ("",)
+        suffixes = [f"l{level}{way}" for level in range(self.layer.num_layers) for way in ways]
+        self._roles = {suffix: Role(self, constants, suffix) for suffix in suffixes}
 
     def bounds(self) -> Mapping[str, float]:
         c = self.constants
         return {
-            name: c.grad_norm if name.startswith("bias") else c.input_norm * c.grad_norm
+            name: c.grad_norm if name.startswith("bias") else c.weight_norm
             for name, _ in self.layer.named_parameters(remove_duplicate=False)
         }
 
@@ -196,16 +193,13 @@ class ClippedRecurrent(ClippedLayer):
         return (x.transpose(0, 1) if layer.batch_first else x), final
 
     def _run(self, x: Tensor, h0: Tensor, c0: Tensor, suffix: str) -> tuple[Tensor, Tensor, Tensor]:
-        kind, role = str(self.layer.mode), self._roles[suffix]
         named = [f"{what}_{suffix}" for what in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         weights = [getattr(self.layer, n, None) for n in named]
-        if is_plain():
-            x = clipped_input(x.transpose(0, 1), role.constants.input_norm).transpose(0, 1)
-            state: Any = (h0[None], c0[None]) if kind == "LSTM" else h0[None]
-            given = [w for w in weights if w is not None]
-            found = _FORWARD[kind](x, state, given, self.layer.bias, 1, 0.0, False, False, False)
-            return found[0], found[1][0], found[2][0] if kind == "LSTM" else c0
-        return ClippedRecurrence.apply(x, h0, c0, *weights, role)  # type: ignore[no-any-return, no-untyped-call]
+        if not is_plain():
+            return ClippedRecurrence.apply(x, h0, c0, *weights, self._roles[suffix])  # type: ignore[no-any-return, no-untyped-call]
+        x = clipped_input(x.transpose(0, 1), self.constants.input_norm).transpose(0, 1)
+        y, h, c = _layer_forward(str(self.layer.mode), x, h0, c0, weights)
+        return y, h, c0 if c is None else c
 
     def _first_state(self, x_TBd: Tensor, state: Any) -> tuple[Tensor, Tensor]:
         layer = self.layer

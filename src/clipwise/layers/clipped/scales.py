@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from clipwise.gradients.forms import squared_norms
 from clipwise.kernels.factors import Limits, Norms, gradient_factors
 from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
+from clipwise.validation.arguments import positive
 
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
@@ -34,7 +34,7 @@ LEFT_OF_MASS = 2.0**-6
 # A gradient that is shorter than this is not brought to its bound by "normalize", but as far below it: it may be
 # rounding, which depends on the batch. That of losses of ordinary size, about 2^-24, is made 2^-10 of a bound.
 _SHORTEST = 2.0**-14
-_LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant, see `number`
+_LEAST = 2.0**-100  # what is bounded by so little stays as it is: far below any constant
 _LONGEST = 2.0**120  # of a gradient that is scaled up: float32 ends at 2^128
 _SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
 LIMITS = Limits(AIM, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the same formulas
@@ -50,6 +50,11 @@ class Constants:
     bound: str = "gradient"
 
     @property
+    def weight_norm(self) -> float:
+        """What one example adds to the gradient of the weights, at most: C1 C2."""
+        return self.input_norm * self.grad_norm
+
+    @property
     def most(self) -> float:
         """What gradients are scaled by at most: 1 to clip; to normalize, C2 over the shortest one."""
         return 1.0 if self.mode == "clip" else self.grad_norm / _SHORTEST
@@ -57,9 +62,13 @@ class Constants:
 
 def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
     """One number an example, in the type of a tensor and ready to be multiplied with it."""
+    return _on_axis(values_B.to(like.dtype), like, axis)
+
+
+def _on_axis(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
     shape = [1] * like.dim()
     shape[axis] = -1
-    return values_B.to(like.dtype).view(shape)
+    return values_B.view(shape)
 
 
 def squared_lengths(rows_Rn: Tensor) -> Tensor:
@@ -83,12 +92,24 @@ def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
     return scale_B.masked_fill(~(norm_B <= AIM * input_norm / _SMALLEST_INPUT), 0.0)  # NaN is not <= either
 
 
-def upstream_scales(norm_B: Tensor, bound: float, most: float, of: str = WEIGHTS) -> Tensor:
-    """nu = min(most, C / n): what n bounds is then at most C. A norm of 0 stays 0."""
+def upstream_scales(norm_B: Tensor, bound: float | None, most: float, of: str = WEIGHTS) -> Tensor:
+    """nu = min(most, C / n): what n bounds is then at most C. A norm of 0 stays 0.
+
+    Without a bound nothing is clipped: 1 where the norm is finite, else 0.
+    """
+    if bound is None:
+        return torch.isfinite(norm_B).double()
     switch.compared(of, norm_B, bound)
     nu_B = (AIM * bound / norm_B).clamp(max=most)
     nu_B = nu_B.masked_fill(norm_B <= _LEAST, 1.0)
     return nu_B.masked_fill(~(norm_B <= AIM * bound / _SMALLEST), 0.0)
+
+
+def kernel_scales(norms: Norms, bound: float | None, most: float) -> Tensor:
+    """The same by a kernel, from norms that kernels measured; and a note of it."""
+    nu_B = gradient_factors(norms, bound, most, LIMITS)
+    switch.noted(nu_B)
+    return nu_B
 
 
 def fits(t: Tensor) -> bool:
@@ -103,46 +124,42 @@ def surely_none(flags_B: Tensor) -> bool:
 
 
 def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
-    """0 in rows whose factor is 0 (or False), for 0 times NaN is NaN; as they are where somebody else sees to them."""
+    """0 in rows whose factor is 0 (or False), for 0 times NaN is NaN; unless a compiled step notes the factors."""
     if switch.noted(factor_B):
         return t
     if not factor_B.is_cuda and (not len(factor_B) or float(factor_B.min()) > 0):
         return t
-    counts_B = factor_B > 0
-    shape = [1] * t.dim()
-    shape[axis] = -1
-    return torch.where(counts_B.view(shape), t, 0)
+    return torch.where(_on_axis(factor_B > 0, t, axis), t, 0)
+
+
+def scaled(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
+    """Each example times its factor, a new tensor: 0 where that is 0."""
+    return cleaned(t, factor_B, axis) * along(factor_B, t, axis)
 
 
 def clipped_input(x: Tensor, input_norm: float) -> Tensor:
     """x min(1, C1 / |x|) of each example, written in operations that torch can export."""
     norm_B = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
     scale_B = input_scales(norm_B, input_norm)
-    shape = (-1, *[1] * (x.dim() - 1))
-    finite = torch.isfinite(norm_B).view(shape)
-    return torch.where(finite, x * scale_B.to(x.dtype).view(shape), 0)
+    return torch.where(_on_axis(torch.isfinite(norm_B), x), x * along(scale_B, x), 0)
 
 
-def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants, clips: bool) -> Tensor:
+def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants) -> Tensor:
     """sum_i nu_i row_i, each row being all of an example's gradient: clipped to C2 on its exact norm.
 
     A row that is left of far larger terms, `mass_Bn` the sums of their sizes, may be nothing but their rounding, and
     rounding may depend on the other examples. It is taken to be at least 2^-6 of them: so what is rounding stays
     small when gradients are normalized. (The keys' bias of attention is such a case: its gradient is 0.)
     """
+    bound = c.grad_norm if switch.is_clipping() else None
     if fits(rows_Bn):
         norms = Norms(rows_Bn, mass_Bn, second_times=LEFT_OF_MASS, takes_larger=True)
-        nu_B = gradient_factors(norms, c.grad_norm if clips else None, c.most, LIMITS)
-        switch.noted(nu_B)
-        return weighted_sum(rows_Bn, nu_B)
+        return weighted_sum(rows_Bn, kernel_scales(norms, bound, c.most))
     norm_B = lengths(rows_Bn)
-    if not clips:
-        nu_B = torch.isfinite(norm_B).double()
-    else:
-        if mass_Bn is not None:
-            norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
-        nu_B = upstream_scales(norm_B, c.grad_norm, c.most, VECTORS)
-    return (cleaned(rows_Bn, nu_B) * along(nu_B, rows_Bn)).sum(0)
+    if mass_Bn is not None and bound is not None:
+        norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
+    nu_B = upstream_scales(norm_B, bound, c.most, VECTORS)
+    return scaled(rows_Bn, nu_B).sum(0)
 
 
 def at_least_shortest(lengths_BGP: Tensor, bound: float) -> Tensor:
@@ -161,14 +178,11 @@ def weighted_channels(sizes_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
     return lengths(sizes_BGcP.mul_(lengths_BGP.to(sizes_BGcP.dtype).unsqueeze(2)).sum(-1))
 
 
-def number(name: str, value: object) -> float:
+def clip_constant(name: str, value: object) -> float:
     """A constant to clip to, or an error that names the argument."""
-    if isinstance(value, np.number):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigurationError(f"{name} must be a number, not {value!r}.")
-    if not _SMALLEST_CONSTANT <= value <= _LARGEST_CONSTANT:
+    found = positive(name, value)
+    if not _SMALLEST_CONSTANT <= found <= _LARGEST_CONSTANT:
         raise ConfigurationError(
             f"{name}={value!r} is not possible: give a number from {_SMALLEST_CONSTANT:g} to {_LARGEST_CONSTANT:g}."
         )
-    return float(value)
+    return found

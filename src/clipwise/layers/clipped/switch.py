@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,38 +27,50 @@ from clipwise.gradients.operations import ACCUMULATE
 Comparison = Callable[[str, Tensor], None]  # of what, and norm / bound of each example
 Watcher = Callable[[Any, Tensor], None]  # a node of the graph, and the gradient of its output
 
+
+@dataclass(frozen=True)
+class _Setting:
+    is_clipping: bool = True
+    watcher: Watcher | None = None
+    comparison: Comparison | None = None
+    noted: list[Tensor] | None = None
+
+
 _held = threading.RLock()
-_suspended = 0
-_watcher: Watcher | None = None
-_comparison: Comparison | None = None
-_noted: list[Tensor] | None = None
+_now = _Setting()
+
+
+@contextmanager
+def _set(**values: Any) -> Iterator[None]:
+    global _now
+    with _held:
+        before, _now = _now, replace(_now, **values)
+        try:
+            yield
+        finally:
+            _now = before
 
 
 @contextmanager
 def unclipped(watcher: Watcher | None = None) -> Iterator[None]:
     """In this block backward passes do not clip. Their results are of single examples, and must not be released."""
-    global _suspended, _watcher
-    with _held:
-        before, _watcher = _watcher, watcher
-        _suspended += 1
-        try:
-            yield
-        finally:
-            _suspended -= 1
-            _watcher = before
+    with _set(is_clipping=False, watcher=watcher):
+        yield
 
 
 @contextmanager
 def measured(watcher: Watcher, comparison: Comparison) -> Iterator[None]:
-    """In this block everything that is compared with a bound is told, after the node to which it belongs."""
-    global _watcher, _comparison
-    with _held:
-        before = _watcher, _comparison
-        _watcher, _comparison = watcher, comparison
-        try:
-            yield
-        finally:
-            _watcher, _comparison = before
+    """In this block everything that is compared with a bound is reported, after the node to which it belongs."""
+    with _set(watcher=watcher, comparison=comparison):
+        yield
+
+
+@contextmanager
+def noting() -> Iterator[list[Tensor]]:
+    """In this block examples that do not count are not cleared: what they are scaled by, 0, is noted in the list."""
+    found: list[Tensor] = []
+    with _set(noted=found):
+        yield found
 
 
 @contextmanager
@@ -74,44 +87,32 @@ def settled() -> Iterator[None]:
 
 def is_clipping() -> bool:
     """Whether upstream gradients are clipped now."""
-    return _suspended == 0
+    return _now.is_clipping
 
 
 def saw(node: Any, *gradients: Tensor) -> None:
     """Called by every clipped layer in a backward pass. Those of several outputs are shown side by side, [B, ...]."""
-    if _watcher is not None:
+    if _now.watcher is not None:
         one = len(gradients) == 1
-        _watcher(node, gradients[0] if one else torch.cat([g.flatten(1) for g in gradients], 1))
+        _now.watcher(node, gradients[0] if one else torch.cat([g.flatten(1) for g in gradients], 1))
 
 
 def is_measured() -> bool:
     """Whether somebody is told what is compared: kernels that keep it to themselves will not do then."""
-    return _comparison is not None
+    return _now.comparison is not None
 
 
 def compared(of: str, norm_B: Tensor, bound: float) -> None:
     """Called wherever norms of upstream gradients are held against their bound."""
-    if _comparison is not None:
-        _comparison(of, norm_B / bound)
-
-
-@contextmanager
-def noting() -> Iterator[list[Tensor]]:
-    """In this block examples that do not count are not cleared: what they are scaled by, 0, is noted in the list."""
-    global _noted
-    with _held:
-        before, _noted = _noted, []
-        try:
-            yield _noted
-        finally:
-            _noted = before
+    if _now.comparison is not None:
+        _now.comparison(of, norm_B / bound)
 
 
 def noted(factor_B: Tensor) -> bool:
     """Whether somebody sees to examples with a factor of 0 (or False), so that their rows may stay as they are."""
-    if _noted is None:
+    if _now.noted is None:
         return False
-    _noted.append(factor_B.double())
+    _now.noted.append(factor_B.double())
     return True
 
 

@@ -1,0 +1,185 @@
+"""Put clips around every trainable layer of a model, and give clipped layers other constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.clipped.attention import ClippedAttention
+from clipwise.layers.clipped.convolution import ClippedConvolution
+from clipwise.layers.clipped.embedding import ClippedEmbedding
+from clipwise.layers.clipped.layer import ClippedLayer, has_code_of_its_own
+from clipwise.layers.clipped.linear import ClippedLinear
+from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
+from clipwise.layers.clipped.recurrent import ClippedRecurrent
+from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
+from clipwise.layers.exchange_modules import exchange_modules
+from clipwise.validation.arguments import plain, require_known, require_module
+
+Numbers = float | Mapping[str, float]
+
+# By exact type: a class that inherits may compute something else. To clip another layer, write its class in a file of
+# this folder (from `ClippedLayer`, `OneInputLayer` or `ClippedMapLayer`) and name it here.
+_KINDS: dict[type[nn.Module], Any] = {
+    nn.Linear: ClippedLinear,
+    nn.Conv1d: ClippedConvolution,
+    nn.Conv2d: ClippedConvolution,
+    nn.Conv3d: ClippedConvolution,
+    nn.Embedding: ClippedEmbedding,
+    nn.LayerNorm: ClippedLayerNorm,
+    nn.GroupNorm: ClippedGroupNorm,
+    nn.RNN: ClippedRecurrent,
+    nn.LSTM: ClippedRecurrent,
+    nn.GRU: ClippedRecurrent,
+    nn.MultiheadAttention: ClippedAttention,
+}
+
+
+def clip_inputs(
+    model: nn.Module,
+    *,
+    input_norm: Numbers,
+    grad_norm: Numbers = 1.0,
+    mode: str = "clip",
+    bound: str = "gradient",
+    uses: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """Wrap every trainable layer of a model, in place, in a module that clips what goes into it and what comes back.
+
+    The parameters stay the same objects (an optimizer that holds them stays valid) and get `.layer` into their
+    names. The clips of the inputs stay for evaluation and export: without them the network is another function.
+
+    Args:
+        model: its trainable layers may be Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, RNN, LSTM, GRU and
+            MultiheadAttention, without hooks. Layers without trainable parameters stay as they are.
+        input_norm: C1, what each example's input of a layer is clipped to, in L2 over all its positions. One number,
+            or one for each layer by name. Embeddings and normalization layers do not need it.
+        grad_norm: C2, what each example's upstream gradient is clipped to. One number, or one for each layer.
+        mode: "clip" scales down what is longer; "normalize" also scales up what is shorter, so that only directions
+            count and the scale of the losses does not.
+        bound: what the clip of the weights looks at. "gradient": the upstream gradient together with the input that
+            was there. "upstream": a norm of the upstream gradient alone, times C1, as the paper has it: never below
+            the other, so that more is clipped at the same sensitivity.
+        uses: how often a forward pass uses a layer at most, by name, where that is more than once. A public constant:
+            the sensitivity grows with it.
+
+    Returns:
+        The model (another object only if the model itself is such a layer).
+    """
+    require_module(model)
+    require_known("mode", mode, MODES)
+    require_known("bound", bound, BOUNDS)
+    if uses is not None and not isinstance(uses, Mapping):
+        raise ConfigurationError(
+            f"uses must say how often each layer is used, by name, such as {{'decoder': 2}}, not {uses!r}."
+        )
+    found = trainable_layers(model)
+    uses = {} if uses is None else plain(uses)
+    for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
+        if isinstance(given, Mapping):
+            require_layers(argument, given, found, complete=argument != "uses")
+    new: dict[nn.Module, nn.Module] = {}
+    for name, layer in found.items():
+        of_inputs = input_norm[name] if isinstance(input_norm, Mapping) else input_norm
+        of_gradients = grad_norm[name] if isinstance(grad_norm, Mapping) else grad_norm
+        constants = Constants(
+            clip_constant("input_norm", of_inputs), clip_constant("grad_norm", of_gradients), mode, bound
+        )
+        count = uses.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigurationError(
+                f"uses: layer {name!r} needs a whole number of at least 1, not {count!r}."
+            )
+        clipped = _KINDS[type(layer)](layer, constants, count, name)
+        new[layer] = clipped.train(layer.training)
+    for parent in model.modules():
+        if isinstance(parent, nn.TransformerEncoder):
+            parent.use_nested_tensor = False  # in evaluation it would read the weights past the clips
+    return exchange_modules(model, new)
+
+
+def set_clips(
+    model: nn.Module, *, input_norm: Numbers | None = None, grad_norm: Numbers | None = None
+) -> None:
+    """Give clipped layers other constants, in place. With another C1 the network is another function.
+
+    A private run goes on: its noise follows from the next batch on. Between the draw of a batch and its step constants
+    must stay. They cost no privacy as long as they are chosen by what is public (a schedule, public data) or was
+    released (weights, noised gradients, the epsilon that is left); never by private data.
+
+    Args:
+        model: what `clip_inputs` returned.
+        input_norm: C1. One number for all layers, or one for each layer that is to change, by name.
+        grad_norm: C2; the same.
+    """
+    require_module(model)
+    # Parts of a model that were clipped one by one may share names.
+    layers: dict[str, list[ClippedLayer]] = {}
+    for module in model.modules():
+        if isinstance(module, ClippedLayer):
+            layers.setdefault(module.name, []).append(module)
+    if not layers:
+        raise ConfigurationError("model has no clipped layers: call clip_inputs(model, ...) first.")
+    changes: dict[str, dict[str, Any]] = {}
+    for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm)):
+        if given is None:
+            continue
+        for name, value in (given if isinstance(given, Mapping) else dict.fromkeys(layers, given)).items():
+            if name not in layers:
+                known = ", ".join(map(repr, layers))
+                raise ConfigurationError(f"{argument}: there is no clipped layer {name!r}, only {known}.")
+            changes.setdefault(name, {})[argument] = clip_constant(argument, value)
+    if not changes:
+        raise ConfigurationError("Give input_norm, grad_norm or both: there is nothing to set.")
+    for name, values in changes.items():
+        for layer in layers[name]:
+            layer.constants = replace(layer.constants, **values)
+
+
+def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, each once. What has no bound is refused here."""
+    found: dict[str, nn.Module] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or not any(p.requires_grad for p in module.parameters()):
+            continue
+        if isinstance(module, ClippedLayer):
+            raise ConfigurationError(f"Layer {name!r} is clipped already: call clip_inputs once.")
+        if type(module) in _KINDS:
+            # A clipped layer computes what the class does, from the weights: it does not call the layer.
+            if has_code_of_its_own(module):
+                raise UnsupportedModelError(
+                    f"Layer {name or 'model'!r} ({type(module).__name__}) has hooks, or a forward of its own, which a "
+                    "clipped layer would not call: take them off, and register hooks on the clipped layer instead. "
+                    "(weight_norm and prune of torch.nn.utils are hooks too: take the layer without them, or train "
+                    "with PerExample(max_norm=...).)"
+                )
+            found[name] = module
+            inside.update(module.modules())
+        elif own := [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]:
+            parameter = f"{name}.{own[0]}" if name else own[0]
+            raise UnsupportedModelError(
+                f"Parameter {parameter!r} belongs to a {type(module).__name__}, for which there is no bound: freeze "
+                "it with requires_grad_(False), use one of the layers "
+                f"{', '.join(kind.__name__ for kind in _KINDS)} instead, or train with PerExample(max_norm=...)."
+            )
+    if not found:
+        raise ConfigurationError("model has no trainable layer to clip.")
+    return found
+
+
+def require_layers(
+    argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool = True
+) -> None:
+    """A mapping must name layers that there are, and all of them if it is to be complete."""
+    layers = ", ".join(map(repr, found))
+    if unknown := [name for name in given if name not in found]:
+        raise ConfigurationError(f"{argument}: there is no trainable layer {unknown[0]!r}, only {layers}.")
+    if complete and (missing := [name for name in found if name not in given]):
+        raise ConfigurationError(
+            f"{argument}: give a number for layer {missing[0]!r} too, or one number for all."
+        )

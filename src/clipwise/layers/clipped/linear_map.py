@@ -1,0 +1,278 @@
+"""z = W x, with everything that clips it: a matrix or a convolution, one node of the graph.
+
+    forward    z_i = s_i W x_i + b,           s_i = min(1, C1 / |x_i|)
+    backward   h_i = s_i nu_i g_i             g_i the upstream gradient, nu_i from a bound on the weights' gradient
+               dW  = sum_i h_i x_i^T          at most C1 C2 an example
+               db  = sum_i nu'_i sum_p g_ip   at most C2 an example, on its exact norm
+               dx_i = (I - u_i u_i^T) W^T h_i u_i = x_i / |x_i| where the input was clipped, else 0
+
+The input is clipped by scaling the *output*, which is the same, since the map is linear: so the clipped input is never
+written, and the node keeps the input that the layer before it keeps anyhow (or the padded one, as torch does).
+
+Weights and bias have different clips. What is passed on to the layer before is, with mode "clip", the gradient with the
+weights' clip, as if it had been clipped on its way. With mode "normalize" it is the gradient as it came: h / nu, for
+else the branches of a network that meet would do so at scales that have nothing to do with each other. Each layer
+bounds its own gradient, so any choice is sound.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from clipwise.gradients.blocks import Scratch
+from clipwise.gradients.forms import chunks
+from clipwise.layers.clipped import linear_map_kernels as kernels
+from clipwise.layers.clipped import switch
+from clipwise.layers.clipped.layer import OneInputLayer, Role
+from clipwise.layers.clipped.scales import (
+    along,
+    at_least_shortest,
+    cleaned,
+    clipped_input,
+    fits,
+    input_scales,
+    lengths,
+    surely_none,
+    upstream_scales,
+    weighted_rows,
+)
+
+_TOGETHER = 2**20  # bytes of unit vectors: they stay in a cache
+_scratch = Scratch(most_bytes=256 * 2**20)  # for gradients that are scaled, one after another
+
+
+class Map(ABC):
+    """A map that is linear in its input and in its weights. Inputs are [B, ...], outputs have c channels."""
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What the map looks at: the input, or a new tensor with zeros around it. It is what is kept of the input."""
+        return x
+
+    def of_input(self, seen: Tensor) -> Tensor:
+        """The part of `seen` that is the input."""
+        return seen
+
+    @abstractmethod
+    def forward(self, seen: Tensor, weight: Tensor) -> Tensor:
+        """W x, a new tensor."""
+
+    @abstractmethod
+    def pull_back(
+        self, h: Tensor, seen: Tensor, weight: Tensor, of_input: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """W^T h, laid out as `seen`, and sum_i h_i x_i^T."""
+
+    def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
+        """n_i such that |dW_i| <= |x_i| n_i, [B]. `mass_Bc` is sum_p |g_cp|, where there are positions."""
+        a, b = self.upstream_times(x_shape)
+        norm_B = b * lengths(g)
+        return norm_B if a is None or mass_Bc is None else torch.minimum(a * lengths(mass_Bc), norm_B)
+
+    def upstream_times(self, x_shape: torch.Size) -> tuple[float | None, float]:
+        """a and b such that n_i is the smaller of a |mass_i| and b |g_i|; None for a where only |g_i| counts."""
+        return None, 1.0
+
+    @abstractmethod
+    def squares(self, x: Tensor) -> Tensor:
+        """Of every place of the input, summed over a group of channels: [B, G, ...] in float64."""
+
+    @abstractmethod
+    def window_lengths(self, squares: Tensor) -> Tensor:
+        """From these: the length of what each output position looks at, in each group of channels: [B, G, P]."""
+
+    @abstractmethod
+    def channels(self, z: Tensor) -> Tensor:
+        """Outputs, or their gradients, as [B, c, P]: a view wherever there can be one."""
+
+    @abstractmethod
+    def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
+        """n_i = |(sum_p l_ip |g_icp|)_c| >= |dW_i|, [B]; never above |x_i| times `upstream_norm`.
+
+        `sizes` is |g|, and may be written over.
+        """
+
+    @abstractmethod
+    def over_positions(self, g: Tensor) -> Tensor:
+        """sum_p g_p of each output channel: [B, c]."""
+
+    @abstractmethod
+    def has_positions(self, g: Tensor) -> bool:
+        """Whether outputs have positions to sum over."""
+
+    @abstractmethod
+    def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
+        """The bias, ready to be added to the output."""
+
+
+@dataclass(frozen=True)
+class MapRole(Role):
+    """Which map it computes."""
+
+    map: Map = field(kw_only=True)
+
+
+class Seen(NamedTuple):
+    """What a map keeps of its input: the input (or the padded one), |x|, s, and lengths of what positions look at."""
+
+    x: Tensor
+    norm_B: Tensor
+    scale_B: Tensor
+    lengths_BGP: Tensor | None
+
+
+class ClippedMap(torch.autograd.Function):
+    """The node; see above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
+        ctx.role, ctx.examples, ctx.axis, ctx.x_shape = role, len(x), 0, x.shape
+        seen = looked_at(x, role, weight.requires_grad)
+        z = mapped(seen, weight, bias, role)
+        ctx.is_clean = seen.x is not x  # then it is ours
+        if ctx.is_clean:
+            clean = kernels.cleared if fits(seen.x) else cleaned
+            seen = seen._replace(x=clean(seen.x, seen.scale_B))
+        ctx.save_for_backward(*seen, weight)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        role: MapRole = ctx.role
+        *kept, weight = ctx.saved_tensors
+        seen = Seen(*kept)
+        _, needs_w, needs_b, _ = ctx.needs_input_grad
+        needs_x = switch.goes_on(ctx)
+        switch.saw(ctx, g)
+        # Under autocast it may come in bfloat16: sums are formed in the type of the weights.
+        g = g.to(weight.dtype)
+        factors_of = kernels.upstream_factors if fits(g) else _upstream_factors
+        nu_B, db = factors_of(role, g, ctx.x_shape, seen, switch.is_clipping() and needs_w, needs_b)
+        dx, dw = pulled_back(role, g, seen, weight, nu_B, needs_x, needs_w, ctx.is_clean)
+        if not needs_x:  # the first layer is the last one here: the next forward pass needs the memory more
+            _scratch.clear()
+        return dx, dw, db, None
+
+
+class ClippedMapLayer(OneInputLayer):
+    """A layer that is one map. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
+
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    _role: MapRole
+
+    def bounds(self) -> Mapping[str, float]:
+        return {"weight": self.constants.weight_norm, "bias": self.constants.grad_norm}
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return super()._plain(clipped_input(x, self.constants.input_norm))
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        z: Tensor = ClippedMap.apply(x, self.layer.weight, self.layer.bias, self._role)  # type: ignore[no-untyped-call]
+        return z
+
+
+def looked_at(x: Tensor, role: MapRole, is_trained: bool) -> Seen:
+    """What the map looks at, measured: |x| and s of each example, and lengths of what positions look at."""
+    c = role.constants
+    squares = role.map.squares(x) if c.bound == "gradient" and is_trained and len(x) > 0 else None
+    if fits(x):
+        norm_B, scale_B = kernels.input_scales_of(x, squares, c.input_norm)
+    else:
+        norm_B = lengths(x) if squares is None else squares.flatten(1).sum(1).sqrt()
+        scale_B = input_scales(norm_B, c.input_norm)
+    lengths_BGP = None if squares is None else role.map.window_lengths(squares)
+    if lengths_BGP is not None:
+        at_least_shortest(lengths_BGP, c.weight_norm)
+    return Seen(role.map.seen(x), norm_B, scale_B, lengths_BGP)
+
+
+def mapped(seen: Seen, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
+    """z = s W x + b."""
+    z = role.map.forward(seen.x, weight)
+    if fits(z):
+        return kernels.scaled_output(role.map, z, seen.scale_B, bias)
+    z = cleaned(z, seen.scale_B).mul_(along(seen.scale_B, z))
+    return z if bias is None else z.add_(role.map.bias_view(bias.to(z.dtype), z))
+
+
+def pulled_back(
+    role: MapRole,
+    g: Tensor,
+    seen: Seen,
+    weight: Tensor,
+    nu_B: Tensor,
+    needs_x: bool,
+    needs_w: bool,
+    is_clean: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dW, with h = s nu g. `is_clean` says that examples which count as 0 are 0 in `seen` already."""
+    if not (needs_x or needs_w):
+        return None, None
+    is_fused, total_B = fits(g), nu_B * seen.scale_B
+    if is_fused:
+        h = kernels.scaled_gradient(role.map, g, total_B)
+    else:
+        h = torch.mul(cleaned(g, total_B), along(total_B, g), out=_scratch.like(g))
+    x = seen.x.to(weight.dtype)
+    x = x if is_clean or (is_fused and not needs_w) else cleaned(x, seen.scale_B)
+    dx, dw = role.map.pull_back(h, x, weight, needs_x, needs_w)
+    del h
+    if dx is None:
+        return None, dw
+    mode = role.constants.mode
+    if is_fused:
+        dx = kernels.along_the_sphere(dx, x, seen.norm_B, seen.scale_B, nu_B if mode == "normalize" else None)
+    else:
+        dx = along_the_sphere(passed_on(dx, nu_B, mode), x, seen.norm_B, seen.scale_B)
+    return role.map.of_input(dx).to(seen.x.dtype), dw
+
+
+def _upstream_factors(
+    role: MapRole, g: Tensor, x_shape: torch.Size, seen: Seen, clips_weights: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
+    of, c = role.map, role.constants
+    by_windows = clips_weights and seen.lengths_BGP is not None
+    has_mass = of.has_positions(g) and (needs_bias or (clips_weights and not by_windows))
+    # New memory costs more than what is done in it.
+    sizes = torch.abs(g, out=_scratch.like(g)) if has_mass or by_windows else None
+    mass_Bc = of.over_positions(sizes) if sizes is not None and has_mass else None
+    db = weighted_rows(of.over_positions(g), mass_Bc, c) if needs_bias else None
+    if not clips_weights:
+        nu_B = upstream_scales(lengths(g), None, c.most)
+    elif seen.lengths_BGP is None:
+        nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.most)
+    else:
+        assert sizes is not None
+        # Lengths are those of the input as it came.
+        norm_B = of.gradient_norm(sizes, seen.lengths_BGP) * seen.scale_B
+        nu_B = upstream_scales(norm_B, c.weight_norm, c.most)
+    return nu_B, db
+
+
+def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
+    """What goes on to the layer before: with the weights' clip, or as it came where gradients are normalized."""
+    if mode == "clip":
+        return dx
+    return dx.mul_(along(torch.where(nu_B > 0, 1 / nu_B, 0.0), dx))
+
+
+def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> Tensor:
+    """Where the input was clipped, take out what is along it: s x keeps its length C1 when x grows."""
+    clipped_B = (scale_B < 1) & (scale_B > 0)
+    if surely_none(clipped_B):
+        return dx
+    inverse_B = torch.where(clipped_B, 1 / norm_B, 0.0)
+    each = x.shape[1:].numel() * x.element_size()
+    for some in chunks(len(x), each, _TOGETHER) if x.device.type == "cpu" else [slice(None)]:
+        unit = x[some] * along(inverse_B[some], x)
+        along_B = torch.linalg.vecdot(unit.flatten(1), dx[some].flatten(1))
+        dx[some].addcmul_(unit, along(along_B, dx), value=-1)
+    return dx

@@ -1,0 +1,194 @@
+"""Put layers that keep examples apart where a model has batch normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from clipwise.errors import ConfigurationError
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
+from clipwise.layers.exchange_modules import exchange_modules
+from clipwise.layers.public_batchnorm import (
+    PUBLIC_KINDS,
+    PublicBatchNorm,
+    PublicBatchNorm1d,
+    PublicBatchNorm2d,
+    PublicBatchNorm3d,
+)
+from clipwise.layers.public_statistics import PublicStatistics, as_rows, placed
+from clipwise.sampling.batch_structure import evaluating
+from clipwise.validation.arguments import count, naming, require_known, require_module
+
+KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
+_PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
+    nn.BatchNorm1d: PublicBatchNorm1d,
+    nn.BatchNorm2d: PublicBatchNorm2d,
+    nn.BatchNorm3d: PublicBatchNorm3d,
+    nn.SyncBatchNorm: PublicBatchNorm,
+    BatchStatisticsNorm: PublicBatchNorm,  # these three take inputs of any number of dimensions
+    ReleasedStatisticsNorm: PublicBatchNorm,
+}
+_MOST_GROUPS = 32
+# Of a group, at least: two channels, and so many values, of which two alone would leave a sign. In place of BatchNorm1d
+# there may be no positions; elsewhere they are counted where public rows show them.
+_FEWEST_CHANNELS, _FEWEST_VALUES = 2, 8
+
+
+def replace_batchnorm(
+    model: nn.Module,
+    public: Tensor | Sequence[Tensor] | None = None,
+    kind: str = "public",
+    *,
+    groups: int | None = None,
+) -> tuple[nn.Module, PublicStatistics]:
+    """Replace every BatchNorm of a model, in place, by a layer that keeps examples apart.
+
+    Scale and shift stay the same objects under the same names, so an optimizer that holds them stays valid.
+
+    Args:
+        model: any module with BatchNorm1d, 2d, 3d or SyncBatchNorm layers, or those of `without_running_statistics`.
+        public: public rows as the model takes them (a tuple of tensors for several arguments). They may come from
+            another data set than the private records, and must not come from those.
+        kind: "public", "self+public", "public-exact": see `PublicBatchNorm`; "frozen": constant statistics, of the
+            public rows at the present weights, or without `public` those that the layers have now, which must then
+            come from public data; "group": GroupNorm; "layer": normalization over all channels and positions of an
+            example, with scale and shift a channel, as GroupNorm with one group.
+        groups: for "group". By default the most, up to 32, that divide the channels and leave a group at least
+            two of them (eight in place of BatchNorm1d) and, where public rows show how many positions there are, at
+            least eight values; or one group.
+
+    Returns:
+        The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. Those of
+        the kinds that have none to follow do nothing, so that a loop need not tell the kinds apart.
+    """
+    require_module(model)
+    require_known("kind", kind, KINDS)
+    if public is None and kind in PUBLIC_KINDS:
+        raise ConfigurationError(f"kind={kind!r} needs public rows: give public=, or use kind='group'.")
+    if groups is not None and kind != "group":
+        raise ConfigurationError(f"groups is for kind='group', not for kind={kind!r}.")
+    if groups is not None:
+        groups = count("groups", groups)
+    found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    if not found:
+        raise ConfigurationError("model has no BatchNorm layer to replace.")
+    for name, old in found.items():
+        _require_replaceable(name, old)
+    new = _new_layers(model, public, kind, groups, found)
+    model = exchange_modules(model, dict(zip(found.values(), new, strict=True)))
+    try:
+        statistics = PublicStatistics(model, None if kind in ("group", "layer") else public)
+        with naming("public"):
+            statistics.refresh()
+    except BaseException:
+        exchange_modules(
+            model, dict(zip(new, found.values(), strict=True))
+        )  # refused: the model is as it was
+        raise
+    if kind == "frozen":
+        statistics.freeze()
+    return model, statistics
+
+
+def _new_layers(
+    model: nn.Module,
+    public: Tensor | Sequence[Tensor] | None,
+    kind: str,
+    groups: int | None,
+    found: Mapping[str, _BatchNorm],
+) -> list[nn.Module]:
+    if kind in ("group", "layer"):
+        with naming("public"):
+            positions = {} if public is None else _positions(model, public, list(found.values()))
+        chosen = 1 if kind == "layer" else groups
+        return [_group_norm(name, old, chosen, positions.get(old)) for name, old in found.items()]
+    for name, old in found.items() if public is None else ():
+        has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
+        if old.running_mean is None or has_none:
+            raise ConfigurationError(
+                f"Layer {name!r} has no running statistics to freeze: give public rows, from which they are made."
+            )
+    layer_kind = "public" if kind == "frozen" else kind
+    return [_public_norm(name, old, layer_kind, public is None) for name, old in found.items()]
+
+
+def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
+    if kind == "public-exact" and (
+        old.weight is None or not old.weight.requires_grad or not old.bias.requires_grad
+    ):
+        raise ConfigurationError(
+            f"Layer {name!r}: kind='public-exact' needs a trainable scale and shift, whose gradients it works with. "
+            "Let them require gradients, or use kind='public'."
+        )
+    new = _PUBLIC[type(old)](old.num_features, old.eps, old.affine, kind=kind)
+    if keeps_statistics:
+        new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()  # type: ignore[union-attr]
+        new.freeze()
+    elif (at := next(iter([*old.parameters(), *old.buffers()]), None)) is not None:
+        new.running_mean, new.running_var = new.running_mean.to(at), new.running_var.to(at)
+    return _dressed(new, old)
+
+
+def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int | None) -> nn.Module:
+    channels = old.num_features
+    chosen = groups
+    if chosen is None:
+        fewest = max(_FEWEST_CHANNELS, -(-_FEWEST_VALUES // (positions or _FEWEST_VALUES)))
+        chosen = _most_groups(channels, _FEWEST_VALUES if isinstance(old, nn.BatchNorm1d) else fewest)
+    if chosen < 1 or channels % chosen:
+        raise ConfigurationError(f"Layer {name!r}: groups={chosen} does not divide its {channels} channels.")
+    if channels // chosen * (positions or 1) < 2:
+        instead = "fewer groups" if chosen > 1 else "no normalization there"
+        unless = ", unless there are several positions: give public rows, so that they can be counted. Otherwise use"
+        raise ConfigurationError(
+            f"Layer {name!r}: a group would have one value, which is always normalized to 0"
+            f"{unless if positions is None else '. Use'} {instead}, or kind='public'."
+        )
+    return _dressed(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
+
+
+def _most_groups(channels: int, fewest: int) -> int:
+    """The most groups, up to 32, that divide the channels and leave each so many of them."""
+    fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0 and channels // g >= fewest)
+    return next(fitting, 1)
+
+
+def _dressed(new: nn.Module, old: _BatchNorm) -> nn.Module:
+    """With the scale and shift of the old layer, the same objects, and in its mode."""
+    new.weight, new.bias = old.weight, old.bias
+    return new.train(old.training)
+
+
+@torch.no_grad()
+def _positions(
+    model: nn.Module, public: Tensor | Sequence[Tensor], layers: list[_BatchNorm]
+) -> dict[_BatchNorm, int]:
+    """How many positions of a channel each layer meets in one example, at least."""
+    met: dict[_BatchNorm, int] = {}
+
+    def note(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, _BatchNorm)
+        here = arguments[0][0, 0].numel()
+        met[layer] = min(met.get(layer, here), here)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    at = next(iter([*layers[0].parameters(), *layers[0].buffers()]), torch.empty(0))
+    try:
+        with evaluating(model):
+            model(*placed(as_rows(public), at))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return met
+
+
+def _require_replaceable(name: str, old: _BatchNorm) -> None:
+    if isinstance(old, nn.modules.lazy.LazyModuleMixin):
+        problem = "which does not know its channels yet: run the model once."
+    else:
+        problem = "which may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
+    if type(old) not in _PUBLIC:
+        raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, {problem}")

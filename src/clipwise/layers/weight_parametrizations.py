@@ -1,0 +1,167 @@
+"""Weights as functions of the trained parameters: standardized, as GroupNorm likes them, or with noise.
+
+C: output channels, I: inputs of a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from clipwise.errors import ConfigurationError
+from clipwise.layers.public_batchnorm import PublicBatchNorm
+from clipwise.validation.arguments import not_negative, require_module
+
+Step = TypeVar("Step", bound=nn.Module)
+
+_CELLS = (nn.RNNBase, nn.RNNCellBase)
+_DRAWN = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, *_CELLS, nn.MultiheadAttention)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, PublicBatchNorm)
+_KEPT = (nn.Embedding, nn.EmbeddingBag, *_NORMS)
+_MADE_BY_HOOKS = (
+    "_g",
+    "_v",
+    "_orig",
+)  # what weight_norm, spectral_norm and prune of torch.nn.utils leave behind
+
+
+class StandardizedWeight(nn.Module):
+    """w -> (w - mean) / sqrt(var + eps) over the inputs of each output channel, over sqrt(inputs).
+
+    The last factor keeps an output's variance that of its inputs.
+
+    Guarantee:
+        A function of weights alone: examples stay apart, and per-example clipping bounds the gradient of the
+        weights behind it as it does all others.
+    """
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = not_negative("eps", eps)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Of the first axis' channels."""
+        w_CI = weight.flatten(1)
+        var_C1, mean_C1 = torch.var_mean(w_CI, 1, correction=0, keepdim=True)
+        standard_CI = (w_CI - mean_C1) * ((var_C1 + self.eps) * w_CI.shape[1]).rsqrt()
+        return standard_CI.view_as(weight)
+
+
+def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
+    """Standardize the weights of every convolution, in place; the trained parameter becomes what is behind them.
+
+    A parametrization of torch: `torch.nn.utils.parametrize.remove_parametrizations` leaves a plain layer. Only
+    convolutions, since a normalization should follow, which the last linear layer seldom has.
+    """
+    require_module(model)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    if not layers:
+        raise ConfigurationError("model has no convolution whose weights could be standardized.")
+    for name, layer in layers.items():
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) is transposed: its output channels are not the first axis. "
+                "Standardize the other layers one by one with torch.nn.utils.parametrize and StandardizedWeight."
+            )
+        if _step_of(layer, "weight", StandardizedWeight) is not None:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has standardized weights already. To change eps, call "
+                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') first."
+            )
+        if layer.weight[0].numel() < 2:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has one weight an output channel, which would become 0. "
+                "Leave it out: use torch.nn.utils.parametrize and StandardizedWeight on the other layers."
+            )
+    for layer in layers.values():
+        parametrize.register_parametrization(layer, "weight", StandardizedWeight(eps))
+    return model
+
+
+class NoisyWeights(nn.Module):
+    """mu -> mu + std n with n ~ N(0, I), drawn anew whenever the weight is asked for, in evaluation too.
+
+    The gradient of mu is that of the weight that was drawn.
+
+    Guarantee:
+        None: this noise is drawn by torch's ordinary generator, is the same for all examples of a batch and hides
+        nobody. Examples stay apart, so private training around it keeps its own guarantee.
+    """
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std = not_negative("std", std)
+
+    def forward(self, mean: Tensor) -> Tensor:
+        """A draw."""
+        return mean + self.std * torch.randn_like(mean)
+
+    def extra_repr(self) -> str:
+        """For printing."""
+        return f"std={self.std}"
+
+
+def with_noisy_weights(model: nn.Module, std: float) -> nn.Module:
+    """Let every linear, convolutional, recurrent and attention layer draw its weights from N(mu, std^2), in place.
+
+    Biases, embeddings and normalization layers stay as they are. The trained parameters are the means mu, or what is
+    behind them where weights are parametrized already. A second call gives the draws another std.
+    """
+    require_module(model)
+    noise = NoisyWeights(std)
+    for name, module in model.named_modules():
+        if isinstance(module, PublicBatchNorm) and not module.is_frozen:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(module).__name__}): public statistics would be those of other draws of the "
+                "weights than the batch meets. Use GroupNorm or LayerNorm, or BatchNorm without privacy."
+            )
+    weights = list(_weights_in(model))
+    if not weights:
+        raise ConfigurationError("model has no linear, convolutional, recurrent or attention layer.")
+    for layer, key in weights:
+        drawn = _step_of(layer, key, NoisyWeights)
+        if drawn is None:
+            parametrize.register_parametrization(layer, key, NoisyWeights(noise.std))
+        else:
+            drawn.std = noise.std
+    return model
+
+
+def _weights_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Each weight that is to be drawn: its layer and its name there. Refuses weights that would not be."""
+    for name, module in model.named_modules():
+        if "parametrizations" in name.split(".") or isinstance(module, _KEPT):
+            continue  # what is behind a parametrization is reached by the layer that has it
+        for key in _matrices_of(module):
+            if not isinstance(module, _DRAWN) and _step_of(module, key, NoisyWeights) is None:
+                raise ConfigurationError(
+                    f"Parameter {key!r} of {name!r} ({type(module).__name__}) would stay without noise: it is no kind "
+                    "of layer that is known here. Draw it too, with "
+                    f"torch.nn.utils.parametrize.register_parametrization(layer, {key!r}, NoisyWeights(std))."
+                )
+            if key.endswith(_MADE_BY_HOOKS):
+                raise ConfigurationError(
+                    f"Layer {name!r} ({type(module).__name__}): a hook makes its weights of {key!r}, so that noise "
+                    "would not be on the weights. Use weight_norm and spectral_norm of "
+                    "torch.nn.utils.parametrizations, and make pruning permanent first."
+                )
+            yield module, key
+
+
+def _matrices_of(layer: nn.Module) -> list[str]:
+    """Parameters with two dimensions or more that are no biases, also where they are parametrized."""
+    behind = getattr(layer, "parametrizations", {})
+    names = [*(key for key, p in layer._parameters.items() if p is not None), *behind]
+    return [key for key in names if "bias" not in key and getattr(layer, key).dim() > 1]
+
+
+def _step_of(layer: nn.Module, key: str, kind: type[Step]) -> Step | None:
+    """The parametrization of this kind that a weight has, if any."""
+    if not parametrize.is_parametrized(layer, key):
+        return None
+    assert isinstance(layer.parametrizations, nn.ModuleDict)
+    return next((step for step in layer.parametrizations[key].modules() if isinstance(step, kind)), None)

@@ -1,0 +1,94 @@
+"""Bounds of the layers of clipwise: clipped inputs, bounded normalization, attention by distances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from clipwise.layers.bounded import BoundedGroupNorm, ClipInput, L2Mixture
+from clipwise.lipschitz.rule import Call, Norms, Reach, Rule
+
+
+class ClipInputRule(Rule):
+    """|y| <= C whatever comes in; a projection onto a ball does not stretch."""
+
+    def __init__(self, call: Call) -> None:
+        self.module: ClipInput = call.target
+        self.out, self.rounding = call.out, call.rounding
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        return Reach.of(self.out, norm=self.module.max_norm * (1 + self.rounding.of_elements))
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (1 + self.rounding.of_sum(math.prod(self.out)),)
+
+
+class BoundedNormRule(Rule):
+    """(x - mu) / max(alpha, sigma) over groups of m numbers.
+
+    The Jacobian is a projection over max(alpha, sigma): |J| <= 1 / alpha. |y| <= min(sqrt(n), |x| / alpha); a single
+    number is at most sqrt(m - 1), when it alone differs from the others.
+    """
+
+    def __init__(self, call: Call) -> None:
+        module, self.out = call.target, call.out
+        if not (
+            math.isfinite(module.alpha) and module.alpha > 0
+        ):  # it may have been set since the module was made
+            raise call.refusal(f"alpha={module.alpha} gives no bound: set a positive, finite number")
+        self.alpha = float(module.alpha)
+        if isinstance(module, BoundedGroupNorm):
+            self.group = math.prod(self.out) // module.num_groups
+        else:
+            self.group = math.prod(module.normalized_shape)
+        self.slack = call.rounding.of_sum(4 * self.group)
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        (x,) = reaches
+        lost = self.slack / self.alpha  # x - mu is rounded relative to x, not to itself
+        longest = (1 + self.slack) * math.sqrt(self.group)
+        slack = 1 + self.slack
+        return Reach.of(
+            self.out,
+            norm=min(slack * math.sqrt(x.size) + lost * x.norm, slack * x.norm / self.alpha),
+            entry=min(longest + lost * x.norm, slack * 2 * x.entry / self.alpha),
+        )
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return ((1 + self.slack) / self.alpha,)
+
+
+class MixtureRule(Rule):
+    """y_i = sum_j P_ij v_j, P = softmax of L_ij = -s_ij^2, s_ij^2 = |u_i - u_j|^2 / sqrt(d), over T positions.
+
+    Values: P has rows that sum to 1, so |P| <= sqrt(T), and |y_i| <= max_j |v_j| = R.
+    Places: d y_i is the covariance of dL_i and v under P_i, at most std(dL_i) R, and
+
+        sum_i E dL_i^2 <= (4 / sqrt(d)) sum_ij P_ij s_ij^2 |du_i - du_j|^2.
+
+    A position attends to itself with L_ii = 0, so P_ij <= exp(-s_ij^2) and P_ij s_ij^2 <= 1/e: the sum is at most
+    2 T |du|^2 / e. It is also at most max s^2 times 2 (T + 1) |du|^2. Heads take columns of their own of u and v.
+    """
+
+    def __init__(self, call: Call) -> None:
+        module: L2Mixture = call.target
+        self.out = call.out
+        if call.shapes[0] != call.shapes[1] or len(self.out) != 2:
+            raise call.refusal("places and values must both have the shape (batch, positions, width)")
+        self.root = math.sqrt(self.out[-2])
+        self.depth = self.out[-1] // module.heads
+        self.slack = 1 + 4 * call.rounding.of_sum(self.depth + self.out[-2])
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        _, v = reaches
+        # |y_i|: within each head a mean of values, so at most the root of the sum of their largest squares.
+        row = math.sqrt(self.out[-1] / self.depth) * v.row
+        return Reach.of(self.out, self.slack * self.root * v.norm, self.slack * row, self.slack * v.entry)
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        u, v = reaches
+        length = self.out[-2]
+        apart = (2 * u.row) ** 2 / math.sqrt(self.depth)  # the largest s^2
+        moved = min(2 * length / math.e, apart * 2 * (length + 1))
+        places = self.slack * v.row * math.sqrt(4 / math.sqrt(self.depth) * moved)
+        return places, self.slack * self.root

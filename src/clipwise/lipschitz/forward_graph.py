@@ -1,0 +1,138 @@
+"""A model's forward pass as a graph of torch.fx, in which every number and tensor is one of the model's own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.lipschitz.rule import refusal
+from clipwise.lipschitz.rule_tables import is_known, require_no_global_hooks, require_no_hooks
+
+_MADE_BY_FX = "_tensor_constant"
+
+
+class Step(NamedTuple):
+    """One operation of a graph, by what it does and what it takes: two graphs may be compared."""
+
+    op: str
+    target: Any
+    arguments: Any
+    options: Any
+
+    @property
+    def words(self) -> str:
+        """How a message calls it."""
+        name = self.target if isinstance(self.target, str) else getattr(self.target, "__name__", self.target)
+        given = [*map(str, self.arguments), *(f"{k}={v}" for k, v in self.options.items())]
+        return f"{name}({', '.join(given)})"
+
+
+def graph_of(model: nn.Module) -> fx.Graph:
+    """What a forward pass does. It is written down twice: a pass that draws a number of its own is refused."""
+    with _left_as_it_was(model):
+        graph, again = (_traced_once(model) for _ in range(2))
+        for one, other in zip(steps_of(graph), steps_of(again), strict=False):
+            if one != other:
+                differ = f"its forward pass is not the same each time ({one.words}, then {other.words})"
+                raise refusal("", model, f"{differ}: numbers that it draws or counts have no bound")
+    return graph
+
+
+def graph_again(model: nn.Module) -> fx.Graph:
+    """The same once, for whoever compares it with an earlier one."""
+    with _left_as_it_was(model):
+        return _traced_once(model)
+
+
+def _traced_once(model: nn.Module) -> fx.Graph:
+    require_no_global_hooks()
+    for name, module in model.named_modules():
+        require_no_hooks(name, module)
+    return _without_unused_items(_Tracer().traced(model))
+
+
+def steps_of(graph: fx.Graph) -> list[Step]:
+    """All operations of a graph in their order."""
+    return [
+        Step(
+            node.op,
+            node.target,
+            fx.node.map_arg(node.args, lambda n: n.name),
+            fx.node.map_arg(node.kwargs, lambda n: n.name),
+        )
+        for node in graph.nodes
+    ]
+
+
+def attribute_of(module: nn.Module, path: str) -> Any:
+    """What a graph calls by a path such as "block.scale"; None if it is gone."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+class _Tracer(fx.Tracer):
+    """Stops at modules that have a rule of their own."""
+
+    def traced(self, model: nn.Module) -> fx.Graph:
+        """The graph, or an error that names the module."""
+        try:
+            return self.trace(model)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise refusal("", model, _untraceable(error)) from error
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_known(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """As usual; whatever cannot be traced is refused under the name of the innermost module that does it."""
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise refusal(self.path_of_module(m), m, _untraceable(error)) from error
+
+    def create_arg(self, a: Any) -> Any:
+        """As usual; a tensor that the pass makes anew could be another one the next time."""
+        found = super().create_arg(a)
+        if isinstance(a, Tensor) and isinstance(found, fx.Node) and str(found.target).startswith(_MADE_BY_FX):
+            instead = "take a plain number, or a buffer of the module (register_buffer)"
+            reason = f"its forward pass makes a tensor that does not come from the input: {instead}"
+            raise refusal("", self.root, reason)
+        return found
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """A pass may set attributes, and torch.fx sets some: afterwards they are what they were."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _without_unused_items(graph: fx.Graph) -> fx.Graph:
+    """`output, _ = rnn(x)` takes an item that nobody uses. Nothing else is left out: it might write."""
+    for node in reversed(graph.nodes):
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def _untraceable(error: Exception) -> str:
+    return (
+        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not know "
+        f"({type(error).__name__}: {str(error).rstrip('.')}). Write it without such branches"
+    )

@@ -1,0 +1,152 @@
+"""Bounds of linear layers and embeddings, and what linear layers and convolutions share."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.lipschitz.batched_norms import Frobenius, Length, LongestRow, Spectral, Vector, Wanted
+from clipwise.lipschitz.matrix_norms import EPS, frobenius_norms
+from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rule
+
+_NOTHING = 1e-40  # what numbers below the smallest of float32 are rounded by
+
+
+class AffineRule(Rule):
+    """A linear map of windows with a bias; in each group of channels, all outputs by all inputs of a window."""
+
+    has_lengths = True
+    groups = 1
+    gathered = (
+        1.0  # what the rounding of the weights becomes as an operator, which may use them in several windows
+    )
+    module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    @abstractmethod
+    def _gain(self, norms: Norms) -> float:
+        """The norm of the map from all inputs to all outputs, with its rounding."""
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (self._gain(norms),)
+
+    def measured(self, effort: Effort) -> Measurements:
+        matrices = self._matrices()
+        bias = self._bias_length()
+        shift = matrices.new_zeros(()) if bias is None else bias
+        _, m, n = matrices.shape
+        if effort == "frobenius":
+            rows = torch.linalg.vector_norm(matrices, dim=2)
+            whole = Length(torch.linalg.vector_norm(rows, dim=1).amax(), m * n)
+            return {"weight": whole, "frobenius": whole, "rows": Length(rows.amax(), n), "bias": shift}
+        spectral = Spectral(matrices)
+        longest: Wanted
+        if m <= n:
+            longest = LongestRow(spectral)
+        else:
+            longest = Length(torch.linalg.vector_norm(matrices, dim=2).amax(), n)
+        return {"weight": spectral, "frobenius": Frobenius(spectral), "rows": longest, "bias": shift}
+
+    def allowed(self, limit: float) -> dict[str, float]:
+        shift = 0.0 if self.module.bias is None else limit
+        frobenius = limit * math.sqrt(min(self._matrices().shape[1:]))
+        return {"weight": limit, "frobenius": frobenius, "rows": limit, "bias": shift}
+
+    def limited(self, effort: Effort) -> Measurements:
+        bias = self._bias_length()
+        weight = self.measured(effort)["weight"] if effort == "frobenius" else Spectral(self._matrices())
+        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+    def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
+        return self._with_bias(norms["weight" if norm == "spectral" else "frobenius"], norms["bias"])
+
+    def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
+        """f W + E with |E| <= error |f W| number by number, so |E| <= |E|_F <= error f |W|_F in every norm."""
+        found = dict(norms)
+        if "weight" in factors:
+            f = factors["weight"] * (1 + 4 * EPS)
+            lost = error * norms["frobenius"]
+            found |= {name: f * (norms[name] + lost) + _NOTHING for name in ("weight", "frobenius", "rows")}
+            if "operator" in norms:
+                found["operator"] = f * (norms["operator"] + self.gathered * lost) + _NOTHING
+        if "bias" in factors:
+            found["bias"] = factors["bias"] * norms["bias"] * (1 + error + 4 * EPS) + _NOTHING
+        return found
+
+    def _matrices(self) -> Tensor:
+        """float64 [g, m, n]: in each group, all outputs of a window by all of its inputs."""
+        weight = self.module.weight.detach().double()
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+
+    def _bias_length(self) -> Wanted | None:
+        return None if self.module.bias is None else Vector(self.module.bias.detach())
+
+    def _with_bias(self, weight: float, bias: float) -> dict[str, float]:
+        return {"weight": weight} if self.module.bias is None else {"weight": weight, "bias": bias}
+
+
+class LinearRule(AffineRule):
+    """y_t = W x_t + b at T positions.
+
+    |y| <= |W| |x| + sqrt(T) |b|; dW = sum_t g_t x_t^T, so |dW|_F <= |g| |x|; db = sum_t g_t, so |db| <= sqrt(T) |g|.
+    """
+
+    module: nn.Linear
+
+    def __init__(self, call: Call) -> None:
+        self.module, self.rounding = call.target, call.rounding
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        (x,) = reaches
+        gain, bias = self._gain(norms), norms["bias"] * (1 + self.rounding.of_elements)
+        dot = norms["rows"] * (1 + self.rounding.of_sum(self.module.in_features))
+        return Reach.of(
+            (*x.shape[:-1], self.module.out_features),
+            norm=gain * x.norm + math.sqrt(x.rows) * bias,
+            row=gain * x.row + bias,
+            entry=dot * x.row + bias,
+        )
+
+    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
+        (x,) = reaches
+        slack = 1 + self.rounding.of_sum(x.rows)
+        return self._with_bias(slack * x.norm, slack * math.sqrt(x.rows))
+
+    def _gain(self, norms: Norms) -> float:
+        terms = max(self.module.in_features, self.module.out_features)
+        return norms["weight"] + self.rounding.of_sum(terms) * norms["frobenius"]
+
+
+class EmbeddingRule(Rule):
+    """Rows of a table for T ids: |y| <= sqrt(T) max |row|. One id at all T positions gets sum_t g_t: sqrt(T) |g|."""
+
+    def __init__(self, call: Call) -> None:
+        self.module, self.rounding, self.out = call.target, call.rounding, call.out
+        if self.module.max_norm is not None:
+            raise call.refusal(
+                "max_norm changes the rows that a batch uses, without noise: leave it out, rows are clipped"
+            )
+        if self.module.scale_grad_by_freq or self.module.sparse:
+            raise call.refusal("scale_grad_by_freq and sparse have no bound here: leave them out")
+
+    def measured(self, effort: Effort) -> Measurements:
+        return {"rows": frobenius_norms(self.module.weight.unsqueeze(-2)).amax()}
+
+    def allowed(self, limit: float) -> dict[str, float]:
+        return {"rows": limit}
+
+    def limited(self, effort: Effort) -> Measurements:
+        return {"weight": frobenius_norms(self.module.weight.unsqueeze(-2)).unsqueeze(1)}
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        return Reach.of(self.out, row=norms["rows"])
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (0.0,)  # ids have no gradient
+
+    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
+        positions = math.prod(self.out[:-1])
+        return {"weight": math.sqrt(positions) * (1 + self.rounding.of_sum(positions))}

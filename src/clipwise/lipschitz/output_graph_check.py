@@ -1,0 +1,210 @@
+"""Whether outputs were made by the graph that the bounds were derived from.
+
+A model may do one thing when it is traced and another in training: a branch on a flag, a layer that is skipped,
+autocast, an input that went around the clip. The graph that autograd recorded shows it. It is compared, node by node,
+with what autograd records for the traced graph on a few synthetic examples: the operations and their settings, the
+parameters, the shapes, and that every input went through `ClipInput` (or is ids).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.gradients.operations import ACCUMULATE
+from clipwise.layers.bounded import ClipInput
+from clipwise.lipschitz.trace import Network
+
+Node = torch.autograd.graph.Node
+Shapes = list[list[int]]
+
+_CLIPPED = "ClippedInputBackward"
+_EXAMPLES = (2, 3)  # two numbers of them show which sizes grow with the examples
+_PLAIN = (bool, int, float, str)
+_FOLLOWS = (
+    "_sym_",
+    "_sizes",
+    "_strides",
+    "_options",
+)  # what is saved of shapes, which are compared themselves
+
+
+class Spot(NamedTuple):
+    """What one node of the graph is.
+
+    Args:
+        name: of its operation; "parameter" where a parameter gathers its gradient.
+        leads: for each gradient that it gives, the number of the node that takes it, and as which of its inputs.
+        shapes: of the gradients that it takes.
+        settings: what it keeps by name, but for tensors; norm and shape of a clip; the name of a parameter.
+    """
+
+    name: str
+    leads: Sequence[tuple[int | None, int]]
+    shapes: Shapes
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def words(self) -> str:
+        """An operation in words, without the sizes of what it made: examples may lie along any axis."""
+        extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in self.settings)
+        return f"{self.name.removesuffix('Backward0')}{f' ({extra})' if extra else ''}"
+
+
+class Pattern:
+    """The spots of the traced graph, for any number of examples."""
+
+    def __init__(self, few: Sequence[Spot], more: Sequence[Spot]) -> None:
+        self._spots = few
+        # Sizes as (a, b): for n examples a + b n.
+        self._sizes = [_growing(one.shapes, other.shapes) for one, other in zip(few, more, strict=True)]
+        self._last: tuple[int, list[Spot]] = (0, [])
+
+    def spots(self, examples: int) -> list[Spot]:
+        """For so many examples."""
+        if self._last[0] != examples:
+            found = [
+                spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
+                for spot, sizes in zip(self._spots, self._sizes, strict=True)
+            ]
+            self._last = examples, found
+        return self._last[1]
+
+
+class GraphMatch:
+    """Compares the graph of some outputs with that of a traced network.
+
+    The comparison holds for the mode (training or evaluation) of the model at that moment, and costs a walk over
+    the nodes of the graph: well below a millisecond for small networks.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._modules = list(network.graph.modules())
+        self._expected: dict[tuple[Any, ...], Pattern] = {}
+        self._owners = {id(p): name for name, p in network.graph.named_parameters()}
+
+    def require(self, outputs: Tensor) -> None:
+        """Refuse outputs that other operations made than those that were bounded."""
+        if outputs.grad_fn is None:
+            raise UnsupportedModelError(
+                "outputs: no gradient leads back from them. Give what the model returned, with gradients enabled."
+            )
+        if tuple(outputs.shape[1:]) != self._network.output_shape:
+            raise UnsupportedModelError(
+                "outputs: an example has another shape than the bounds are for, which is "
+                f"{self._network.output_shape}. Give what the model returned."
+            )
+        if len(outputs) == 0:
+            return  # an empty batch has no gradients to bound
+        expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1).spots(len(outputs))
+        try:
+            # Where all spots so far are the same, so is what they lead to: graphs of other sizes differ in a spot.
+            both = enumerate(zip(expected, self._spots(outputs.grad_fn), strict=True))
+            differing = next(((place, one, other) for place, (one, other) in both if one != other), None)
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                "outputs: their graph was used up, or weights were changed since the model ran: the bounds are for "
+                "the weights of now. Run the model again."
+            ) from error
+        if differing is not None:
+            place, one, other = differing
+            same = ", with other shapes or inputs" if one.words == other.words else ""
+            raise UnsupportedModelError(
+                f"outputs: operation {place} from the end is {other.words}{same}, where the traced model has "
+                f"{one.words}. The bounds hold for the traced model only: give what that model returned, without "
+                "autocast, compilation or branches that differ between calls."
+            )
+
+    def _of_the_trace(self, device: torch.device, is_single: bool) -> Pattern:
+        """What autograd records for the traced graph."""
+        # Of a single example torch lays out sequences otherwise, with other views.
+        key = (*[m.training for m in self._modules], device, is_single)
+        if key not in self._expected:
+            few, more = (1, 1) if is_single else _EXAMPLES
+            self._expected[key] = Pattern(self._recorded(device, few), self._recorded(device, more))
+        return self._expected[key]
+
+    def _recorded(self, device: torch.device, examples: int) -> list[Spot]:
+        takes_numbers = any(isinstance(m, ClipInput) for m in self._modules)
+        kind = next(self._network.graph.parameters()).dtype if takes_numbers else torch.long
+        inputs = torch.zeros((examples, *self._network.input_shape), dtype=kind, device=device)
+        # Bounds are for the type of the weights: under autocast other operations would run, here as in the model.
+        no_autocast = torch.autocast(device.type, enabled=False)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), no_autocast:
+            outputs = self._network.graph(inputs)
+        return list(self._spots(outputs.grad_fn))
+
+    def _spots(self, root: Node) -> Iterator[Spot]:
+        """Every node once, in an order that the graph alone decides: what it does and where it leads."""
+        order: dict[Any, int] = {root: 0}
+        nodes: list[Any] = [root]
+        for node in nodes:  # grows on the way
+            name = node.name()
+            if name == ACCUMULATE and isinstance(node.variable, nn.Parameter):
+                yield Spot("parameter", (), [], (("name", self._owners.get(id(node.variable), "unknown")),))
+                continue
+            following = node.next_functions
+            if name == _CLIPPED:
+                # Behind a clip only what leads to a parameter matters. The second input is the anchor.
+                following = following[:1] if _leads_to_parameter(following[0][0]) else ()
+            leads: list[tuple[int | None, int]] = []
+            for child, index in following:
+                if child is not None and child not in order:
+                    order[child] = len(nodes)
+                    nodes.append(child)
+                leads.append((order.get(child), index))
+            if name == _CLIPPED:
+                yield Spot(name, leads, [], (("max_norm", node.max_norm), ("shape", node.example_shape)))
+            else:
+                yield Spot(name, leads, [m.shape for m in node._input_metadata], _settings(node))
+
+
+def _growing(few: Shapes, more: Shapes) -> list[list[tuple[int, int]]]:
+    """From the sizes for two numbers of examples, or of a single one: (a, b) with a + b n."""
+    n, step = _EXAMPLES[0], _EXAMPLES[1] - _EXAMPLES[0]
+    found = []
+    for one, other in zip(few, more, strict=True):
+        slopes = [(b - a) // step for a, b in zip(one, other, strict=True)]
+        found.append([(a - slope * n, slope) for a, slope in zip(one, slopes, strict=True)])
+    return found
+
+
+_SAVED: dict[type, tuple[str, ...]] = {}  # to list a node's attributes takes longer than to read them
+
+
+def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers and words that an operation keeps, such as stride or slope, but for sizes."""
+    kind = type(node)
+    if kind not in _SAVED:
+        names = (name for name in dir(node) if name.startswith("_saved_"))
+        _SAVED[kind] = tuple(name for name in names if not any(word in name for word in _FOLLOWS))
+    found: list[tuple[str, Any]] = []
+    for name in _SAVED[kind]:
+        value = getattr(node, name)
+        if isinstance(value, _PLAIN):
+            found.append((name, value))
+        elif isinstance(value, Tensor):
+            # Without dimensions it may be a number of the code, such as the 2 of `2 * x`.
+            is_number = value.ndim == 0 and value.device.type == "cpu" and not value.requires_grad
+            if is_number and not isinstance(value, nn.Parameter):
+                found.append((name, value.item()))
+        elif isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float)) for v in value):
+            found.append((name, tuple(value)))
+    return tuple(found)
+
+
+def _leads_to_parameter(node: Node | None) -> bool:
+    entered, stack = {None, node}, [] if node is None else [node]
+    while stack:
+        here = stack.pop()
+        if isinstance(getattr(here, "variable", None), nn.Parameter):
+            return True
+        following = {f for f, _ in here.next_functions} - entered
+        entered |= following
+        stack += [f for f in following if f is not None]
+    return False

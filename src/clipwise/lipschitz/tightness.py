@@ -1,0 +1,102 @@
+"""Certified bounds next to true gradients: how much of the noise is for gradients that no example has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.errors import ConfigurationError
+from clipwise.lipschitz.bounds import bounds_of
+from clipwise.lipschitz.losses import BoundedLoss, clip_output_gradients, constant_of, require_bounded
+from clipwise.lipschitz.rule import Effort
+from clipwise.lipschitz.trace import trace
+from clipwise.validation.arguments import naming, require_module
+
+
+@dataclass(frozen=True)
+class Tightness:
+    """Of one parameter.
+
+    Attributes:
+        bound: what no example's gradient norm passes.
+        largest: the largest norm among the given examples.
+        example: which of them has it.
+    """
+
+    bound: float
+    largest: float
+    example: int
+
+    @property
+    def ratio(self) -> float:
+        """bound / largest, at least 1; infinite where no example has a gradient."""
+        return self.bound / self.largest if self.largest > 0 else math.inf
+
+
+def tightness(
+    model: nn.Module, loss: BoundedLoss, inputs: Tensor, targets: Tensor, *, effort: Effort = "spectral"
+) -> dict[str, Tightness]:
+    """Bound and largest gradient norm of each trainable parameter, for the weights as they are.
+
+    The largest norm is read from the examples without any noise: give public ones, or keep the result to yourself.
+    Gradients at the outputs are clipped to the loss's constant, as in a private step. Each example takes a backward
+    pass of its own.
+
+    Args:
+        model: as for `trace`.
+        loss: its constant is that of the bounds.
+        inputs, targets: the examples, in the first dimension.
+        effort: of the bounds, see `bounds_of`.
+    """
+    require_module(model)
+    require_bounded(loss)
+    for argument, given in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(given, Tensor) or given.dim() == 0:
+            what = "a single number" if isinstance(given, Tensor) else type(given).__name__
+            raise ConfigurationError(
+                f"{argument} must be a tensor with the examples in its first dimension, not {what}: for an array "
+                "give torch.from_numpy(array)."
+            )
+    if len(inputs) == 0 or len(inputs) != len(targets):
+        raise ConfigurationError("tightness: give at least one example, and as many targets as inputs.")
+    network = trace(model, tuple(inputs.shape[1:]))
+    constant = constant_of(loss, network.output_shape)
+    bounds = bounds_of(network, constant, effort=effort).sensitivities
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name in bounds}
+    if not parameters:
+        raise ConfigurationError(
+            "model has no trainable parameter with a bound: every requires_grad is False."
+        )
+    rows = [
+        _norms(model, loss, constant, parameters, inputs[i : i + 1], targets[i : i + 1])
+        for i in range(len(inputs))
+    ]
+    largest_P, examples_P = torch.tensor(rows, dtype=torch.float64).max(0)
+    return {
+        name: Tightness(bounds[name], norm, example)
+        for name, norm, example in zip(parameters, largest_P.tolist(), examples_P.tolist(), strict=True)
+    }
+
+
+@torch.enable_grad()
+def _norms(
+    model: nn.Module,
+    loss: BoundedLoss,
+    constant: float,
+    parameters: dict[str, nn.Parameter],
+    x: Tensor,
+    y: Tensor,
+) -> list[float]:
+    """The gradient norm of each parameter, for one example."""
+    with naming("inputs"):
+        outputs = model(x)
+    with naming("targets", "the loss"):
+        losses = loss(outputs, y)
+    (at_outputs,) = torch.autograd.grad(losses.sum(), outputs, retain_graph=True)
+    found = torch.autograd.grad(
+        outputs, list(parameters.values()), clip_output_gradients(at_outputs, constant)
+    )
+    return [float(torch.linalg.vector_norm(g.double())) for g in found]

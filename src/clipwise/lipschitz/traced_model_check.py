@@ -1,0 +1,180 @@
+"""Whether a model still is what was traced.
+
+Bounds follow from the numbers, the layers and the tensors of the trace. The graph of autograd does not show all of
+them: the 3 of x + 3, or that another frozen tensor took the place of the traced one. So what a forward pass may read
+of the modules is remembered, and compared in every step. Where something differs the model is traced again: the same
+operations of the same layers and tensors have the same bounds, and anything else is refused.
+
+A number may also come from where nobody looks: a global variable, a closure, a tensor in a list. So a model in which
+numbers hide from autograd, or which has frozen layers to choose from, is traced again in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import operator
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from clipwise.errors import StepError
+from clipwise.layers.clipped.layer import HOOKS
+from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
+from clipwise.lipschitz.rule_tables import require_no_global_hooks
+from clipwise.lipschitz.trace import Network
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, looked at by itself
+_PLAIN = (numbers.Number, str, type(None), torch.dtype, torch.device)
+_ADDS = (operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub")
+_DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_VALUES = operator.methodcaller("values")
+_UNTRACED = "a tensor that no bound follows from"
+
+Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
+
+
+class AsTraced:
+    """Remembers a model, and refuses it once it would do something else than its trace.
+
+    Mostly a glance is enough: all attributes are the very objects that they were, and what can be written to holds the
+    same. Otherwise everything is looked at by what it means, which takes a few microseconds for each module; a trace
+    takes some milliseconds.
+    """
+
+    def __init__(self, model: nn.Module, network: Network) -> None:
+        self._model, self._network = model, network
+        traced = (*network.graph.parameters(), *network.graph.buffers())
+        self._tensors = {id(t) for t in traced}  # the network holds them, so that no other has such an id
+        names = [str(n.target) for n in network.graph.graph.nodes if n.op == "call_module"]
+        self._layers = {name: network.graph.get_submodule(name) for name in names}
+        self._first = {name: self._look_at(layer)[1] for name, layer in self._layers.items()}
+        self._always_traces = any(map(_hides_a_number, network.steps)) or self._has_choices()
+        self._remember()
+
+    def require(self) -> None:
+        """Refuse a model that would not do what was traced."""
+        require_no_global_hooks()
+        if not self._always_traces:
+            if self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced:
+                return
+            if [self._look_at(m) for m in self._modules] == self._seen:
+                self._remember()
+                return
+        self._require_same_layers()
+        self._require_same_graph(graph_again(self._model))
+        self._remember()
+
+    def _has_choices(self) -> bool:
+        """Whether the trace left out layers that autograd would not show: another pass may take one of them."""
+        is_taken = {id(layer) for layer in self._layers.values()}
+        return any(
+            (isinstance(m, _DROPS) and id(m) not in is_taken)
+            or any(id(p) not in self._tensors for p in m.parameters(recurse=False))
+            for m in self._model.modules()
+        )
+
+    def _remember(self) -> None:
+        self._modules = list(self._model.modules())
+        # What is held keeps its id. Tensors are told by those of the network, and may be of a whole batch.
+        self._held = [v for m in self._modules for v in vars(m).values() if not isinstance(v, Tensor)]
+        self._seen = [self._look_at(m) for m in self._modules]
+        self._attributes = list(map(vars, self._modules))
+        self._owned = [own for m in self._modules for own in (m._parameters, m._buffers, m._modules)]
+        self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
+        values = [v for some in self._attributes for name, v in some.items() if name not in _OF_TORCH]
+        self._writable = [v for v in values if _can_be_written_to(v)]
+        is_held = not any(isinstance(v, Tensor) for v in values)
+        self._glanced = self._glance() if is_held else None
+
+    def _glance(self) -> list[Any]:
+        """Names and identities, module after module, by few calls; and what can be written to, by its contents."""
+        found = [list(map(type, self._modules)), [self._key(value) for value in self._writable]]
+        for those in (self._attributes, self._owned):
+            values = chain.from_iterable(map(_VALUES, those))
+            found += [list(chain.from_iterable(those)), list(map(id, values))]
+        return found
+
+    def _look_at(self, module: nn.Module) -> Look:
+        found: list[Any] = [type(module)]
+        for own in (module._parameters, module._buffers):
+            found += own
+            found += [self._key(t) for t in own.values()]
+        found += module._modules
+        found += map(id, module._modules.values())
+        found += map(bool, _hooks_of(module))
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                found += (name, self._key(value))
+        return module.training, found
+
+    def _key(self, value: Any) -> Any:
+        """Plain values as they are, what holds others as what it holds, and everything else as itself alone."""
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, (Tensor, fx.Proxy)):
+            return id(value) if id(value) in self._tensors else _UNTRACED
+        if isinstance(value, dict):
+            return [(k, self._key(v)) for k, v in value.items()]
+        if isinstance(value, (list, tuple)):
+            return [self._key(v) for v in value]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._key(vars(value)) if hasattr(value, "__dict__") else id(value)
+        return id(value)
+
+    def _require_same_layers(self) -> None:
+        for name, layer in self._layers.items():
+            if attribute_of(self._model, name) is not layer:
+                raise _replaced(f"Layer {name!r}")
+            _, now = self._look_at(layer)
+            if now != self._first[name]:
+                raise StepError(
+                    f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed after "
+                    "make_private, and the bounds are for those before: make a new private run. (Weights are changed "
+                    "in place, under torch.no_grad().)"
+                )
+
+    def _require_same_graph(self, again: fx.Graph) -> None:
+        for name in [str(node.target) for node in again.nodes if node.op == "get_attr"]:
+            if attribute_of(self._model, name) is not attribute_of(self._network.graph, name):
+                raise _replaced(f"The tensor {name!r}")
+        before, now = self._network.steps, tuple(steps_of(again))
+        if now == before:
+            return
+        one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
+        raise StepError(
+            "The model's forward pass does something else than when it was traced: "
+            f"{other.words}, where it had {one.words}. The bounds are for the trace: set what it reads back, or make a "
+            "new private run."
+        )
+
+
+def _hides_a_number(step: Step) -> bool:
+    """The 3 of x + 3, and the rate of a dropout: no graph of autograd shows them."""
+    adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
+    return adds or step.target is F.dropout
+
+
+def _can_be_written_to(value: Any) -> bool:
+    """Whether `_key` may give something else for the very same object."""
+    if isinstance(value, tuple):
+        return not all(isinstance(v, _PLAIN) for v in value)
+    return isinstance(value, (list, dict)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    """What is called in a forward or a backward pass."""
+    return [getattr(module, hooks) for hooks in HOOKS]
+
+
+def _replaced(what: str) -> StepError:
+    return StepError(
+        f"{what} is another one than at make_private, and the bounds are for the one before. Change tensors in place, "
+        "under torch.no_grad() and before a batch is drawn, or make a new private run."
+    )
