@@ -120,14 +120,9 @@ class Watch:
         if rates == self._rates or self.follows_metric:
             return False
         self._rates, self._changes = rates, self._changes + 1
-        if self._changes & (
-            self._changes - 1
-        ):  # look at changes 1, 2, 4, 8, ...: each walks over all objects
+        if self._changes & (self._changes - 1):  # look at changes 1, 2, 4, 8, ...: a look takes milliseconds
             return False
-        self.follows_metric = any(
-            issubclass(type(found), ReduceLROnPlateau) and found.optimizer is self._optimizer
-            for found in gc.get_objects()
-        )
+        self.follows_metric = any(map(_is_fed_scheduler, gc.get_referrers(self._optimizer)))
         if self.follows_metric:
             _warn(
                 "The learning rate follows a metric (ReduceLROnPlateau). If that is a loss or an accuracy of the "
@@ -167,6 +162,11 @@ class Watch:
     def _rates_now(self) -> list[float]:
         """Numbers only: to read a tensor would wait for its device, and a scheduler that is fed sets numbers."""
         return [g["lr"] for g in self._optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
+
+
+def _is_fed_scheduler(holder: object) -> bool:
+    """Whether this is a ReduceLROnPlateau, or the dictionary of its attributes."""
+    return isinstance(holder, ReduceLROnPlateau) or (isinstance(holder, dict) and "num_bad_epochs" in holder)
 
 
 def _is_random_in_training(module: nn.Module) -> bool:
