@@ -312,7 +312,7 @@ HABITS = (
         13,
         "a running mean in a list",
         "plain attributes",
-        "tests/validation/test_plain_state.py",
+        "tests/validation/test_forward_changes.py",
         learned_list,
     ),
     Habit(
