@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check format install clean
+.PHONY: help demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check format install clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -12,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
-install: $(STAMP)
+install: $(STAMP)  ## .venv with clipwise and the development tools
 
 demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budgets
 	$(BIN)/clipwise demo
@@ -53,8 +56,8 @@ check: $(STAMP)  ## style and types
 	$(BIN)/ruff check src tests examples experiments benchmarks
 	$(BIN)/mypy src
 
-format: $(STAMP)
+format: $(STAMP)  ## ruff format
 	$(BIN)/ruff format src tests examples experiments benchmarks
 
-clean:
+clean:  ## remove .venv and build output
 	rm -rf $(VENV) runs build dist
