@@ -36,14 +36,11 @@ from clipwise.validation.random_state import fixed_random_state, random_state_no
 from clipwise.validation.rounding import FLOAT32, CoarsestType, differing, largest, limits, perturbed
 from clipwise.validation.step_inputs import require_losses
 
-Arrange = Callable[
-    [Sequence[int]], Any
-]  # from places of examples to a batch of these examples, in this order
+Arrange = Callable[[Sequence[int]], Any]  # from places of examples to a batch of these examples, in order
 Run = Callable[[Any], Tensor]  # from a batch to one loss an example
 Blank = Callable[[Any, int], Any]  # the batch with an empty example in one place
 
-_REPLACED = 3
-_ALONE = 16
+_REPLACED, _ALONE = 3, 16
 _FEW = 4  # examples for the part with gradients
 
 _ADVICE = (
@@ -62,19 +59,12 @@ _REFUSALS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Some examples of a batch, in some order.
+    """Some examples of a batch, in some order."""
 
-    Args:
-        kind: how it differs from the batch.
-        places: the examples, by their places in the batch.
-        compared: the positions here whose examples are compared.
-        blank: the position of an example that is emptied.
-    """
-
-    kind: str
-    places: tuple[int, ...]
-    compared: tuple[int, ...]
-    blank: int | None = None
+    kind: str  # how it differs from the batch
+    places: tuple[int, ...]  # the examples, by their places in the batch
+    compared: tuple[int, ...]  # the positions here whose examples are compared
+    blank: int | None = None  # the position of an example that is emptied
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -120,25 +110,16 @@ class _Observed:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run on each arrangement of a batch, and what is looked at.
+    """What is run on each arrangement of a batch, and what is compared."""
 
-    Args:
-        model: whose modes and tensors are used. It stays as it is.
-        run: from a batch to one loss an example.
-        arrange: makes the batches.
-        size: the number of examples.
-        blank: empties an example; None where nothing is an empty example.
-        weights: parameters in place of the model's own. Then gradients by them are compared too.
-        notes: what could not be compared.
-    """
-
-    model: nn.Module
+    model: nn.Module  # whose modes and tensors are used. It stays as it is
     run: Run
     arrange: Arrange
-    size: int
-    blank: Blank | None = None
+    size: int  # the number of examples
+    blank: Blank | None = None  # empties an example; None where nothing is an empty example
+    # Parameters in place of the model's own. Then gradients by them are compared too.
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be compared
 
     def require_uncoupled(self) -> None:
         """Refuse losses that depend on other examples.
@@ -167,16 +148,17 @@ class Trial:
     def with_random_weights(self, probe_inputs: bool) -> None:
         """The same on a few of the examples with weights drawn at random, which let every gradient through.
 
-        Args:
-            probe_inputs: also let the probe of input gradients look.
+        With `probe_inputs` the probe of input gradients looks as well.
         """
         weights = _random_weights(self.model)
         if not weights:
             return
-        few, arrange = _spread(self.size, _FEW), self.arrange
-        trial = replace(
-            self, arrange=lambda at: arrange([few[place] for place in at]), size=len(few), weights=weights
-        )
+        few = _spread(self.size, _FEW)
+
+        def arrange(at: Sequence[int]) -> Any:
+            return self.arrange([few[place] for place in at])
+
+        trial = replace(self, arrange=arrange, size=len(few), weights=weights)
         try:
             trial.require_uncoupled()
             if probe_inputs:
@@ -310,9 +292,8 @@ class _Mode:
         weights = self._trial.weights or dict(self._trial.model.named_parameters(remove_duplicate=False))
         spreads = [0.0] * len(expected)
         for seed in range(3):
-            moved = self._trial.observe(
-                self._everyone, weights=perturbed(weights, coarsest.eps, seed)
-            ).tensors
+            other = perturbed(weights, coarsest.eps, seed)
+            moved = self._trial.observe(self._everyone, weights=other).tensors
             spreads = [max(s, largest(a - b)) for s, a, b in zip(spreads, expected, moved, strict=True)]
         return limits(self._sizes, coarsest.eps, spreads)
 
@@ -324,17 +305,15 @@ def _factor(example: int) -> float:
 
 def _random_weights(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters drawn anew: gates and heads that start at zero come to life."""
-    drawn: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
     if any(is_lazy(p) for p in model.parameters()):
-        return found
+        return {}
+    drawn: dict[int, Tensor] = {}
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     with fixed_random_state(0), torch.no_grad():
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if p.requires_grad and id(p) not in drawn:
+        for _, p in named:
+            if id(p) not in drawn:
                 drawn[id(p)] = _drawn(p).requires_grad_()
-            if p.requires_grad:
-                found[name] = drawn[id(p)]
-    return found
+    return {name: drawn[id(p)] for name, p in named}
 
 
 def _drawn(p: Tensor) -> Tensor:
