@@ -25,21 +25,16 @@ _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class ModelState:
     """Every parameter and buffer of a model, as a run left it.
 
-    Runs that train one model and count in one ledger share it.
-
-    Not included are buffers that follow from weights and public rows alone: those of `PublicBatchNorm` and of spectral
-    norm.
-
-    Attributes:
-        is_updating: whether a run steps the optimizer on a gradient that it has released.
+    Runs that train one model and count in one ledger share it. Not included are buffers that follow from weights and
+    public rows alone: those of `PublicBatchNorm` and of spectral norm.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.is_updating = False
+        self.is_updating = False  # whether a run steps the optimizer on a gradient that it has released
         self._inventory = Inventory(model)
-        self._saved: set[tuple[int, ...]] = set()  # contents of checkpoints, and those at the beginning
+        self._saved: set[tuple[int, ...]] = set()  # checksums of checkpoints, and those at the beginning
         self._found: list[str] = []  # names of what was changed before an update,
-        self._moved: Tensor | None = None  # and, on an accelerator, which are to be added to these
+        self._moved: Tensor | None = None  # and, on an accelerator, entries of the sample that were
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         self._places: list[tuple[str, int, int]] = []
@@ -98,7 +93,7 @@ class ModelState:
         return []
 
     def changed_before_update(self) -> list[str]:
-        """`changed`, before an update makes other contents of them. Waits for no device.
+        """`changed`, before an update writes over the contents. Waits for no device.
 
         What torch has not counted shows in a sample of each tensor: an update by a fused optimizer or through `.data`
         moves nearly all entries. On an accelerator it is compared there, and `changed` reports it the next time.
@@ -112,7 +107,7 @@ class ModelState:
         return []
 
     def save(self) -> dict[str, int]:
-        """The contents of what a `state_dict` of the model holds, in plain types. They are accepted again later."""
+        """Checksums of what a `state_dict` of the model holds, in plain types. These contents are accepted later."""
         values = self._sums.tolist()
         self._saved.add(tuple(values))
         kept = self._persistent()
@@ -187,13 +182,13 @@ def _sampled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of a few entries of each tensor, evenly over its memory; none of a model on several devices."""
     if len({t.device for t in tensors.values()}) > 1:
         return {}
+
+    def is_dense(t: Tensor) -> bool:
+        is_channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+        return t.layout is torch.strided and t.data_ptr() != 0 and (t.is_contiguous() or is_channels_last)
+
     return {
         name: t.detach().as_strided((t.numel(),), (1,))[:: max(1, t.numel() // _SAMPLED)][:_SAMPLED]
         for name, t in tensors.items()
-        if t.dtype in _SAMPLED_TYPES and t.layout is torch.strided and t.data_ptr() and _is_dense(t)
+        if t.dtype in _SAMPLED_TYPES and is_dense(t)
     }
-
-
-def _is_dense(t: Tensor) -> bool:
-    is_channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
-    return t.is_contiguous() or is_channels_last

@@ -195,11 +195,11 @@ class Trial:
         found = [losses.detach().double()]
         if self.weights and losses.requires_grad:
             leaves = list({id(t): t for t in weights.values()}.values())
-            factors = torch.tensor([_factor(example) for example in arrangement.examples]).to(losses)
+            # No two losses have the same factor.
+            factors = [1.0 + (0.6180339887 * (example + 1)) % 1.0 for example in arrangement.examples]
+            total = (losses * torch.tensor(factors).to(losses)).sum()
             with unclipped():
-                gradients = torch.autograd.grad((losses * factors).sum(), leaves, allow_unused=True)
-            pairs = zip(gradients, leaves, strict=True)
-            found += [torch.zeros_like(leaf) if g is None else g for g, leaf in pairs]
+                found += torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return found
 
     def _one_each(self, losses: object, arrangement: Arrangement) -> Tensor:
@@ -257,6 +257,7 @@ class _Mode:
                 raise CoupledExamplesError(self._trial.refusal(what, arrangement.kind))
 
     def _moved(self, arrangement: Arrangement) -> str | None:
+        """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
         try:
             found = self._trial.observe(arrangement)
         except CoupledExamplesError:
@@ -269,20 +270,14 @@ class _Mode:
             return None
         if found.random_state != self._random_state and self.is_random:
             return None  # the others got other random numbers, which is no coupling
-        return self._difference(arrangement, found)
-
-    def _difference(self, arrangement: Arrangement, found: _Observed) -> str | None:
-        """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
-        expected = self._expected(replace(self._everyone, compared=arrangement.examples))
+        expected = [self._losses[list(arrangement.examples)]]
+        if len(self._sizes) > 1:  # gradients are too large to be kept
+            same = replace(self._everyone, compared=arrangement.examples)
+            expected = self._trial.observe(same).tensors
         if differing(expected, found.tensors, limits(self._sizes, FLOAT32)) is None:
             return None  # as nearly always
         number = differing(expected, found.tensors, self._limits)
         return None if number is None else "gradient" if number else "loss"
-
-    def _expected(self, same: Arrangement) -> list[Tensor]:
-        if len(self._sizes) > 1:  # gradients are too large to be kept
-            return self._trial.observe(same).tensors
-        return [self._losses[list(same.compared)]]
 
     @cached_property
     def _limits(self) -> list[float]:
@@ -296,11 +291,6 @@ class _Mode:
             moved = self._trial.observe(self._everyone, weights=other).tensors
             spreads = [max(s, largest(a - b)) for s, a, b in zip(spreads, expected, moved, strict=True)]
         return limits(self._sizes, coarsest.eps, spreads)
-
-
-def _factor(example: int) -> float:
-    """For an example's loss in a sum of losses: no two have the same."""
-    return 1.0 + (0.6180339887 * (example + 1)) % 1.0
 
 
 def _random_weights(model: nn.Module) -> dict[str, Tensor]:
