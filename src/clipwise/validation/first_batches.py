@@ -62,7 +62,7 @@ class ReplacementTest:
         Args:
             batch: as it was handed out, with a row for each view.
             size: the number of examples.
-            which: tells one batch from another. A batch that was looked at is not looked at again.
+            which: identifies the batch. One that passed is not tested again.
             arrangements: give functions that make batches of the same records anew, without views.
         """
         if not self.is_pending or which in self._seen or size < 2:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from clipwise.errors import UnsupportedModelError
-from clipwise.gradients.real_views import real_view
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.inventory import Inventory
+from clipwise.validation.tensor_changes import checksums
 
 _TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
 _PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
@@ -80,16 +80,12 @@ class BufferGuard:
     def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
         listed = ((name, tensors[key]) for name, tensors, key in self.inventory.tensors)
         found = [(name, t) for name, t in listed if t is not None]
-        looks_inside = self._tensors_left > 0
-        versions = {name: (id(t), t._version, *(_sums(t) if looks_inside else ())) for name, t in found}
+        versions: dict[str, tuple[object, ...]] = {name: (id(t), t._version) for name, t in found}
+        if self._tensors_left:
+            readable = {name: t for name, t in found if not is_lazy(t)}
+            for name, checksum in zip(readable, checksums(readable.values()).tolist(), strict=True):
+                versions[name] = (*versions[name], checksum)
         return versions, [t for _, t in found]
-
-
-def _sums(tensor: Tensor) -> tuple[float, ...]:
-    if is_lazy(tensor):
-        return ()
-    values = real_view(tensor.detach()).double().nan_to_num()
-    return float(values.sum()), float(values.abs().sum())
 
 
 class PlainState:
