@@ -288,7 +288,7 @@ class Ledger(ABC):
 
 
 class MemoryLedger(Ledger):
-    """A ledger that ends with its process: for tests, and where nobody relies on the count later."""
+    """A ledger that ends with its process: for tests, and where the count is not needed later."""
 
     def __init__(self, run: str | None = None) -> None:
         super().__init__(LedgerState())

@@ -4,7 +4,7 @@ d loss_i / d input_j must be 0 for i != j (gradients/layout.py says how one extr
 exactly 0 shows nothing: behind a head that is still 0, a gate, or an auxiliary loss with weight 0, any coupling is
 hidden. So a place in the graph counts as examined once a gradient arrived there, and the probe goes on looking:
 
-    - at the first batches, and at the first batches of any graph with operations that were not met before;
+    - at the first batches, and at the first batches of any graph with new operations;
     - at a batch in which a place without gradients so far gets one.
 
 It looks before the batch is released. All inputs are marked (marked.py), so that it can.
@@ -39,7 +39,7 @@ from clipwise.validation.shared_factors import SharedFactors
 
 _PROBED_BATCHES = 2
 _MOST_WIRINGS = 512
-_FRUITLESS = 64  # batches on which nothing was learned; afterwards only some are looked at
+_FRUITLESS = 64  # batches on which nothing was learned; afterwards only some are examined
 _SOME = 16
 USE_BATCH = (
     "Batch(max_norm=...) clips whole mini-sets instead, within which examples may depend on one another; it needs "
@@ -106,20 +106,20 @@ class IndependenceProbe:
                 self._probe(losses, inputs, len(trace.inputs), dict(zip(nodes, places, strict=True)))
 
     def _places(self, nodes: list[Node], names: list[str]) -> list[Place]:
-        """The names of all nodes' places. Operations that were not met before have to be examined."""
+        """The names of all nodes' places. New operations have to be examined."""
         wiring = hash(tuple(names))
         if wiring in self._wirings:
             return self._wirings[wiring]
         if len(self._wirings) >= _MOST_WIRINGS:
             self._wirings.clear()
-        met: Counter[Pattern] = Counter()
+        seen: Counter[Pattern] = Counter()
         places: list[Place] = []
         for node, name in zip(nodes, names, strict=True):
             pattern = name, tuple("" if child is None else child.name() for child, _ in node.next_functions)
-            places.append((pattern, met[pattern]))
-            met[pattern] += 1
-        if not met.keys() <= self._known:
-            self._known |= met.keys()
+            places.append((pattern, seen[pattern]))
+            seen[pattern] += 1
+        if not seen.keys() <= self._known:
+            self._known |= seen.keys()
             self._left, self._fruitless = _PROBED_BATCHES, 0
         self._wirings[wiring] = places
         return places
@@ -154,9 +154,7 @@ class IndependenceProbe:
             for node, place in places.items():
                 hooks.callback(node.register_prehook(partial(_note, arrived, place)).remove)
             is_proof = _require_apart(losses, torch.ones_like(losses), inputs, marked, weights_B, _COUPLED)
-        for seen, output in observations(
-            losses
-        ):  # what a layer learns of a row must be of that example alone
+        for seen, output in observations(losses):  # what a layer learns of a row is of that example alone
             if seen.shape[0] == len(losses):
                 random = torch.randn(seen.shape, generator=private_generator())
                 random = random.to(seen.mean_BC.device, seen.dtype)

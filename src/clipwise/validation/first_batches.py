@@ -51,7 +51,7 @@ class ReplacementTest:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are batches still to be looked at."""
+        """Whether there are batches still to be tested."""
         return len(self._seen) < _TESTED_BATCHES
 
     def examine(

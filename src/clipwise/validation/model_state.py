@@ -62,7 +62,7 @@ class ModelState:
         return self._tensors_now().keys() == self._tensors.keys()
 
     def was_counted(self) -> bool:
-        """Whether torch has counted a write, or a tensor was replaced or moved: what the host alone can tell."""
+        """Whether torch has counted a write, or a tensor was replaced or moved: all that the host can find out."""
         return self._is_counted(self._tensors_now())
 
     def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:

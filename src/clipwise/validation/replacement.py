@@ -124,13 +124,13 @@ class Trial:
     def require_uncoupled(self) -> None:
         """Refuse losses that depend on other examples.
 
-        Random layers draw other numbers for another order or size. A model that has them is looked at in `.eval()`
+        Random layers draw other numbers for another order or size. A model that has them is tested in `.eval()`
         there, and as it is where an example is replaced.
         """
         replacements = _replacements(self.size, self.blank is not None)
         as_it_is = _Mode(self)
         if self.weights and not as_it_is.is_finite:
-            return  # such weights tell nothing about this model
+            return  # such weights show nothing about this model
         if as_it_is.is_repeatable:
             as_it_is.examine(replacements)
             if not as_it_is.is_random:

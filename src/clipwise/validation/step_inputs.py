@@ -135,7 +135,7 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
 def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
     """One loss an example, attached to a graph. The size drawn is secret and not in the messages.
 
-    Where mini-sets are clipped as a whole, a single number will do. Of a mini-set without examples it says nothing.
+    Where whole microbatches are clipped, a single number will do, and that of an empty one is not used.
     """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")

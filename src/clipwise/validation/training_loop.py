@@ -1,7 +1,7 @@
 """What a training loop does around the steps of a private run: what is refused, and what is warned of.
 
-A private run leaves the optimizer to the user. Hooks on its `step` tell an update on released gradients from every
-other one: a plain `loss.backward(); optimizer.step()`, a framework that steps by itself, a closure.
+A private run leaves the optimizer to the user. Hooks on its `step` distinguish an update on released gradients from
+every other one: a plain `loss.backward(); optimizer.step()`, a framework that steps by itself, a closure.
 """
 
 from __future__ import annotations
