@@ -27,7 +27,7 @@ from clipwise.errors import (
     StepError,
     UnsupportedModelError,
 )
-from clipwise.ledger import combined_runs
+from clipwise.ledger import multi_run
 from clipwise.report.statement import of_ledger
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "audit.md"
@@ -145,7 +145,7 @@ def one_seed_twice(folder: Path) -> bool:
         with run(model, seed=1, ledger=path) as private:
             train(private, lambda x, y, m=model: losses_of(m, x, y), 2)  # type: ignore[misc]
             claims = private.statement().to_dict()["guarantee"]
-    return claims is None and raises(LedgerError, "one key", lambda: combined_runs.read(paths))
+    return claims is None and raises(LedgerError, "one key", lambda: multi_run.read_files(paths))
 
 
 def known_masks(folder: Path) -> bool:
@@ -312,7 +312,7 @@ HABITS = (
         13,
         "a running mean in a list",
         "plain attributes",
-        "tests/validation/test_plain_state.py",
+        "tests/validation/test_forward_changes.py",
         learned_list,
     ),
     Habit(

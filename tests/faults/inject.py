@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 import clipwise
 from clipwise.errors import LedgerBusyError
-from clipwise.ledger import crash_points, ledger
+from clipwise.ledger import crash_points, durable_files, ledger
 from clipwise.noise import mechanism
 from tests.faults.life import EXAMPLES, Run, make_visible, records
 from tests.faults.plan import Plan
@@ -36,17 +36,16 @@ _SOURCE = Path(clipwise.__file__).parent
 _BOOKKEEPING = {
     str(_SOURCE / name)
     for name in (
-        "engine.py",
-        "budget.py",
-        "ledger.py",
-        "ledger_base.py",
-        "multi_run.py",
-        "book.py",
-        "files.py",
-        "checkpoint.py",
-        "noise.py",
-        "release.py",
-        "noising.py",
+        "engine/private.py",
+        "engine/checkpoint.py",
+        "ledger/budget.py",
+        "ledger/durable_files.py",
+        "ledger/file_format.py",
+        "ledger/ledger.py",
+        "ledger/multi_run.py",
+        "noise/gaussian.py",
+        "noise/mechanism.py",
+        "noise/release.py",
         "sampling/loader.py",
     )
 }
@@ -182,7 +181,7 @@ def _on_a_small_disk(plan: Plan, files: Files) -> Run:
                 return super().write(data[:rest])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    ledger.FileIO = Small  # type: ignore[misc]
+    durable_files.FileIO = Small  # type: ignore[misc]
     return Run(plan, files)
 
 
@@ -205,12 +204,12 @@ def read_only(plan: Plan, files: Files, lines: int) -> Run:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             return super().write(data)
 
-    honest, ledger.FileIO = ledger.FileIO, ReadOnly  # type: ignore[misc]
+    honest, durable_files.FileIO = durable_files.FileIO, ReadOnly  # type: ignore[misc]
     try:
         return Run(plan, files)
     except clipwise.LedgerError as error:
         files.say(f"caught {type(error).__name__}")
-        ledger.FileIO = honest  # type: ignore[misc]
+        durable_files.FileIO = honest  # type: ignore[misc]
         return Run(plan, files)  # somebody has mounted the disk again
 
 

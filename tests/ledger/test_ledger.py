@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 import clipwise
 from clipwise.errors import ConfigurationError, LedgerBusyError, LedgerError
-from clipwise.ledger import crash_points, ledger
-from clipwise.ledger import file_format as book_module
-from clipwise.ledger.file_format import LEAST_BLOCK, Book
-from clipwise.ledger.ledger import LARGEST_BLOCK, FileLedger, MemoryLedger, read
+from clipwise.ledger import crash_points, file_format, ledger
+from clipwise.ledger.file_format import LARGEST_BLOCK, LEAST_BLOCK, LedgerState
+from clipwise.ledger.ledger import FileLedger, MemoryLedger, read
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
 A = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.1, 256 / 60000)
@@ -562,13 +561,13 @@ def test_an_empty_file_is_begun(path: Path) -> None:
 
 def test_another_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(book_module, "FORMAT", 3)
+        patch.setattr(file_format, "FORMAT", 3)
         data = file_of(path)
     refused(path, data, match="line 1: cannot be understood")
 
 
 def test_lines_that_no_version_writes_are_refused(path: Path) -> None:
-    refused(path, Book().seal({"kind": "restart"}) + b"\n", match="line 1: cannot be understood")
+    refused(path, LedgerState().seal({"kind": "restart"}) + b"\n", match="line 1: cannot be understood")
     for record in (
         {"kind": "novel"},
         {"kind": "header", "format": 1},
@@ -940,7 +939,7 @@ def test_the_last_user_closes(path: Path) -> None:
 def test_a_crash_overstates_by_at_most_two_percent_or_four(n: int) -> None:
     book = MemoryLedger()
     charge(book, A, n)
-    reserved = book._book.total
+    reserved = book._state.total
     assert n <= reserved <= n + max(4, n / 50)
 
 

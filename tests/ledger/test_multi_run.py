@@ -18,7 +18,7 @@ from clipwise import FileLedger, MemoryLedger, Private, accounting
 from clipwise.accounting import gaussian
 from clipwise.errors import BudgetExhausted, ConfigurationError, LedgerError, PrivacyWarning
 from clipwise.ledger import ledger
-from clipwise.ledger.file_format import Book
+from clipwise.ledger.file_format import LedgerState
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.report.statement import of_ledger
 from tests.runs import network, parameters, private_run, same, train
@@ -355,7 +355,7 @@ def test_a_budget_that_not_all_runs_have_is_not_that_of_the_ledger() -> None:
 
 def of_format_1(path: Path, *records: dict[str, Any]) -> None:
     """A file as the first format has it."""
-    book = Book()
+    book = LedgerState()
     header = {"kind": "header", "format": 1, "run": "ab", "block": 64, "header": {}}
     lines = []
     for record in (header, {"kind": "event", "id": 0, "event": EVENT.to_dict()}, *records):

@@ -14,7 +14,7 @@ from torch import nn
 from clipwise import FileLedger, Private
 from clipwise.engine import checkpoint
 from clipwise.errors import LedgerError
-from clipwise.ledger import combined_runs
+from clipwise.ledger import multi_run
 from clipwise.ledger.ledger import MemoryLedger
 from clipwise.report.statement import of_ledger
 from tests.cli.calls import clipwise
@@ -54,7 +54,7 @@ def test_the_noise_of_two_seeded_executions_cancels_and_nothing_is_claimed(tmp_p
     with pytest.raises(
         LedgerError, match=r"one and .*two have releases with the noise of one key: .*cancels"
     ):
-        combined_runs.read(paths)
+        multi_run.read_files(paths)
     assert "none is claimed" in str(of_ledger(paths[0]))
 
 
@@ -173,7 +173,7 @@ def test_the_id_is_public_and_that_of_the_whole_run(tmp_path: Path) -> None:
     assert again._key.id == name
     train(model, again, 1)
     again.close()
-    assert {about["key"] for about in combined_runs.read([tmp_path / "ledger"])[0].found.about} == {name}
+    assert {about["key"] for about in multi_run.read_files([tmp_path / "ledger"])[0].found.about} == {name}
 
 
 def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
         later.close()
         paths.append(later._ledger.path)  # type: ignore[attr-defined]
     with pytest.raises(LedgerError, match="noise of one key"):
-        combined_runs.read(paths)
+        multi_run.read_files(paths)
 
 
 def test_one_of_many_takes_the_resume_file(tmp_path: Path) -> None:

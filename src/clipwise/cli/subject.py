@@ -14,7 +14,6 @@ from clipwise.cli.naming import naming_options
 from clipwise.cli.output import say
 from clipwise.cli.plan import Asked, plan_of
 from clipwise.errors import ConfigurationError
-from clipwise.ledger import combined_runs as runs
 from clipwise.ledger import multi_run
 from clipwise.ledger.ledger import Snapshot
 from clipwise.privacy import Entry, Event
@@ -38,7 +37,7 @@ class Subject:
 
     history: list[Entry]
     heading: str
-    runs: tuple[runs.Run, ...] = ()
+    runs: tuple[multi_run.LedgerFile, ...] = ()
 
     @property
     def event(self) -> Event:
@@ -48,7 +47,7 @@ class Subject:
     @property
     def is_seeded(self) -> bool:
         """Whether any of the runs had a given seed, so that no guarantee is claimed."""
-        return runs.are_seeded(self.runs)
+        return multi_run.are_seeded(self.runs)
 
     @property
     def is_shared(self) -> bool:
@@ -98,8 +97,8 @@ def subject_of(
     if ledgers:
         if noise_multiplier is not None or not asked.says_nothing:
             raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")
-        found = runs.read(ledgers)
-        history = runs.history(found)
+        found = multi_run.read_files(ledgers)
+        history = multi_run.joint_history(found)
         count = len({entry.run for entry in history})
         what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
         return Subject(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))

@@ -16,8 +16,8 @@ from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.ledger.base import Ledger
 from clipwise.ledger.budget import Budget
+from clipwise.ledger.ledger import Ledger
 from clipwise.ledger.multi_run import Held
 from clipwise.noise.secure import require_cipher
 from clipwise.optim.averaging import AveragedParameters

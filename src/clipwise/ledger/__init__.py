@@ -1,1 +1,5 @@
-"""Which releases were made: the ledger, its file format, and several runs on one ledger."""
+"""What has been released: ledgers in memory or in a file, their file format, budgets, and several runs together."""
+
+from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, Snapshot, read
+
+__all__ = ["FileLedger", "Ledger", "MemoryLedger", "Snapshot", "read"]

@@ -11,7 +11,7 @@ from clipwise.ledger import multi_run
 from clipwise.privacy import Entry, Event
 
 
-class Budget:
+class PrivacyBudget:
     """(epsilon, delta) for all that a ledger holds, whichever run has released it.
 
     Releases of one run are judged by PLD; of several, which may have been configured one after the other, by the
@@ -38,25 +38,25 @@ class Budget:
         return passes <= _passes(self.planned, event) or passes <= self._most_passes(event)
 
     def refuse(self, history: Sequence[Entry]) -> NoReturn:
-        """Say that the last release of a history does not fit."""
+        """Raise the error for a history whose last release does not fit."""
+        shared = " The budget is that of the whole ledger, which other runs have charged as well."
         raise BudgetExhausted(
             f"One more step would pass epsilon={self.epsilon:g} at delta={self.delta:g} after "
             f"{sum(entry.count for entry in history) - 1} steps. Nothing was released for it."
-            + (
-                " The budget is that of the whole ledger, which other runs have charged as well."
-                if multi_run.is_shared(history)
-                else ""
-            )
+            f"{shared if multi_run.is_shared(history) else ''}"
         )
 
     def _most_passes(self, event: Event) -> int:
         """How often a unit may take part: the noise is rounded up, so a little more may fit than was planned."""
         if self._most is None:
-            at_most = 2 * self.planned
-            self._most = _passes(accounting.steps_within([], event, self.epsilon, self.delta, at_most), event)
+            steps = accounting.steps_within([], event, self.epsilon, self.delta, 2 * self.planned)
+            self._most = _passes(steps, event)
         return self._most
 
 
 def _passes(steps: int, event: Event) -> int:
     """How often a unit takes part in so many steps in a row; of steps that draw anew, how often it may."""
     return -(-steps // event.period)
+
+
+Budget = PrivacyBudget  # the old name, until engine/ no longer imports it

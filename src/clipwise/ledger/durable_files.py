@@ -1,14 +1,16 @@
-"""Files that survive a crash whole."""
+"""Files that survive a crash whole, and files that one process writes at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ConfigurationError, LedgerBusyError, LedgerError
 from clipwise.ledger import crash_points
 
 
@@ -50,3 +52,22 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_locked(path: Path) -> FileIO:
+    """A ledger's file, unbuffered, to read from its beginning and to append to, held against other writers."""
+    file = None
+    try:
+        file = FileIO(path, "a+")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        return file
+    except OSError as error:
+        if file is not None:
+            file.close()
+        if isinstance(error, BlockingIOError):
+            raise LedgerBusyError(
+                f"{path} is in use: another process, or another ledger object in this one, writes to it. "
+                "Close that one first, or give this run a file of its own."
+            ) from error
+        raise LedgerError(f"{path} cannot be opened as a ledger: {error.strerror}.") from error

@@ -21,18 +21,20 @@ last join. A line with `exact: false` says that something that is counted may ne
 
 Format 1 had no `run`: one reservation was open at a time, and its size doubled up to the largest block.
 
-A checksum is the hash of the one before it and of its own line, so a line that was changed, removed or
-moved is found. It holds no secret: it shows damage and careless edits, not a forger who computes it
-anew. Nor can a file show that whole lines are missing at its *end*; a checkpoint, which holds a position,
-can. Each line is on disk before the next is written, so a crash tears the last line at most.
+A checksum is the hash of the one before it and of its own line, so a line that was changed, removed or moved is found.
+It holds no secret: it shows damage and careless edits, not a forger who computes it anew. Nor can a file show that
+whole lines are missing at its *end*; a checkpoint, which holds a position, can. Each line is on disk before the next is
+written, so a crash tears the last line at most.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,59 +44,48 @@ from clipwise.privacy import Entry, Event
 from clipwise.report.run_description import UNDERSTATED, is_understated
 
 Record: TypeAlias = "dict[str, Any]"
+JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
 FORMAT = 2
 WHOLE = re.compile(rb"\{[ -~]*\} [0-9a-f]{32}")  # a line as it is written, whether or not it follows
 PLAN = ("budget", "delta", "planned")  # what a description says about the plan of its run
 
-# A reservation is at most this share of what its run has made, or LEAST_BLOCK steps if that is more.
-SHARE = 50
-LEAST_BLOCK = 4
+# A reservation is at most 1/SHARE of what its run has made, or LEAST_BLOCK releases if that is more, and at most
+# LARGEST_BLOCK. So a crash after n releases overstates by at most max(4, n / 50). One step in 4 waits for an fsync at
+# first, one in 64 from 3,200 steps on.
+SHARE, LEAST_BLOCK, LARGEST_BLOCK = 50, 4, 64
 
 
-class Book:
+class LedgerState:
     """What the lines say, taken one after another. The writer and every reader share these rules."""
 
     def __init__(self) -> None:
-        self.run = ""
-        self.untagged = ""  # the run that lines without a run are about
-        self.format = 0
-        self.block = 0
+        self.run, self.untagged = "", ""  # the ledger, and the run that lines without a run are about
+        self.format = self.block = 0
         self.header: Record = {}
         self.about: list[Record] = []
         self.plan: Record | None = None  # the first budget or length of a run that was described
         self.declared: list[tuple[str, str]] = []  # kind and reason
-        # By run that was closed: whether the weights were then as it left them.
-        self._verified: dict[str, bool] = {}
+        self._verified: dict[str, bool] = {}  # of runs that were closed: whether their weights were verified
         self.ids: dict[Event, int] = {}
         self.counts: dict[str, int] = {}  # releases of each run
-        self.open: dict[
-            str, int
-        ] = {}  # open reservations: their size, all of which is in the run's last entry
+        self.open: dict[str, int] = {}  # size of each run's open reservation, which is in its last entry
         self.exact = True  # whether everything that is counted was released
         self._entries: dict[int, Entry] = {}  # by the order in which they were begun
         self._begun = 0
         self._growing: dict[str, int] = {}  # the entry of each run that its next release may be added to
         self._latest: tuple[str, Event] | None = None  # the run and event last named
-        self._charged: set[tuple[str, Event, int]] = (
-            set()
-        )  # run, event, and how many `about` lines came before
+        self._charged: set[tuple[str, Event, int]] = set()  # run, event, number of `about` lines before it
         self._events: list[Event] = []
-        self._joined = 0
-        self._checksum = b""
+        self._joined, self._checksum = 0, b""
 
     @property
     def total(self) -> int:
         """How many releases are counted."""
         return sum(self.counts.values())
 
-    @property
-    def entries(self) -> list[Entry]:
-        """All that is counted, in the order in which entries were begun."""
-        return list(self._entries.values())
-
     def entries_with(self, changes: Mapping[str, int]) -> list[Entry]:
-        """The entries with so many releases more, or fewer, in the last entry of each run."""
+        """All that is counted, with so many releases more, or fewer, in the last entry of each run."""
         entries = dict(self._entries)
         for run, change in changes.items():
             if change:
@@ -121,9 +112,8 @@ class Book:
     def next_block(self, run: str, event: Event) -> int:
         """How many releases to reserve next: 1, 2, 4, 4, ... and 2% of what the run has made, once that is more.
 
-        The size follows from the counts alone. Were it chosen by how long steps take, the file would hold
-        something that depends on the batches drawn. After another event or a restart it begins with 1 again, so
-        that events that alternate reserve nothing in vain.
+        The size follows from the counts alone: chosen by the time of steps, it would depend on the batches drawn. After
+        another event or a restart it begins with 1 again, so that events that alternate reserve nothing in vain.
         """
         in_a_row = self._entries[self._growing[run]].count if self.is_growing(run, event) else 0
         return min(in_a_row + 1, self._largest_next(self.counts.get(run, 0)))
@@ -131,10 +121,9 @@ class Book:
     def recovery(self, torn: bool) -> Record:
         """The line that closes an end that was not clean.
 
-        A crash tears the line of a charge that has not returned. But a reservation may also have been
-        damaged later, so a torn line counts for the most that any run may have reserved next, of the event that it
-        used last. Before the first event nothing can have been released: a reservation comes only after the line of
-        its event.
+        A crash tears the line of a charge that has not returned. But a reservation may also have been damaged later, so
+        a torn line counts for the most that any run may have reserved next, of the event that it used last. Before the
+        line of the first event nothing can have been released.
         """
         if self.format == 1:
             event = self.ids[self._latest[1]] if torn and self._latest else None
@@ -150,8 +139,7 @@ class Book:
 
     def seal(self, record: Record) -> bytes:
         """The line that would come next, without its end."""
-        text = encode(record)
-        return text + b" " + self._sum(text)
+        return (text := encode(record)) + b" " + self._sum(text)
 
     def follows(self, line: bytes) -> bool:
         """Whether the line is whole and comes next."""
@@ -159,23 +147,26 @@ class Book:
         return checksum == self._sum(text)
 
     def take(self, line: bytes) -> None:
-        """Take in a line that follows."""
+        """Apply a line that follows."""
         text, _, self._checksum = line.rpartition(b" ")
         self.apply(json.loads(text))
 
     def apply(self, record: Record) -> None:
-        """Take in what a line says."""
+        """Apply the record of a line."""
         kind = record["kind"]
         if (kind == "header") == bool(self.run):
             raise ValueError("a header is the first line and no other")
+        if kind in ("header", "format"):
+            if not max(1, self.format) <= record["format"] <= FORMAT:
+                raise ValueError("an unknown format")
+            self.format = record["format"]
         run = record.get("run", self.untagged)
         match kind:
             case "header":
-                self._take_format(record["format"])
                 self.run, self.block, self.header = record["run"], record["block"], record["header"]
                 self.untagged = self.run
             case "format":
-                self._take_format(record["format"])
+                pass
             case "event":
                 self._latest = run, self._define(Event.from_dict(record["event"]))
             case "declared":
@@ -203,11 +194,6 @@ class Book:
                 raise ValueError("an unknown kind of line")
         self.exact = self.exact and record.get("exact", True)
 
-    def _take_format(self, number: int) -> None:
-        if not max(1, self.format) <= number <= FORMAT:
-            raise ValueError("an unknown format")
-        self.format = number
-
     def _settle(self, run: str, used: int) -> None:
         unused = self.open.pop(run, 0) - used
         place = self._growing[run]
@@ -220,7 +206,7 @@ class Book:
 
     def _recover(self, record: Record) -> None:
         torn = record.get("torn", [])
-        if record.get("count"):  # of format 1
+        if record.get("count"):  # format 1
             torn = [[self.untagged, record["event"], record["count"]]]
         for run, event, count in torn:
             self._add(run, self._events[event], count)
@@ -229,10 +215,9 @@ class Book:
         self._growing.clear()
 
     def _import(self, record: Record) -> None:
-        """Each entry stays as it is, and nothing is merged with it."""
         for event, count, *tag in record["entries"]:
             run = tag[0] if tag else self.untagged
-            self._part(run)
+            self._part(run)  # each entry stays as it is, and nothing is merged with it
             self._add(run, self._define(Event.from_dict(event)), count)
             self._part(run)
             self._verified[run] = True  # a checkpoint is loaded into a model that holds its weights
@@ -268,66 +253,105 @@ class Book:
         self._growing.pop(run, None)
 
     def is_understated(self) -> bool:
-        """Whether an older version understated the cost of a release (about.py)."""
-        return any(
-            is_understated(event, self._strategy_of(run, lines)) for run, event, lines in self._charged
-        )
-
-    def _strategy_of(self, run: str, lines: int) -> Any:
-        """How a run clipped, as it described itself last before a release, in the first `lines` lines.
-
-        What is imported belongs to the first run of a file, which has not described itself yet.
-        """
-        before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
-        described = before[-1:] or self.about[:1]
-        return described[0].get("strategy") if described else None
+        """Whether an older version understated the cost of a release, by how its run described that it clips."""
+        for run, event, lines in self._charged:
+            before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
+            described = before[-1:] or self.about[:1]  # what was imported came before any description
+            if is_understated(event, described[0].get("strategy") if described else None):
+                return True
+        return False
 
     def _largest_next(self, made: int) -> int:
         return min(self.block, max(LEAST_BLOCK, made // SHARE))
 
     def _sum(self, text: bytes) -> bytes:
-        digest = blake2b(self._checksum + text, digest_size=16, person=b"clipwise-ledger")
-        return digest.hexdigest().encode()
+        return blake2b(self._checksum + text, digest_size=16, person=b"clipwise-ledger").hexdigest().encode()
 
 
 def _grown(entry: Entry, change: int) -> Entry:
     return Entry(entry.event, entry.count + change, entry.run)
 
 
-def replay(data: bytes, path: Path) -> tuple[Book, Record | None, bool]:
-    """The book of a file, the line that recovers it if its end is not clean, and whether that is torn.
+def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
+    """The state of a file, the line that recovers it if its end is not clean, and whether that is torn.
 
-    A torn line stays in the file for ever. Two things tell it from a damaged one. It is not whole: a whole
-    line that does not follow shows that lines before it are gone. And what comes after it is nothing, or
-    the very line that recovers it, which may have been torn itself before it got written.
+    A torn line stays in the file for ever. It differs from a damaged one in two ways. It is not whole: a whole line
+    that does not follow shows that lines before it are gone. And what comes after it is nothing, or the line that
+    recovers it, which may have been torn itself before it got written.
     """
-    book = Book()
+    state, number = LedgerState(), 0
     bad: list[bytes] = []
-    number = 0
     *lines, rest = data.split(b"\n")
     for number, line in enumerate([*lines, rest] if rest else lines, 1):
-        if not book.follows(line):
+        if not state.follows(line):
             bad.append(line)
             continue
         if bad:
-            _require_torn(book, [*bad, line], number - len(bad), path)
+            _require_torn(state, [*bad, line], number - len(bad), path)
             bad = []
         try:
-            book.take(line)
+            state.take(line)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise LedgerError(
                 f"{path}, line {number}: cannot be understood ({error}); it was not written by this version "
                 "of clipwise. Use the version that wrote it."
             ) from error
     if bad:
-        _require_torn(book, bad, number + 1 - len(bad), path)
-    if book.is_understated():
+        _require_torn(state, bad, number + 1 - len(bad), path)
+    if state.is_understated():
         raise LedgerError(f"{path} has {UNDERSTATED}.")
-    clean = not (rest or bad or book.open)
-    return book, None if clean else book.recovery(torn=bool(bad)), bool(bad)
+    is_clean = not (rest or bad or state.open)
+    return state, None if is_clean else state.recovery(torn=bool(bad)), bool(bad)
 
 
-def _require_torn(book: Book, lines: list[bytes], number: int, path: Path) -> None:
+@dataclass(frozen=True)
+class Snapshot:
+    """What a ledger file holds; whatever may have been released is counted."""
+
+    run: str  # the id of the ledger
+    header: Mapping[str, JSON]  # the public configuration; the latest, if runs have joined
+    history: list[Entry]  # the releases, run-length coded, with reservations in full until they are settled
+    position: int  # their number
+    clean: bool  # whether the last writer has ended cleanly
+    torn: bool  # whether the last line is torn; if so, the most that it may stand for is counted
+    about: tuple[Mapping[str, JSON], ...] = ()  # the descriptions of runs each time they began or went on
+    exact: bool = True  # whether everything that is counted was released
+    plan: Mapping[str, JSON] | None = None  # the first plan that a run has described; None in older files
+    declared: tuple[tuple[str, str], ...] = ()  # kind and reason of updates that a user declared
+    verified: bool | None = None  # whether weights were verified when runs were closed; None if one is open
+
+
+def read(path: str | os.PathLike[str]) -> Snapshot:
+    """What the ledger at `path` says. Neither changes nor locks the file, which may be in use."""
+    path = Path(path)
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, for ever
+            raise LedgerError(f"{path} cannot be read as a ledger: it is not a regular file.")
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LedgerError(f"{path} cannot be read as a ledger: {reason}.") from error
+    if not data:
+        raise LedgerError(f"{path} is empty: no run has begun in it.")
+    state, recovery, torn = replay(data, path)
+    if recovery is not None:
+        state.apply(recovery)
+    return Snapshot(
+        run=state.run,
+        header=state.header,
+        history=state.entries_with({}),
+        position=state.total,
+        clean=recovery is None,
+        torn=torn,
+        about=tuple(state.about),
+        exact=state.exact and recovery is None,
+        plan=state.plan,
+        declared=tuple(state.declared),
+        verified=state.verified,
+    )
+
+
+def _require_torn(state: LedgerState, lines: list[bytes], number: int, path: Path) -> None:
     """Refuse bad lines, from line `number` on, that no crash leaves behind."""
     if number == 1:
         raise LedgerError(
@@ -335,7 +359,7 @@ def _require_torn(book: Book, lines: list[bytes], number: int, path: Path) -> No
             "restore it from a copy. (If a crash broke off its creation, this is its only line: nothing was "
             "released yet and it can be deleted.)"
         )
-    recovery = book.seal(book.recovery(torn=True))
+    recovery = state.seal(state.recovery(torn=True))
     if WHOLE.fullmatch(lines[0]) or not all(recovery.startswith(line.rstrip(b"\0")) for line in lines[1:]):
         raise LedgerError(
             f"{path}, line {number}: wrong checksum: the file was changed or damaged; restore it from a "
@@ -359,10 +383,10 @@ def new_tag() -> str:
     return secrets.token_hex(8)
 
 
-def header_line(run: str | None, block: int, header: Record) -> Record:
+def header_line(run: str | None, block: int | None = None, header: Record | None = None) -> Record:
     """The first line of a file."""
-    run = run or secrets.token_hex(16)
-    return {"kind": "header", "format": FORMAT, "run": run, "block": block, "header": header}
+    run, block = run or secrets.token_hex(16), block or LARGEST_BLOCK
+    return {"kind": "header", "format": FORMAT, "run": run, "block": block, "header": header or {}}
 
 
 def encode(value: Mapping[str, Any]) -> bytes:

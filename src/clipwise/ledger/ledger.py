@@ -1,4 +1,11 @@
-"""Where a ledger is kept: in memory, or in a file. What is charged and how is in ledger_base.py."""
+"""What has been released. A crash can make the ledger count too much, never too little.
+
+A release is charged *before* any noised value becomes visible. So that a step need not wait for the disk, one line
+reserves a block of releases, which is then used up without touching the file. A clean end settles: it states how much
+of the last block was used. After any other end the whole block is spent.
+
+Several runs may charge one ledger, also at the same time. Each has a tag, a block and an entry that grows of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +13,292 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
-from clipwise.errors import ConfigurationError, LedgerBusyError, LedgerError
-from clipwise.ledger import crash_points
-from clipwise.ledger.base import JSON, Ledger
-from clipwise.ledger.durable_files import sync_folder
-from clipwise.ledger.file_format import FORMAT, Book, Record, encode, header_line, replay, require_same_run
-from clipwise.privacy import Entry
+from clipwise.errors import ConfigurationError, LedgerError
+from clipwise.ledger import crash_points, file_format
+from clipwise.ledger.durable_files import open_locked, sync_folder
+from clipwise.ledger.file_format import JSON, LedgerState, Record, Snapshot, encode, header_line, read
+from clipwise.privacy import Entry, Event
 
-__all__ = ["JSON", "LARGEST_BLOCK", "FileLedger", "Ledger", "MemoryLedger", "Snapshot", "read"]
+__all__ = ["JSON", "FileLedger", "Ledger", "Limit", "MemoryLedger", "Snapshot", "read"]
 
-# The most releases to reserve at once. Until then a reservation is at most 4 releases, or 2% of what its run has
-# made (`Book.next_block`), so a crash after n releases overstates by at most max(4, n / 50). One step in 4 waits for
-# an fsync at first, one in 64 from 3,200 steps on.
-LARGEST_BLOCK = 64
+SomeLedger = TypeVar("SomeLedger", bound="Ledger")
+
+
+class Limit(Protocol):
+    """Decides whether a release may be charged. It is called while the ledger is locked."""
+
+    def allows(self, history: Sequence[Entry], plan: Mapping[str, JSON] | None) -> bool: ...
+    def refuse(self, history: Sequence[Entry]) -> NoReturn: ...
+
+
+@dataclass
+class _Block:
+    """The open reservation of a run."""
+
+    event: Event
+    left: int  # what is not used: it is in the state, but not yet charged
+
+
+class Ledger(ABC):
+    """What has been released, in order. For one process, whose threads may share it."""
+
+    def __init__(self, state: LedgerState) -> None:
+        self._state = state
+        self._blocks: dict[str, _Block] = {}  # by run
+        self._users: WeakValueDictionary[str, object] = WeakValueDictionary()  # what charges under which tag
+        self._doubtful: set[str] = (
+            set()
+        )  # runs with a charge that may not have been released, not yet written
+        self._closed, self._process = False, os.getpid()
+        self._lock = threading.Lock()
+
+    @property
+    def run(self) -> str:
+        """The id of the ledger, random hex."""
+        return self._state.run
+
+    @property
+    def untagged(self) -> str:
+        """The tag of releases that were charged without one: of the run that began or joined last."""
+        return self._state.untagged
+
+    @property
+    def position(self) -> int:
+        """How many releases have been charged, those found when the ledger was opened included."""
+        with self._lock:
+            return self._state.total - sum(block.left for block in self._blocks.values())
+
+    @property
+    def about(self) -> tuple[Mapping[str, JSON], ...]:
+        """The descriptions that runs gave with `describe`, in order."""
+        with self._lock:
+            return tuple(self._state.about)
+
+    @property
+    def declared(self) -> tuple[tuple[str, str], ...]:
+        """Kind and reason of every update that a user declared with `declare`, in order."""
+        with self._lock:
+            return tuple(self._state.declared)
+
+    @property
+    def plan(self) -> Mapping[str, JSON] | None:
+        """The first plan that a run described, if any: `budget`, `delta`, `planned` steps, and whether it is `late`."""
+        return self._state.plan
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything that is charged was released."""
+        return self._state.exact and not self._doubtful
+
+    def made(self, run: str) -> int:
+        """How many releases have been charged by this run."""
+        with self._lock:
+            block = self._blocks.get(run)
+            return self._state.counts.get(run, 0) - (block.left if block else 0)
+
+    def history(self) -> list[Entry]:
+        """The releases charged so far, run-length coded, never merged across runs or a restart."""
+        with self._lock:
+            return self._state.entries_with(self._unused())
+
+    def require_allowed(self, limit: Limit, event: Event, run: str) -> None:
+        """Raise what `charge` would raise because of the limit. It charges nothing."""
+        with self._lock:
+            self._require_allowed(limit, event, run)
+
+    def charge(self, event: Event, run: str | None = None, limit: Limit | None = None) -> None:
+        """Count one release, before any noised value becomes visible. If it raises, release nothing.
+
+        Args:
+            event: what is released.
+            run: the tag of the run that releases it; by default `untagged`.
+            limit: must allow all that the ledger then holds, also from other runs.
+        """
+        with self._usable():
+            run = self._state.untagged if run is None else run
+            if limit is not None:
+                self._require_allowed(limit, event, run)
+            block = self._blocks.get(run)
+            if block is None or not block.left or not (event is block.event or event == block.event):
+                block = self._reserve(event, run, limit)
+            block.left -= 1
+
+    def doubt(self, run: str) -> None:
+        """Record that what the run charged last may never have been released: the count is no longer exact."""
+        self._doubtful.add(run)
+
+    def describe(self, about: Mapping[str, JSON]) -> None:
+        """Keep the public description of a run. It charges nothing."""
+        with self._usable():
+            if self._state.about[-1:] != [description := json.loads(encode(about))]:
+                self._append({"kind": "about", "about": description})
+
+    def declare(self, run: str, kind: str, reason: str) -> None:
+        """Keep that the user declared a change of the weights which no release of the run made. It is public."""
+        with self._usable():
+            self._append_for(run, {"kind": "declared", "update": kind, "reason": reason})
+
+    def restart(self, run: str | None = None) -> None:
+        """A new noise key of the run begins: what follows is not merged with what it released before."""
+        with self._usable():
+            run = self._state.untagged if run is None else run
+            if self._state.is_growing(run):
+                self._give_back(run)
+                self._append_for(run, {"kind": "restart"})
+
+    def import_history(
+        self, entries: Sequence[Entry], *, exact: bool = True, plan: Mapping[str, JSON] | None = None
+    ) -> None:
+        """Charge, all or nothing, what a run released before it goes on in this empty ledger.
+
+        Nothing that follows is merged with these entries: whether the same noise key goes on is not known. `exact` is
+        whether all of them were released, `plan` that of the ledger that they come from.
+        """
+        with self._usable():
+            if self._state.total:
+                raise LedgerError(
+                    "import_history: this ledger already holds releases. Continue the checkpoint with a "
+                    "new ledger, or with the one that it was made with."
+                )
+            if any(entry.count < 1 for entry in entries):
+                raise LedgerError("import_history: every entry must count at least one release.")
+            if entries:
+                listed = [[e.event.to_dict(), e.count, e.run or self._state.untagged] for e in entries]
+                copied = None if plan is None else json.loads(encode(plan))
+                self._append({"kind": "import", "entries": listed, "exact": bool(exact), "plan": copied})
+
+    def enter(self, run: str, user: object) -> bool:
+        """Let `user` charge under the tag `run`; False if another one does."""
+        with self._usable():
+            return self._users.setdefault(run, user) is user
+
+    def leave(self, run: str, user: object, verified: bool | None = None) -> None:
+        """End the use of a tag: its unused reservation is given back. The ledger is closed behind the last user.
+
+        `verified` is whether the model's weights were then what the releases of the run had left.
+        """
+        try:
+            with self._lock:
+                if self._users.get(run) is user:
+                    del self._users[run]
+                if self._is_writable():
+                    self.require_in_place()
+                    self._settle(run)
+                    if verified is not None:
+                        self._append_for(run, {"kind": "closed", "verified": verified})
+        finally:
+            if not self._users:
+                self.close()
+
+    def close(self) -> None:
+        """End cleanly: what was reserved and not used is given back. Later charges are refused."""
+        with self._lock:
+            try:
+                if self._is_writable():
+                    self.require_in_place()
+                    for run in list(self._state.open):
+                        self._settle(run)
+            finally:
+                if self._is_writable():
+                    self._release()
+                self._closed = True
+
+    @abstractmethod
+    def require_in_place(self) -> None:
+        """Raise LedgerError if what was written can no longer be found where it was written to."""
+
+    def __enter__(self: SomeLedger) -> SomeLedger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _is_writable(self) -> bool:
+        return not self._closed and os.getpid() == self._process
+
+    def _usable(self) -> threading.Lock:
+        """The lock to hold while writing, unless nothing may be written."""
+        if os.getpid() != self._process:
+            raise LedgerError(
+                "this ledger was opened by another process, and a forked copy of it (in a data loader's "
+                "worker, say) counts for nobody: charge in the process that opened it."
+            )
+        if self._closed:
+            raise LedgerError("this ledger is closed: open it again before the next release.")
+        self.require_in_place()
+        return self._lock
+
+    def _unused(self) -> dict[str, int]:
+        return {run: -block.left for run, block in self._blocks.items()}
+
+    def _reserve(self, event: Event, run: str, limit: Limit | None) -> _Block:
+        self._give_back(run)
+        state, count = self._state, self._state.next_block(run, event)
+        if limit is not None:
+            # A crash spends whole blocks, of this run and of others. They must not pass a budget either.
+            while count > 1 and not limit.allows(state.entries_after(run, event, count, {}), state.plan):
+                count //= 2
+        if event not in state.ids:
+            self._append_for(run, {"kind": "event", "id": len(state.ids), "event": event.to_dict()})
+        self._append_for(run, {"kind": "reserve", "event": state.ids[event], "count": count})
+        self._blocks[run] = block = _Block(event, count)
+        return block
+
+    def _require_allowed(self, limit: Limit, event: Event, run: str) -> None:
+        entries = self._state.entries_after(run, event, 1, self._unused())
+        if not limit.allows(entries, self._state.plan):
+            limit.refuse(entries)
+
+    def _give_back(self, run: str) -> None:
+        if run in self._blocks and self._blocks[run].left:
+            self._settle(run)
+        self._blocks.pop(run, None)
+
+    def _settle(self, run: str) -> None:
+        """State how much of the run's open reservation was used."""
+        block = self._blocks.pop(run, None)  # first: if the line does not get written, the whole block counts
+        if run in self._state.open:
+            left = block.left if block else 0
+            self._append_for(run, {"kind": "settle", "used": self._state.open[run] - left})
+
+    def _append_for(self, run: str, record: Record) -> None:
+        """A line about a run, which also records if one of its charges may not have been released."""
+        if run != self._state.untagged:
+            record["run"] = run
+        if run in self._doubtful:
+            record["exact"] = False
+        self._append(record)
+        self._doubtful.discard(run)
+
+    @abstractmethod
+    def _append(self, record: Record) -> None:
+        """Make the record last, and only then apply it to the state."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of what the ledger is kept in."""
 
 
 class MemoryLedger(Ledger):
-    """A ledger that ends with its process: for tests, and where nobody relies on the count later."""
+    """A ledger that ends with its process: for tests, and where the count is not needed later."""
 
     def __init__(self, run: str | None = None) -> None:
-        super().__init__(Book())
-        self._append(header_line(run, LARGEST_BLOCK, {}))
+        super().__init__(LedgerState())
+        self._append(header_line(run))
 
     def require_in_place(self) -> None:
         """A ledger in memory is always in place."""
 
     def _append(self, record: Record) -> None:
-        self._book.apply(record)
+        self._state.apply(record)
 
     def _release(self) -> None:
         pass
@@ -47,12 +308,11 @@ class FileLedger(Ledger):
     """A ledger in a file, which is held against other writers from opening to `close()`.
 
     Args:
-        path: the file. A missing or empty one is begun; else the run in it goes on, and if that did not
-            end cleanly, all that it may have released is counted.
+        path: the file. A missing or empty one is begun; else the run in it goes on, and if that did not end cleanly,
+            all that it may have released is counted.
         header: public configuration to keep in the file; must equal that of a run found there.
         join: begin a new run in the file of another: its releases compose with those there.
-        block: for a file that is begun, the most releases that a run reserves at once, and so the most that a
-            crash overstates it by. It is at most 4 or 2% of what the run has made in any case.
+        block: for a new file, the most releases that a run reserves at once, beside 4 or 2% of what it has made.
     """
 
     def __init__(
@@ -67,7 +327,7 @@ class FileLedger(Ledger):
             raise ConfigurationError("block must be at least 1: the most releases to reserve at once.")
         given: Record | None = None if header is None else json.loads(encode(header))
         self.path = Path(path)
-        self._file = _open_locked(self.path)
+        self._file = open_locked(self.path)
         self._where = os.path.abspath(path)  # also after a change of the working folder
         self._identity = os.fstat(self._file.fileno())
         self._length = 0
@@ -75,19 +335,19 @@ class FileLedger(Ledger):
             data = self._file.readall()
             self._length = len(data)
             self.existing = bool(data) and not join  # a run was found, and is the one to go on with
-            book, recovery, _ = replay(data, self.path) if data else (Book(), None, False)
-            super().__init__(book)
+            state, recovery, _ = file_format.replay(data, self.path) if data else (LedgerState(), None, False)
+            super().__init__(state)
             if not data:
-                self._append(header_line(None, block or LARGEST_BLOCK, given or {}))
+                self._append(header_line(None, block, given))
                 sync_folder(self.path.absolute().parent)
             elif not join:
-                require_same_run(book.header, given, self.path)
+                file_format.require_same_run(state.header, given, self.path)
             if recovery is not None:
                 self._append(recovery, after=b"" if data.endswith(b"\n") else b"\n")
-            if book.format < FORMAT:
-                self._append({"kind": "format", "format": FORMAT})
+            if state.format < file_format.FORMAT:
+                self._append({"kind": "format", "format": file_format.FORMAT})
             if data and join:
-                self._append({"kind": "join", "header": book.header if given is None else given})
+                self._append({"kind": "join", "header": state.header if given is None else given})
         except BaseException:
             self._file.close()
             raise
@@ -95,7 +355,7 @@ class FileLedger(Ledger):
     @property
     def header(self) -> Mapping[str, JSON]:
         """The public configuration in the file; the latest, if runs have joined."""
-        return self._book.header
+        return self._state.header
 
     def require_in_place(self) -> None:
         """Raise LedgerError if the path no longer names the file that is written to, or that has become shorter."""
@@ -112,8 +372,7 @@ class FileLedger(Ledger):
             )
 
     def _append(self, record: Record, after: bytes = b"") -> None:
-        line = self._book.seal(record)
-        data = after + line + b"\n"
+        data = after + (line := self._state.seal(record)) + b"\n"
         try:
             if self._file.write(data) != len(data):
                 raise OSError("the disk is full")
@@ -123,7 +382,7 @@ class FileLedger(Ledger):
             os.fsync(self._file.fileno())
             if record["kind"] == "reserve":
                 crash_points.reached("ledger.after-fsync")
-            self._book.take(line)
+            self._state.take(line)
         except BaseException as error:
             # How much of the line is on disk is not known. Write no more: the next opening recovers.
             self._closed = True
@@ -139,84 +398,3 @@ class FileLedger(Ledger):
         # Closing alone would leave the lock to the copies that forked workers hold.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a ledger file says; whatever may have been released is counted.
-
-    Attributes:
-        run: the id of the run.
-        header: the public configuration; the latest, if runs have joined.
-        history: the releases, run-length coded, with reservations in full until they are settled.
-        position: their number.
-        clean: whether the last writer has ended cleanly.
-        torn: whether the last line is torn; if so, the most that it may stand for is counted.
-        about: what the run said about itself each time it began or went on; empty in older files.
-        exact: whether everything that is counted was released.
-        plan: the first plan that a run has described; None in older files.
-        declared: kind and reason of changes of the weights that a user declared.
-        verified: whether the weights were what the releases left when the last run was closed; None if it was not.
-    """
-
-    run: str
-    header: Mapping[str, JSON]
-    history: list[Entry]
-    position: int
-    clean: bool
-    torn: bool
-    about: tuple[Mapping[str, JSON], ...] = ()
-    exact: bool = True
-    plan: Mapping[str, JSON] | None = None
-    declared: tuple[tuple[str, str], ...] = ()
-    verified: bool | None = None
-
-
-def read(path: str | os.PathLike[str]) -> Snapshot:
-    """What the ledger at `path` says. Neither changes nor locks the file, which may be in use."""
-    path = Path(path)
-    try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, for ever
-            raise LedgerError(f"{path} cannot be read as a ledger: it is not a regular file.")
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise LedgerError(f"{path} cannot be read as a ledger: {reason}.") from error
-    if not data:
-        raise LedgerError(f"{path} is empty: no run has begun in it.")
-    book, recovery, torn = replay(data, path)
-    if recovery is not None:
-        book.apply(recovery)
-    clean, about = recovery is None, tuple(book.about)
-    return Snapshot(
-        book.run,
-        book.header,
-        book.entries,
-        book.total,
-        clean,
-        torn,
-        about,
-        book.exact and clean,
-        book.plan,
-        tuple(book.declared),
-        book.verified,
-    )
-
-
-def _open_locked(path: Path) -> FileIO:
-    """The file, unbuffered, to read from its beginning and to append to, held against other writers."""
-    file = None
-    try:
-        file = FileIO(path, "a+")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.seek(0)
-        return file
-    except OSError as error:
-        if file is not None:
-            file.close()
-        if isinstance(error, BlockingIOError):
-            raise LedgerBusyError(
-                f"{path} is in use: another process, or another ledger object in this one, writes to it. "
-                "Close that one first, or give this run a file of its own."
-            ) from error
-        raise LedgerError(f"{path} cannot be opened as a ledger: {error.strerror}.") from error

@@ -1,4 +1,7 @@
-"""Several runs that share a ledger: what they cost together, and how much noise another one needs.
+"""Several runs on the same data: what they cost together, and how much noise another one needs.
+
+Releases of runs on the same data compose, whether the runs share a ledger or have one each. That is right if the runs
+share records, and counts too much if they share none.
 
 A run that is configured after releases of others were seen is adaptive: its noise, rate and length may depend on them.
 PLD totals are proven for runs that were all fixed before the first release. What holds for adaptive ones is a Renyi
@@ -9,20 +12,28 @@ run decides, and of that run nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from clipwise.accounting import calibrate
 from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
 from clipwise.accounting.interpret import epsilon as epsilon_by
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning
+from clipwise.ledger.ledger import JSON, Ledger, Snapshot, read
 from clipwise.privacy import Entry, Event, rounded_up
 from clipwise.report.run_description import About
 
 FILTER = "renyi-filter"
 IF_FIXED = "if all runs were fixed before the first release"
 DEFAULT_DELTA, DEFAULT_EPOCHS = 1e-5, 10  # of a plan that names none
+_SERVED_TWICE = (
+    "the noise of both cancels in the difference of what they release, and both draw the same batches. No guarantee "
+    "covers them together."
+)
 
 
 def is_shared(history: Sequence[Entry]) -> bool:
@@ -139,3 +150,94 @@ class Held:
             if is_same and events == {replace(event, noise_multiplier=1.0)}:
                 return about.noise_multiplier
         return None
+
+
+@dataclass(frozen=True)
+class LedgerFile:
+    """One ledger file and what it holds."""
+
+    path: Path
+    found: Snapshot
+
+
+def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
+    """These ledger files. Raises if they cannot be counted together."""
+    if not paths:
+        raise ConfigurationError("Give at least one ledger file.")
+    files = [LedgerFile(Path(path), read(path)) for path in paths]
+    for number, file in enumerate(files):
+        for earlier in files[:number]:
+            _require_another(earlier, file)
+    if not any(file.found.history for file in files):
+        names = " and ".join(str(file.path) for file in files)
+        raise LedgerError(f"{names} holds no release yet: nothing was spent.")
+    _require_one_guarantee(files)
+    headers = [file.found.header for file in files]
+    sizes = sorted({header["dataset_size"] for header in headers if "dataset_size" in header}, key=str)
+    if len(sizes) > 1:
+        warnings.warn(
+            f"the ledgers tell of data sets of different sizes ({', '.join(map(str, sizes))} records). Runs need "
+            "to be counted together only as far as they share records; all of them are counted here.",
+            PrivacyWarning,
+            stacklevel=2,
+        )
+    return files
+
+
+def joint_history(files: Sequence[LedgerFile]) -> list[Entry]:
+    """All releases of all runs, one ledger after the other.
+
+    A run that went on from one checkpoint in two ledgers counts as two: its tag is made that of the file.
+    """
+    found = [file.found for file in files]
+    return [replace(entry, run=f"{each.run}/{entry.run}") for each in found for entry in each.history]
+
+
+def are_seeded(files: Sequence[LedgerFile]) -> bool:
+    """Whether noise and samples of any of them came from a given seed, so that no guarantee is claimed."""
+    return any(about.get("seeded") is True for file in files for about in file.found.about)
+
+
+def require_unused(key: str, ledger: Ledger) -> None:
+    """Refuse a noise key, given by its id, that has served another run in this ledger."""
+    if ledger.position and key in _keys(ledger.about):
+        raise LedgerError(
+            f"The ledger has releases of another run with the same noise key: {_SERVED_TWICE} Leave `seed` out, so "
+            "that each run has a key of its own; or, for a test, give a ledger of its own."
+        )
+
+
+def _require_another(first: LedgerFile, second: LedgerFile) -> None:
+    """Refuse two files of one run: counted twice it costs too much, and of two copies one is out of date."""
+    if os.path.samefile(first.path, second.path):
+        raise ConfigurationError(f"{second.path} is given twice: name each ledger once.")
+    if first.found.run == second.found.run:
+        raise LedgerError(
+            f"{first.path} and {second.path} are copies of one ledger (run {first.found.run}): give only the one "
+            "that the run has written to last."
+        )
+    if _keys(first.found.about) & _keys(second.found.about):
+        raise LedgerError(
+            f"{first.path} and {second.path} have releases with the noise of one key: {_SERVED_TWICE} (If one of them "
+            "goes on with the run of the other, it counts the releases of both: give only that one.)"
+        )
+
+
+def _keys(about: Iterable[Mapping[str, JSON]]) -> set[JSON]:
+    """The ids of the keys that runs have used; older versions recorded none."""
+    return {key for each in about if isinstance(key := each.get("key"), str)}
+
+
+def _require_one_guarantee(files: Sequence[LedgerFile]) -> None:
+    """Refuse releases that protect different things, with the names of two such files."""
+    seen: dict[tuple[str, str], Path] = {}
+    for file in files:
+        for entry in file.found.history:
+            seen.setdefault((str(entry.event.adjacency), str(entry.event.unit)), file.path)
+    if len(seen) > 1:
+        (one, first), (other, second) = list(seen.items())[:2]
+        where = f"{first} and {second} have" if first != second else f"{first} has"
+        raise LedgerError(
+            f"{where} releases under different adjacencies or units ({one[0]} of one {one[1]}, {other[0]} of one "
+            f"{other[1]}), so no single guarantee covers them: count each on its own."
+        )

@@ -26,10 +26,11 @@ from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros
 from clipwise.validation.arguments import require_module, require_takes
 from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.forward_changes import BufferGuard
 from clipwise.validation.mixing_layer import first_meeting, first_random
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
-from clipwise.validation.step_inputs import BufferGuard, require_losses, require_no_batch_statistics
+from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
 
 Loss = Callable[..., Tensor]
 

@@ -4,13 +4,13 @@ d loss_i / d input_j must be 0 for i != j (gradients/layout.py says how one extr
 exactly 0 shows nothing: behind a head that is still 0, a gate, or an auxiliary loss with weight 0, any coupling is
 hidden. So a place in the graph counts as examined once a gradient arrived there, and the probe goes on looking:
 
-    - at the first batches, and at the first batches of any graph with operations that were not met before;
+    - at the first batches, and at the first batches of any graph with new operations;
     - at a batch in which a place without gradients so far gets one.
 
 It looks before the batch is released. All inputs are marked (marked.py), so that it can.
 
-A lint, not a proof: it sees what a gradient shows, on the inputs that are floating point and, for ids, at what
-trainable embeddings make of them.
+A lint, not a proof: it sees what a gradient shows, on inputs that are floating point and, for ids, at the outputs of
+trainable embeddings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from clipwise.validation.shared_factors import SharedFactors
 
 _PROBED_BATCHES = 2
 _MOST_WIRINGS = 512
-_FRUITLESS = 64  # batches on which nothing was learned; afterwards only some are looked at
+_FRUITLESS = 64  # batches on which nothing was learned; afterwards only some are examined
 _SOME = 16
 USE_BATCH = (
     "Batch(max_norm=...) clips whole mini-sets instead, within which examples may depend on one another; it needs "
@@ -70,10 +70,8 @@ class IndependenceProbe:
     """Refuses losses that depend on other examples' inputs, on the first batches and whenever something is new."""
 
     def __init__(self) -> None:
-        self._left = _PROBED_BATCHES
-        self._fruitless = 0
-        self._factors = SharedFactors()
-        self._trace = Trace()
+        self._left, self._fruitless = _PROBED_BATCHES, 0
+        self._factors, self._trace = SharedFactors(), Trace()
         self._known: set[Pattern] = set()
         self._wirings: dict[int, list[Place]] = {}
         self._live: set[Place] = set()  # where a gradient arrived, in a probe that found nothing
@@ -101,29 +99,27 @@ class IndependenceProbe:
             has_woken = self._factors.examine(losses, trace.others)
             inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
             if not inputs:
-                self._left = (
-                    0  # nothing can be examined, until the graph has operations that were not met before
-                )
+                self._left = 0  # nothing can be examined, until the graph has new operations
                 return
             places = self._places(nodes, names)
             if self._is_due(has_woken) and (self._left or self._has_awoken(losses, nodes, places)):
                 self._probe(losses, inputs, len(trace.inputs), dict(zip(nodes, places, strict=True)))
 
     def _places(self, nodes: list[Node], names: list[str]) -> list[Place]:
-        """The names of all nodes' places. Operations that were not met before have to be examined."""
+        """The names of all nodes' places. New operations have to be examined."""
         wiring = hash(tuple(names))
         if wiring in self._wirings:
             return self._wirings[wiring]
         if len(self._wirings) >= _MOST_WIRINGS:
             self._wirings.clear()
-        met: Counter[Pattern] = Counter()
+        seen: Counter[Pattern] = Counter()
         places: list[Place] = []
         for node, name in zip(nodes, names, strict=True):
             pattern = name, tuple("" if child is None else child.name() for child, _ in node.next_functions)
-            places.append((pattern, met[pattern]))
-            met[pattern] += 1
-        if not met.keys() <= self._known:
-            self._known |= met.keys()
+            places.append((pattern, seen[pattern]))
+            seen[pattern] += 1
+        if not seen.keys() <= self._known:
+            self._known |= seen.keys()
             self._left, self._fruitless = _PROBED_BATCHES, 0
         self._wirings[wiring] = places
         return places
@@ -138,13 +134,8 @@ class IndependenceProbe:
     def _has_awoken(self, losses: Tensor, nodes: list[Node], places: list[Place]) -> bool:
         """Whether a gradient arrives at a place that had none: a backward pass as far as the first such places."""
         dead = {node for node, place in zip(nodes, places, strict=True) if place in self._dead}
-        first = {
-            (child, number)
-            for node in nodes
-            if node not in dead
-            for child, number in node.next_functions
-            if child in dead
-        }
+        alive = (node for node in nodes if node not in dead)
+        first = {edge for node in alive for edge in node.next_functions if edge[0] in dead}
         if not first:
             return False
         edges = [GradientEdge(*edge) for edge in first]
@@ -156,21 +147,17 @@ class IndependenceProbe:
     def _probe(
         self, losses: Tensor, inputs: list[GradientEdge], marked: int, places: dict[Node, Place]
     ) -> None:
-        """Two backward passes to the inputs, of which the first `marked` are as the loader handed them out."""
+        """Backward passes to the inputs, of which the first `marked` are as the loader handed them out."""
         weights_B = probe_weights(len(losses), losses)
         arrived: dict[Place, list[Tensor]] = {}
         with ExitStack() as hooks:
             for node, place in places.items():
-                hook = node.register_prehook(partial(_note, arrived, place))
-                hooks.callback(hook.remove)
+                hooks.callback(node.register_prehook(partial(_note, arrived, place)).remove)
             is_proof = _require_apart(losses, torch.ones_like(losses), inputs, marked, weights_B, _COUPLED)
-        for seen, output in observations(
-            losses
-        ):  # what a layer learns of a row must be of that example alone
+        for seen, output in observations(losses):  # what a layer learns of a row is of that example alone
             if seen.shape[0] == len(losses):
-                random = torch.randn(seen.shape, generator=private_generator()).to(
-                    seen.mean_BC.device, seen.dtype
-                )
+                random = torch.randn(seen.shape, generator=private_generator())
+                random = random.to(seen.mean_BC.device, seen.dtype)
                 is_proof &= _require_apart(output, random, inputs, marked, weights_B, _COUPLED_ROWS)
         if not is_proof:
             return
@@ -198,17 +185,15 @@ def _require_apart(
             return torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
 
     # If one example depends on another, it is seen where the other has the larger weight: in one of these two.
-    both = (weights_B, LARGEST_WEIGHT / weights_B)
-    found, *weighted = (
-        gradients(w) for w in (plain_sum, *(plain_sum * _by_row(w_B, plain_sum) for w_B in both))
-    )
+    both, one_a_row = (weights_B, LARGEST_WEIGHT / weights_B), [1] * (plain_sum.dim() - 1)
+    found = gradients(plain_sum)
+    weighted = [gradients(plain_sum * w_B.to(plain_sum).view(-1, *one_a_row)) for w_B in both]
     thrice: tuple[Tensor | None, ...] = ()
     is_finite, is_live = True, False
     for number, p in enumerate(found):
         ws = [w for w in (each[number] for each in weighted) if w is not None]
         if p is None or len(ws) < len(both):
             continue
-        w = ws[0]
         probes = [Probe(p, each, w_B.to(p.device)) for each, w_B in zip(ws, both, strict=True)]
         layouts = surviving(probes)
         if not layouts and not probes[0].repeats:  # it may be rounding
@@ -217,26 +202,17 @@ def _require_apart(
         if number < marked and len(p) == len(weights_B):
             # As the loader hands them out: one loss a *position*, of all examples, is none an example.
             layouts = [layout for layout in layouts if layout.axis == 0]
-            p_Bn, w_Bn = (t.reshape(len(t), t[0].numel()) for t in (p, w))
+            p_Bn, w_Bn = (t.reshape(len(t), t[0].numel()) for t in (p, ws[0]))
             finite_B, live_B = torch.isfinite(p_Bn).all(1), w_Bn.any(1)
-            is_live |= _several(finite_B & live_B)
-            is_finite &= _several(finite_B)
+            is_live |= int((finite_B & live_B).sum()) > 1
+            is_finite &= int(finite_B.sum()) > 1
         else:
-            is_live |= _is_live(w)
+            is_live |= _is_live(ws[0])
             is_finite &= bool(torch.isfinite(p).all())
         # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
         if not layouts and any(bool(each.any()) for each in ws):
             raise CoupledExamplesError(refusal)
     return is_finite and is_live
-
-
-def _by_row(weights_B: Tensor, like: Tensor) -> Tensor:
-    """One weight a row, in a shape that broadcasts to a tensor's."""
-    return weights_B.to(like).view(-1, *[1] * (like.dim() - 1))
-
-
-def _several(flags_B: Tensor) -> bool:
-    return int(flags_B.sum()) > 1
 
 
 def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
@@ -258,19 +234,19 @@ def _lookups(nodes: Iterable[Node], ids: list[Tensor]) -> list[GradientEdge]:
     """What embeddings made of these ids, as edges of the losses' graph."""
     if not ids:
         return []
+
+    def is_of_batch(saved: Tensor, given: Tensor) -> bool:
+        """Whether these ids are a view of the batch's, or a copy on another device or in another type."""
+        if saved.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+            return True
+        return saved.shape == given.shape and torch.equal(saved, given.to(saved))
+
     saved = ((node, getattr(node, "_saved_indices", None)) for node in nodes)
     return [
         GradientEdge(node, 0)
         for node, indices in saved
-        if isinstance(indices, Tensor) and any(_same_ids(plain(indices), plain(x)) for x in ids)
+        if isinstance(indices, Tensor) and any(is_of_batch(plain(indices), plain(x)) for x in ids)
     ]
-
-
-def _same_ids(saved: Tensor, ids: Tensor) -> bool:
-    """Whether these are the ids of the batch: a view of them, or a copy on another device or in another type."""
-    if saved.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
-        return True
-    return saved.shape == ids.shape and torch.equal(saved, ids.to(saved))
 
 
 def _note(arrived: dict[Place, list[Tensor]], place: Place, gradients: tuple[Tensor | None, ...]) -> None:

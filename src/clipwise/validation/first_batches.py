@@ -36,11 +36,11 @@ _REFUSAL = (
 
 
 class ReplacementTest:
-    """Looks at the first batches of at least two examples.
+    """Tests the first batches of at least two examples.
 
     Args:
         model: that is trained.
-        loss: from a batch to one loss a row; see `structure.arguments_of` for how it is called.
+        loss: from a batch to one loss a row, called as `loss(*arguments_of(batch))`.
         views: what is handed out of each example; None for the example itself.
         probe_inputs: also let the probe of input gradients look, with weights drawn at random.
     """
@@ -51,7 +51,7 @@ class ReplacementTest:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are batches still to be looked at."""
+        """Whether there are batches still to be tested."""
         return len(self._seen) < _TESTED_BATCHES
 
     def examine(
@@ -62,7 +62,7 @@ class ReplacementTest:
         Args:
             batch: as it was handed out, with a row for each view.
             size: the number of examples.
-            which: tells one batch from another. A batch that was looked at is not looked at again.
+            which: identifies the batch. One that passed is not tested again.
             arrangements: give functions that make batches of the same records anew, without views.
         """
         if not self.is_pending or which in self._seen or size < 2:
@@ -75,9 +75,12 @@ class ReplacementTest:
             return take_rows(batch, rows, size * count)
 
         def emptied(whole: Any, place: int) -> Any:
-            rows = slice(place * count, (place + 1) * count)
+            rows, all_rows = (
+                slice(place * count, (place + 1) * count),
+                [len(t) for t in tensors_in(whole) if t.dim()],
+            )
             # Ids, lengths and masks stay: 0 need not be one of them.
-            return with_zeros(whole, rows, _rows_of(whole), only_floats=True)
+            return with_zeros(whole, rows, all_rows[0] if all_rows else 0, only_floats=True)
 
         # Of a packed batch only the records can be arranged anew.
         is_by_rows = all(len(t) == size * count for t in tensors_in(batch) if t.dim())
@@ -94,8 +97,7 @@ class ReplacementTest:
         try:
             self._with_memory(tested, size)
         except CoupledExamplesError:
-            # What moved, and when, depends on private data: one message says it all.
-            raise CoupledExamplesError(_REFUSAL) from None
+            raise CoupledExamplesError(_REFUSAL) from None  # what moved, and when, depends on private data
         self._seen.add(which)  # only a batch that passed
 
     def _with_memory(self, tested: Callable[[int], None], size: int) -> None:
@@ -105,8 +107,7 @@ class ReplacementTest:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        # Here the error is gone, and with it the tensors that its frames held.
-        with_smaller_pieces(tested, size)
+        with_smaller_pieces(tested, size)  # here the error is gone, with the tensors that its frames held
 
     def _run(self, batch: Any) -> Tensor:
         device = next(self._model.parameters()).device
@@ -115,10 +116,6 @@ class ReplacementTest:
 
     def _run_collated(self, batch: Any) -> Tensor:
         return self._run(batch if self._views is None else self._views.alike().of_batch(batch))
-
-
-def _rows_of(batch: Any) -> int:
-    return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
 
 
 @cache

@@ -1,7 +1,7 @@
-"""What a model is made of, in flat lists, which are made anew only when its structure has changed.
+"""Flat lists of a model's parameters, buffers and layers, which are made anew only when its structure has changed.
 
-A step asks several times about all parameters, buffers and layers. To walk through the modules each time takes longer
-than everything that is asked; to see that nothing was added, removed or replaced since the last walk does not.
+A step needs them several times. To walk through the modules each time takes longer than all checks together; to see
+that nothing was added, removed or replaced since the last walk does not.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ class Inventory:
         return self
 
     def _walk(self) -> None:
-        self.modules = named = list(self._model.named_modules())
-        self._modules = [module for _, module in named]  # held here, so that no other can get their identity
+        self.modules = list(self._model.named_modules())
+        self._modules = [
+            module for _, module in self.modules
+        ]  # held here, so that no other can get their identity
         self._structure = _structure(self._modules)
         self.parameters = list(self._model.named_parameters())
-        self.statistics = [(name, module) for name, module in named if isinstance(module, _KEEPS_STATISTICS)]
+        self.statistics = [(name, m) for name, m in self.modules if isinstance(m, _KEEPS_STATISTICS)]
+        named = [(prefix, m) for prefix, m in self.modules if type(m).__name__ != "_SpectralNorm"]
         self.tensors = [
             (f"{kind} {f'{prefix}.{name}' if prefix else name!r}", tensors, name)
             for prefix, module in named
-            if type(module).__name__ != "_SpectralNorm"
             for kind, tensors, names in (
                 ("Buffer", module._buffers, module._buffers),
                 ("Parameter", module._parameters, module._parameters),
@@ -65,7 +67,6 @@ class Inventory:
         self.state = [
             (f"{prefix}.{name}" if prefix else name, module, tensors, name)
             for prefix, module in named
-            if type(module).__name__ != "_SpectralNorm"
             for tensors in (module._parameters, module._buffers)
             for name in tensors
         ]
@@ -92,7 +93,7 @@ def _structure(modules: list[nn.Module]) -> tuple[list[object], ...]:
 
 
 def _tensor_attributes(modules: list[nn.Module]) -> list[object]:
-    """Who keeps tensors in plain attributes, and in which; what was None or 0 may have become one."""
+    """Modules with tensors in plain attributes, and which; what was None or 0 may have become one."""
     kinds = set(map(type, chain.from_iterable(map(_VALUES, map(vars, modules)))))
     if not any(issubclass(kind, Tensor) for kind in kinds):
         return []

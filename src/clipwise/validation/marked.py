@@ -5,7 +5,7 @@ False, `numpy()` works, `requires_grad = True` may be set. The mark spreads to e
 batch alone. What a parameter takes part in requires a gradient anyway, and is a plain tensor again, so a mark costs
 some microseconds in the first layer and nothing behind it.
 
-Integers carry no gradient. Their mark tells two things that no gradient shows: a number that was computed from the
+Integers carry no gradient. Their mark shows two things that no gradient shows: a number that was computed from the
 whole batch (`pooled`), and a comparison of each example with each other one (`Trace.pairs`).
 """
 
@@ -53,7 +53,7 @@ class Trace:
         # The anchor requires a gradient, so that there is a node. In place of a leaf, which could not be changed in
         # place, and without a copy.
         entered: Tensor = _Enter.apply(torch.zeros((), requires_grad=True), (value,))  # type: ignore[no-untyped-call]
-        self.inputs.append(get_gradient_edge(entered))  # which keeps the node, also if nobody uses the tensor
+        self.inputs.append(get_gradient_edge(entered))  # which keeps the node, also if the tensor is not used
         return _as_marked(entered, self, is_pooled=False)
 
 
@@ -140,7 +140,7 @@ def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if _is_of_pairs(found, given):
                 marked[0].origin.pairs.append(found.grad_fn)
         elif type(found) is Tensor and (torch.is_grad_enabled() or not found.is_floating_point()):
-            # (Without gradients, as in the forward pass of a torch.autograd.Function, parameters cannot be told.)
+            # (Without gradients, as in the forward pass of a torch.autograd.Function, parameters are not known.)
             is_one = found.numel() == 1 and any(t.numel() > 1 for t in marked)
             _as_marked(found, marked[0].origin, is_pooled or is_one)
     return result

@@ -1,7 +1,7 @@
-"""Where examples meet: the first layer whose output for one example moves when only another one is replaced.
+"""The first layer that mixes examples: its output for one example moves when only another example is replaced.
 
 Two passes are compared, layer call by layer call. A layer that mixes examples gets rows that did not move and gives
-rows that did; every layer after it gets moved rows, and is not to blame.
+rows that did; every layer after it gets moved rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from clipwise.sampling.batch_structure import tensors_in
 
+Pass = Callable[[], object]  # runs model and loss on a batch
+Differ = Callable[[list[Tensor], list[Tensor]], bool]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -28,22 +31,33 @@ class Call:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """The layer in messages."""
         return f"layer {self.name!r} ({self.kind})" if self.name else f"the model's own forward ({self.kind})"
 
 
-def first_meeting(
-    model: nn.Module, before: Callable[[], object], after: Callable[[], object], place: int, size: int
-) -> str | None:
-    """A layer's name and kind, or None if examples meet outside of all layers.
+def first_meeting(model: nn.Module, before: Pass, after: Pass, place: int, size: int) -> str | None:
+    """The first layer that mixes examples, by name and kind; None if they are mixed outside of all layers.
 
-    Args:
-        model: whose layers are looked at.
-        before: runs model and loss on a batch.
-        after: the same with the example at `place` replaced.
-        place: which one.
-        size: the number of examples.
+    `after` is the pass `before` with the example at `place` replaced, of `size` examples.
     """
+
+    def are_mixed(one: list[Tensor], other: list[Tensor]) -> bool:
+        return any(_is_mixed(a, b, place, size) for a, b in zip(one, other, strict=False))
+
+    return _first(model, before, after, are_mixed)
+
+
+def first_random(model: nn.Module, before: Pass, after: Pass) -> str | None:
+    """The first layer that gives something else for the same input, in two passes with other random numbers."""
+
+    def are_other(one: list[Tensor], other: list[Tensor]) -> bool:
+        return not all(torch.equal(a, b) for a, b in zip(one, other, strict=False))
+
+    return _first(model, before, after, are_other)
+
+
+def _first(model: nn.Module, before: Pass, after: Pass, differ: Differ) -> str | None:
+    """The first layer whose inputs do not differ between two passes, while its outputs do."""
     with recorded(model) as calls:
         before()
     with recorded(model) as again:
@@ -51,32 +65,14 @@ def first_meeting(
     for one, other in zip(calls, again, strict=False):
         if one.name != other.name:
             return None  # which layers run depends on the batch: nothing can be compared
-        moved_in = _any_mixed(one.inputs, other.inputs, place, size)
-        if not moved_in and _any_mixed(one.outputs, other.outputs, place, size):
-            return one.label
-    return None
-
-
-def first_random(model: nn.Module, before: Callable[[], object], after: Callable[[], object]) -> str | None:
-    """The first layer that gives something else for the same input, in two passes with other random numbers."""
-    with recorded(model) as calls:
-        before()
-    with recorded(model) as again:
-        after()
-    for one, other in zip(calls, again, strict=False):
-        pairs = [
-            list(zip(*sides, strict=False))
-            for sides in ((one.inputs, other.inputs), (one.outputs, other.outputs))
-        ]
-        same_in, same_out = (all(torch.equal(a, b) for a, b in sides) for sides in pairs)
-        if same_in and not same_out:
+        if not differ(one.inputs, other.inputs) and differ(one.outputs, other.outputs):
             return one.label
     return None
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """In this block every call of a layer is written down, in the order in which calls end."""
+    """In this block every call of a layer is recorded, in the order in which calls end."""
     calls: list[Call] = []
 
     def ended(name: str) -> Callable[..., None]:
@@ -86,9 +82,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
 
         return hook
 
-    handles = [
-        module.register_forward_hook(ended(name), with_kwargs=True) for name, module in model.named_modules()
-    ]
+    handles = [m.register_forward_hook(ended(name), with_kwargs=True) for name, m in model.named_modules()]
     try:
         yield calls
     finally:
@@ -96,24 +90,18 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
             handle.remove()
 
 
-def _any_mixed(before: list[Tensor], after: list[Tensor], place: int, size: int) -> bool:
-    return any(_is_mixed(a, b, place, size) for a, b in zip(before, after, strict=False))
-
-
 def _is_mixed(before: Tensor, after: Tensor, place: int, size: int) -> bool:
     """Whether more moved than the rows of one example, wherever those may lie."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
+    moved = before != after
     if before.is_floating_point():
         tolerance = 1e-5 * float(before.nan_to_num().abs().max().clamp_min(1e-30)) if before.numel() else 0.0
         moved = ~torch.isclose(before, after, rtol=0.0, atol=tolerance, equal_nan=True)
-    else:
-        moved = before != after
     if not bool(moved.any()):
         return False
     others = torch.tensor([i for i in range(size) if i != place], device=moved.device)
-    stays = (not bool(view.index_select(axis, others).any()) for view, axis in _layouts(moved, size))
-    return not any(stays)
+    return all(bool(view.index_select(axis, others).any()) for view, axis in _layouts(moved, size))
 
 
 def _layouts(t: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:

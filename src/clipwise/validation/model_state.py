@@ -2,14 +2,13 @@
 
 A statement is a claim about the weights that exist. A private run therefore remembers every parameter and buffer as
 `make_private` or the last update left it, and compares. Version counters and addresses cost nothing and miss writes
-through `.data`, of fused optimizers and of replayed CUDA graphs. The contents show all of these, for one pass over
-memory (changes.py).
+through `.data`, of fused optimizers and of replayed CUDA graphs. Checksums of the contents show all of these, for one
+pass over memory (tensor_changes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.validation.inventory import Inventory
-from clipwise.validation.tensor_changes import Contents
+from clipwise.validation.tensor_changes import checksums
 
 _SAMPLED = 128  # entries of each tensor, which are compared before an update and after a change of the dtype
 _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,36 +25,31 @@ _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class ModelState:
     """Every parameter and buffer of a model, as a run left it.
 
-    Runs that train one model and count in one ledger share it.
-
-    Not included are buffers that follow from weights and public rows alone: those of `PublicBatchNorm` and of spectral
-    norm.
-
-    Attributes:
-        is_updating: whether a run steps the optimizer on a gradient that it has released.
+    Runs that train one model and count in one ledger share it. Not included are buffers that follow from weights and
+    public rows alone: those of `PublicBatchNorm` and of spectral norm.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.is_updating = False
+        self.is_updating = False  # whether a run steps the optimizer on a gradient that it has released
         self._inventory = Inventory(model)
-        self._saved: set[tuple[int, ...]] = set()  # contents of checkpoints, and those at the beginning
+        self._saved: set[tuple[int, ...]] = set()  # checksums of checkpoints, and those at the beginning
         self._found: list[str] = []  # names of what was changed before an update,
-        self._moved: Tensor | None = None  # and, on an accelerator, which are to be added to these
-        self._contents: Contents | None = None
+        self._moved: Tensor | None = None  # and, on an accelerator, entries of the sample that were
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
+        self._places: list[tuple[str, int, int]] = []
         self.take()
         self.save()  # to go back to the first weights changes nothing
 
     def take(self) -> None:
         """The model is what an update left, on what was verified before it. Waits for no device."""
         tensors = self._tensors_now()
-        contents = self._contents_of(tensors)
-        if contents is not self._contents:
+        places = _places(tensors)
+        if places != self._places:
             self._found = self._found_before()
-            self._tensors, self._contents, self._views = tensors, contents, _sampled(tensors)
+            self._tensors, self._places, self._views = tensors, places, _sampled(tensors)
             self._dtypes = {name: t.dtype for name, t in tensors.items()}
-        self._counts, self._sums = _counts(tensors), contents.sums()
+        self._versions, self._sums = _versions(tensors), checksums(tensors.values())
         self._sample = self._sample_now()
 
     def accept(self) -> None:
@@ -68,8 +62,8 @@ class ModelState:
         return self._tensors_now().keys() == self._tensors.keys()
 
     def was_counted(self) -> bool:
-        """Whether torch has counted a write, or a tensor was replaced or moved: what the host alone can tell."""
-        return _counts(self._tensors_now()) != self._counts
+        """Whether torch has counted a write, or a tensor was replaced or moved: all that the host can find out."""
+        return self._is_counted(self._tensors_now())
 
     def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:
         """The names of what is not as it should be: of other contents, or not there when `take` was called.
@@ -82,13 +76,13 @@ class ModelState:
             may_wait: report what `changed_before_update` left on an accelerator, too.
         """
         now = self._tensors_now()
-        is_counted = _counts(now) != self._counts
+        is_counted = self._is_counted(now)
         found = self._found_before() if may_wait else self._found
         if found or not (is_counted or looks_inside):
             return found
         if now.keys() != self._tensors.keys():
             return sorted(now.keys() ^ self._tensors.keys())
-        sums = self._contents_of(now).sums()
+        sums = checksums(now.values())
         differ = (sums != self._sums.to(sums.device)).tolist()
         found = [name for name, is_other in zip(now, differ, strict=True) if is_other]
         found = [name for name in found if name not in self._rounded(found, now)]
@@ -99,7 +93,7 @@ class ModelState:
         return []
 
     def changed_before_update(self) -> list[str]:
-        """`changed`, before an update makes other contents of them. Waits for no device.
+        """`changed`, before an update writes over the contents. Waits for no device.
 
         What torch has not counted shows in a sample of each tensor: an update by a fused optimizer or through `.data`
         moves nearly all entries. On an accelerator it is compared there, and `changed` reports it the next time.
@@ -113,7 +107,7 @@ class ModelState:
         return []
 
     def save(self) -> dict[str, int]:
-        """The contents of what a `state_dict` of the model holds, in plain types. They are accepted again later."""
+        """Checksums of what a `state_dict` of the model holds, in plain types. These contents are accepted later."""
         values = self._sums.tolist()
         self._saved.add(tuple(values))
         kept = self._persistent()
@@ -122,7 +116,7 @@ class ModelState:
     def differing(self, saved: Mapping[str, int]) -> list[str]:
         """The names of what the model holds otherwise than it was when `save` returned this."""
         now = {name: t for name, t in self._tensors_now().items() if name in self._persistent()}
-        values = dict(zip(now, Contents(now.values()).sums().tolist(), strict=True))
+        values = dict(zip(now, checksums(now.values()).tolist(), strict=True))
         return sorted(n for n in values.keys() | saved.keys() if values.get(n) != saved.get(n))
 
     def _found_before(self) -> list[str]:
@@ -147,13 +141,8 @@ class ModelState:
             and not is_lazy(t)
         }
 
-    def _contents_of(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Those that were made before, if they are of the same tensors in the same places."""
-        made = self._contents
-        is_same = tensors.keys() == self._tensors.keys() and all(
-            map(is_, tensors.values(), self._tensors.values())
-        )
-        return made if made is not None and is_same and made.is_in_place() else Contents(tensors.values())
+    def _is_counted(self, now: Mapping[str, Tensor]) -> bool:
+        return _versions(now) != self._versions or _places(now) != self._places
 
     def _persistent(self) -> set[str]:
         """What is in a `state_dict` of the model."""
@@ -176,8 +165,12 @@ class ModelState:
         }
 
 
-def _counts(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int, int]]:
-    return [(name, id(t), t.data_ptr(), t._version) for name, t in tensors.items()]
+def _versions(tensors: Mapping[str, Tensor]) -> list[int]:
+    return [t._version for t in tensors.values()]
+
+
+def _places(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int]]:
+    return [(name, id(t), t.data_ptr()) for name, t in tensors.items()]
 
 
 def _bits(sample: Tensor) -> Tensor:
@@ -189,13 +182,13 @@ def _sampled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of a few entries of each tensor, evenly over its memory; none of a model on several devices."""
     if len({t.device for t in tensors.values()}) > 1:
         return {}
+
+    def is_dense(t: Tensor) -> bool:
+        is_channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+        return t.layout is torch.strided and t.data_ptr() != 0 and (t.is_contiguous() or is_channels_last)
+
     return {
         name: t.detach().as_strided((t.numel(),), (1,))[:: max(1, t.numel() // _SAMPLED)][:_SAMPLED]
         for name, t in tensors.items()
-        if t.dtype in _SAMPLED_TYPES and t.layout is torch.strided and t.data_ptr() and _is_dense(t)
+        if t.dtype in _SAMPLED_TYPES and is_dense(t)
     }
-
-
-def _is_dense(t: Tensor) -> bool:
-    is_channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
-    return t.is_contiguous() or is_channels_last

@@ -22,12 +22,10 @@ def fixed_random_state(seed: int) -> Iterator[None]:
 
     CUDA generators are included once CUDA is in use. (To seed them earlier would start CUDA, or leave the seed behind.)
     """
-    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if uses_cuda else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if _uses_cuda() else []):
         torch.default_generator.manual_seed(seed)
-        if uses_cuda:
+        if _uses_cuda():
             torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -41,10 +39,12 @@ def fixed_random_state(seed: int) -> Iterator[None]:
 def random_state_now() -> tuple[object, ...]:
     """Equal after two blocks from one seed if they drew equally many numbers."""
     of_numpy: Any = np.random.get_state()
-    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    on_devices = [t.numpy().tobytes() for t in torch.cuda.get_rng_state_all()] if uses_cuda else []
-    of_torch = torch.get_rng_state().numpy().tobytes()
-    return of_torch, on_devices, random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _uses_cuda() else [])]
+    return [t.numpy().tobytes() for t in of_torch], random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 class _Around(nn.Module):

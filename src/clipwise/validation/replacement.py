@@ -36,14 +36,11 @@ from clipwise.validation.random_state import fixed_random_state, random_state_no
 from clipwise.validation.rounding import FLOAT32, CoarsestType, differing, largest, limits, perturbed
 from clipwise.validation.step_inputs import require_losses
 
-Arrange = Callable[
-    [Sequence[int]], Any
-]  # from places of examples to a batch of these examples, in this order
+Arrange = Callable[[Sequence[int]], Any]  # from places of examples to a batch of these examples, in order
 Run = Callable[[Any], Tensor]  # from a batch to one loss an example
 Blank = Callable[[Any, int], Any]  # the batch with an empty example in one place
 
-_REPLACED = 3
-_ALONE = 16
+_REPLACED, _ALONE = 3, 16
 _FEW = 4  # examples for the part with gradients
 
 _ADVICE = (
@@ -62,19 +59,12 @@ _REFUSALS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Some examples of a batch, in some order.
+    """Some examples of a batch, in some order."""
 
-    Args:
-        kind: how it differs from the batch.
-        places: the examples, by their places in the batch.
-        compared: the positions here whose examples are compared.
-        blank: the position of an example that is emptied.
-    """
-
-    kind: str
-    places: tuple[int, ...]
-    compared: tuple[int, ...]
-    blank: int | None = None
+    kind: str  # how it differs from the batch
+    places: tuple[int, ...]  # the examples, by their places in the batch
+    compared: tuple[int, ...]  # the positions here whose examples are compared
+    blank: int | None = None  # the position of an example that is emptied
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -120,36 +110,27 @@ class _Observed:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run on each arrangement of a batch, and what is looked at.
+    """What is run on each arrangement of a batch, and what is compared."""
 
-    Args:
-        model: whose modes and tensors are used. It stays as it is.
-        run: from a batch to one loss an example.
-        arrange: makes the batches.
-        size: the number of examples.
-        blank: empties an example; None where nothing is an empty example.
-        weights: parameters in place of the model's own. Then gradients by them are compared too.
-        notes: what could not be compared.
-    """
-
-    model: nn.Module
+    model: nn.Module  # whose modes and tensors are used. It stays as it is
     run: Run
     arrange: Arrange
-    size: int
-    blank: Blank | None = None
+    size: int  # the number of examples
+    blank: Blank | None = None  # empties an example; None where nothing is an empty example
+    # Parameters in place of the model's own. Then gradients by them are compared too.
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be compared
 
     def require_uncoupled(self) -> None:
         """Refuse losses that depend on other examples.
 
-        Random layers draw other numbers for another order or size. A model that has them is looked at in `.eval()`
+        Random layers draw other numbers for another order or size. A model that has them is tested in `.eval()`
         there, and as it is where an example is replaced.
         """
         replacements = _replacements(self.size, self.blank is not None)
         as_it_is = _Mode(self)
         if self.weights and not as_it_is.is_finite:
-            return  # such weights tell nothing about this model
+            return  # such weights show nothing about this model
         if as_it_is.is_repeatable:
             as_it_is.examine(replacements)
             if not as_it_is.is_random:
@@ -167,16 +148,17 @@ class Trial:
     def with_random_weights(self, probe_inputs: bool) -> None:
         """The same on a few of the examples with weights drawn at random, which let every gradient through.
 
-        Args:
-            probe_inputs: also let the probe of input gradients look.
+        With `probe_inputs` the probe of input gradients looks as well.
         """
         weights = _random_weights(self.model)
         if not weights:
             return
-        few, arrange = _spread(self.size, _FEW), self.arrange
-        trial = replace(
-            self, arrange=lambda at: arrange([few[place] for place in at]), size=len(few), weights=weights
-        )
+        few = _spread(self.size, _FEW)
+
+        def arrange(at: Sequence[int]) -> Any:
+            return self.arrange([few[place] for place in at])
+
+        trial = replace(self, arrange=arrange, size=len(few), weights=weights)
         try:
             trial.require_uncoupled()
             if probe_inputs:
@@ -213,11 +195,11 @@ class Trial:
         found = [losses.detach().double()]
         if self.weights and losses.requires_grad:
             leaves = list({id(t): t for t in weights.values()}.values())
-            factors = torch.tensor([_factor(example) for example in arrangement.examples]).to(losses)
+            # No two losses have the same factor.
+            factors = [1.0 + (0.6180339887 * (example + 1)) % 1.0 for example in arrangement.examples]
+            total = (losses * torch.tensor(factors).to(losses)).sum()
             with unclipped():
-                gradients = torch.autograd.grad((losses * factors).sum(), leaves, allow_unused=True)
-            pairs = zip(gradients, leaves, strict=True)
-            found += [torch.zeros_like(leaf) if g is None else g for g, leaf in pairs]
+                found += torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return found
 
     def _one_each(self, losses: object, arrangement: Arrangement) -> Tensor:
@@ -275,6 +257,7 @@ class _Mode:
                 raise CoupledExamplesError(self._trial.refusal(what, arrangement.kind))
 
     def _moved(self, arrangement: Arrangement) -> str | None:
+        """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
         try:
             found = self._trial.observe(arrangement)
         except CoupledExamplesError:
@@ -287,20 +270,14 @@ class _Mode:
             return None
         if found.random_state != self._random_state and self.is_random:
             return None  # the others got other random numbers, which is no coupling
-        return self._difference(arrangement, found)
-
-    def _difference(self, arrangement: Arrangement, found: _Observed) -> str | None:
-        """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
-        expected = self._expected(replace(self._everyone, compared=arrangement.examples))
+        expected = [self._losses[list(arrangement.examples)]]
+        if len(self._sizes) > 1:  # gradients are too large to be kept
+            same = replace(self._everyone, compared=arrangement.examples)
+            expected = self._trial.observe(same).tensors
         if differing(expected, found.tensors, limits(self._sizes, FLOAT32)) is None:
             return None  # as nearly always
         number = differing(expected, found.tensors, self._limits)
         return None if number is None else "gradient" if number else "loss"
-
-    def _expected(self, same: Arrangement) -> list[Tensor]:
-        if len(self._sizes) > 1:  # gradients are too large to be kept
-            return self._trial.observe(same).tensors
-        return [self._losses[list(same.compared)]]
 
     @cached_property
     def _limits(self) -> list[float]:
@@ -310,31 +287,23 @@ class _Mode:
         weights = self._trial.weights or dict(self._trial.model.named_parameters(remove_duplicate=False))
         spreads = [0.0] * len(expected)
         for seed in range(3):
-            moved = self._trial.observe(
-                self._everyone, weights=perturbed(weights, coarsest.eps, seed)
-            ).tensors
+            other = perturbed(weights, coarsest.eps, seed)
+            moved = self._trial.observe(self._everyone, weights=other).tensors
             spreads = [max(s, largest(a - b)) for s, a, b in zip(spreads, expected, moved, strict=True)]
         return limits(self._sizes, coarsest.eps, spreads)
 
 
-def _factor(example: int) -> float:
-    """For an example's loss in a sum of losses: no two have the same."""
-    return 1.0 + (0.6180339887 * (example + 1)) % 1.0
-
-
 def _random_weights(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters drawn anew: gates and heads that start at zero come to life."""
-    drawn: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
     if any(is_lazy(p) for p in model.parameters()):
-        return found
+        return {}
+    drawn: dict[int, Tensor] = {}
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     with fixed_random_state(0), torch.no_grad():
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if p.requires_grad and id(p) not in drawn:
+        for _, p in named:
+            if id(p) not in drawn:
                 drawn[id(p)] = _drawn(p).requires_grad_()
-            if p.requires_grad:
-                found[name] = drawn[id(p)]
-    return found
+    return {name: drawn[id(p)] for name, p in named}
 
 
 def _drawn(p: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ from clipwise.validation.random_state import fixed_random_state
 
 FLOAT32 = torch.finfo(torch.float32).eps
 
-_ROUNDINGS = 64.0
+_ROUNDINGS, _SPREADS = 64.0, 16.0
 _ROUNDINGS_HALF = 8.0  # of types with 8 or 11 bits, whose sums are formed in float32
-_SPREADS = 16.0
 
 
 class CoarsestType(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,10 +64,7 @@ def largest(t: Tensor) -> float:
 def limits(sizes: Sequence[float], roundoff: float, spreads: Sequence[float] | None = None) -> list[float]:
     """How far rounding may move the losses, which come first, and gradients.
 
-    Args:
-        sizes: the largest entry of each tensor.
-        roundoff: of the arithmetic.
-        spreads: how far each tensor moves when all weights move by the roundoff.
+    `sizes` are the largest entries of the tensors, `spreads` how far they move when all weights move by the roundoff.
     """
     roundings = roundoff * (_ROUNDINGS if roundoff < 1e-5 else _ROUNDINGS_HALF)
     least = max(sizes[1:], default=0.0) / 8  # a gradient that cancels has the rounding of larger ones

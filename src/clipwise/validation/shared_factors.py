@@ -10,8 +10,8 @@ A lint, not a proof. It reads the factors between the losses and what makes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,19 +25,9 @@ _SCALES = named("Div", "Mul")
 # Operations behind which the losses are still a sum of terms, each times its factors.
 _LINEAR = _SCALES | named(
     *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Where", "MaskedFill", "Cat", "Stack", "Clone", "ToCopy"),
-    *(
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Alias",
-        "Squeeze",
-        "Unsqueeze",
-        "Expand",
-        "Permute",
-        "Transpose",
-        "T",
-    ),
-    *("Slice", "Select", "Index", "IndexPut", "IndexAdd", "ScatterAdd", "MaskedSelect", "MaskedScatter"),
+    *("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Expand", "Permute"),
+    *("Transpose", "T", "Slice", "Select", "Index", "IndexPut", "IndexAdd", "ScatterAdd", "MaskedSelect"),
+    "MaskedScatter",
 )
 _NEAR = 1e-5  # relative: 1 / n may be rounded in float32
 _IGNORED = (-100, -1, 0)  # the usual labels of positions that do not count
@@ -54,13 +44,6 @@ _SHARED = (
 )
 
 
-class Factor(NamedTuple):
-    """One number that a term of the losses is multiplied with or divided by."""
-
-    value: float
-    is_python_float: bool  # or was one: a number on the host in float64
-
-
 class SharedFactors:
     """Refuses losses in whose graph a factor is a number of the batch.
 
@@ -71,20 +54,19 @@ class SharedFactors:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, Factor] = {}
-        self._sizes: dict[int, set[int]] = {}
-        self._counts: dict[int, set[float]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._before: dict[int, float] = {}  # the factor at each place in the graph
+        self._sizes: defaultdict[int, set[int]] = defaultdict(set)  # batch sizes that it was,
+        self._counts: defaultdict[int, set[float]] = defaultdict(set)  # and counts of valid entries
 
     def examine(self, losses: Tensor, batch: Sequence[Tensor]) -> bool:
         """Look at the factors of one batch, whose tensors are given. Returns whether a factor was 0 and is not now."""
         try:
             return self._examine(losses, batch)
         except CoupledExamplesError:
-            self._before, self._sizes, self._counts = (
-                {},
-                {},
-                {},
-            )  # the next attempt is examined from the beginning
+            self._forget()  # the next attempt is examined from the beginning
             raise
 
     def _examine(self, losses: Tensor, batch: Sequence[Tensor]) -> bool:
@@ -92,34 +74,32 @@ class SharedFactors:
         for place, saved in _factors(losses.grad_fn):
             if isinstance(saved, MarkedTensor) and saved.is_pooled:
                 raise CoupledExamplesError(_SHARED)
-            now = _number(saved)
-            if now is None:
+            if not _is_one_number(saved):
                 continue
+            now = float(saved.flatten()[0])
             before = self._before.get(place, now)
             self._before[place] = now
             self._compare_size(place, now, len(losses))
-            if now.value == before.value:
+            if now == before:
                 continue
-            has_woken |= before.value == 0
-            if not now.is_python_float:
+            has_woken |= before == 0
+            is_python_float = saved.dim() == 0 and saved.dtype == torch.float64 and saved.device.type == "cpu"
+            if not is_python_float:
                 raise CoupledExamplesError(_SHARED)
-            self._compare_counts(place, now.value, batch)
+            if any(_is_near(now, count) for count in _counts(batch)):
+                self._counts[place].add(now)
+                if len(self._counts[place]) > 1:
+                    raise CoupledExamplesError(_SHARED)
         return has_woken
 
-    def _compare_size(self, place: int, now: Factor, size: int) -> None:
+    def _compare_size(self, place: int, factor: float, size: int) -> None:
         """A constant that happens to be the size of one batch is not that of another."""
-        if not _is_near(now.value, size):
+        if not _is_near(factor, size):
             self._sizes.pop(place, None)
             return
-        self._sizes.setdefault(place, set()).add(size)
+        self._sizes[place].add(size)
         if len(self._sizes[place]) > 1:
             raise CoupledExamplesError(_SIZE)
-
-    def _compare_counts(self, place: int, value: float, batch: Sequence[Tensor]) -> None:
-        if any(_is_near(value, count) for count in _counts(batch)):
-            self._counts.setdefault(place, set()).add(value)
-            if len(self._counts[place]) > 1:
-                raise CoupledExamplesError(_SHARED)
 
 
 def _factors(root: Node) -> Iterator[tuple[int, Tensor]]:
@@ -142,14 +122,11 @@ def _factors(root: Node) -> Iterator[tuple[int, Tensor]]:
                 stack.append((child, hash((path, name, number))))
 
 
-def _number(saved: Tensor) -> Factor | None:
-    """The one number of a factor that no gradient goes to, also if it was expanded."""
+def _is_one_number(saved: Tensor) -> bool:
+    """Whether a factor that no gradient goes to holds one number, also if it was expanded."""
     if saved.requires_grad or saved.numel() == 0 or saved.dtype.is_complex:
-        return None
-    if any(size > 1 and stride for size, stride in zip(saved.shape, saved.stride(), strict=True)):
-        return None
-    is_python = saved.dim() == 0 and saved.dtype == torch.float64 and saved.device.type == "cpu"
-    return Factor(float(saved.flatten()[0]), is_python)
+        return False
+    return not any(size > 1 and stride for size, stride in zip(saved.shape, saved.stride(), strict=True))
 
 
 def _is_near(factor: float, count: float) -> bool:
@@ -161,13 +138,8 @@ def _counts(batch: Sequence[Tensor]) -> set[float]:
     found: set[float] = set()
     for tensor in map(plain, batch):
         is_mask = not tensor.is_floating_point() and not tensor.is_complex()
-        if not (is_mask or tensor.dim() <= 2):
-            continue
-        for t in (tensor, tensor[:, 1:]) if tensor.dim() > 1 else (tensor,):
-            rules: tuple[Callable[[Tensor], Any], ...] = (Tensor.sum, *map(_unlike, _IGNORED))
-            found.update(abs(float(rule(t))) for rule in rules)
+        if is_mask or tensor.dim() <= 2:
+            for t in (tensor, tensor[:, 1:]) if tensor.dim() > 1 else (tensor,):
+                sums = (t.sum(), *((t != label).sum() for label in _IGNORED))
+                found.update(abs(float(count)) for count in sums)
     return {count for count in found if count > 1}
-
-
-def _unlike(label: int) -> Callable[[Tensor], Tensor]:
-    return lambda t: (t != label).sum()

@@ -1,4 +1,4 @@
-"""What is refused, and why. No message carries a data value."""
+"""Checks of what a step is given: parameters, layers, losses and batches. No message carries a data value."""
 
 from __future__ import annotations
 
@@ -6,29 +6,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.gradients.real_views import real_view
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.sampling.batch_structure import tensors_in
-from clipwise.validation import run_guards
 from clipwise.validation.coupling import PAIRS, USE_BATCH
-from clipwise.validation.inventory import Inventory
+from clipwise.validation.forward_changes import BufferGuard as BufferGuard
 from clipwise.validation.marked import tracked
-from clipwise.validation.plain_state import PlainState
-
-_PROBED_BATCHES = 2
-_PLAIN_BATCHES = 8  # a count that follows the data may advance by the same amount on two of them
-_CHANGED = (
-    "was set or changed between the draw of a batch and private.step, as in a forward pass that learns. What it "
-    "learned from private data would leave with the model without any noise. Set it before the first batch, from "
-    "public data; update parameters before the next batch is drawn; what forward computes for the loss, let it return."
-)
-_FIRST_PASS = (
-    "(What a first forward pass sets once: let the model run on synthetic rows before make_private. A count of forward "
-    "passes may stay, if it advances by the same number each time.)"
-)
+from clipwise.validation.training_loop import ReleasedGradients, require_one_process
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -63,8 +48,19 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             f"Parameter {forgotten[0]!r} is trainable but the optimizer does not hold it: add it to the "
             "optimizer, or freeze it with requires_grad_(False)."
         )
-    run_guards.require_no_hooks(trainable)
+    require_no_hooks(trainable)
     return trainable
+
+
+def require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks on parameters: they would see gradients before the noise, or change them (momentum, decay)."""
+    for name, p in parameters.items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ConfigurationError(
+                f"Parameter {name!r} has a hook on its gradient (register_hook). It would see or change gradients "
+                "before the noise, and nothing bounds what it does with them. Remove it: momentum, weight decay and "
+                "further clipping belong into the optimizer, or on .grad after private.backward."
+            )
 
 
 def require_real(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
@@ -86,7 +82,7 @@ _LEARNED = (
 def require_no_batch_statistics(model: nn.Module, is_coupled: bool = False) -> None:
     """Refuse layers that keep statistics of private data, or that mix the examples of a batch if that is not bounded.
 
-    `is_coupled` says that it is: that mini-sets are clipped as a whole.
+    `is_coupled` if it is bounded, since whole microbatches are clipped.
     """
     for name, module in model.named_modules():
         require_no_statistics_in(name, module, is_coupled)
@@ -94,61 +90,52 @@ def require_no_batch_statistics(model: nn.Module, is_coupled: bool = False) -> N
 
 def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = False) -> None:
     """The same of a single layer."""
-    kind = type(module).__name__
+    layer = f"Layer {name!r} ({type(module).__name__})"
     if isinstance(module, ReleasedStatisticsNorm):
         return  # its statistics are constants that follow from releases
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        has_none = module.running_mean is None
         if is_coupled:
-            _require_no_running_statistics(name, module)
-            return
+            # Statistics of the batch may be used: the clip bounds what comes of them. To keep them is no part of that.
+            # A layer of torch's that keeps none fails on a draw of one record, and its message shows the size drawn.
+            if isinstance(module, BatchStatisticsNorm) or not (module.training or has_none):
+                return
+            trouble = (
+                "would fail on a microbatch of one record, which a random draw may bring"
+                if has_none
+                else "would update running statistics from private data, and they would leave with the model without "
+                "any noise"
+            )
+            raise UnsupportedModelError(
+                f"{layer} {trouble}. Call clipwise.layers.without_running_statistics(model) before make_private: the "
+                "layer then uses the statistics of each batch. For evaluation, Batch(..., "
+                "running_statistics=NoisedStatistics()) learns them from noised releases, and "
+                "clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
+            )
         if module.training:
             raise UnsupportedModelError(
-                f"Layer {name!r} ({kind}) is in training mode: it mixes the examples of a batch, so one record moves "
-                "every clipped gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a "
-                "layer with public statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with "
-                f".eval(). {_LEARNED} {USE_BATCH}."
+                f"{layer} is in training mode: it mixes the examples of a batch, so one record moves every clipped "
+                "gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a layer with public "
+                "statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with .eval(). "
+                f"{_LEARNED} {USE_BATCH}."
             )
-        if module.running_mean is None or _has_no_statistics(module):
+        if has_none or (isinstance(module, BatchStatisticsNorm) and not module.has_statistics):
             raise UnsupportedModelError(
-                f"Layer {name!r} ({kind}) keeps no running statistics, so it mixes the examples of a batch even in "
-                f".eval(). Replace it by GroupNorm or LayerNorm (clipwise.layers.replace_batchnorm does). {USE_BATCH}."
+                f"{layer} keeps no running statistics, so it mixes the examples of a batch even in .eval(). Replace it "
+                f"by GroupNorm or LayerNorm (clipwise.layers.replace_batchnorm does). {USE_BATCH}."
             )
     keeps = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
     if keeps and module.training:
         raise UnsupportedModelError(
-            f"Layer {name!r} ({kind}) keeps running statistics of private data. "
-            f"Build it with track_running_stats=False, or freeze it with .eval(). {_LEARNED}"
+            f"{layer} keeps running statistics of private data. Build it with track_running_stats=False, or freeze it "
+            f"with .eval(). {_LEARNED}"
         )
-
-
-def _has_no_statistics(module: nn.Module) -> bool:
-    return isinstance(module, BatchStatisticsNorm) and not module.has_statistics
-
-
-def _require_no_running_statistics(name: str, module: nn.modules.batchnorm._BatchNorm) -> None:
-    """Statistics of the batch may be used: the clip bounds what comes of them. To keep them is no part of that.
-
-    A layer of torch's that keeps none fails on a draw of one record, and its message tells the size drawn.
-    """
-    if isinstance(module, BatchStatisticsNorm) or not (module.training or module.running_mean is None):
-        return
-    trouble = (
-        "would fail on a mini-set of one record, which a random draw may bring"
-        if module.running_mean is None
-        else "would update running statistics from private data, and they would leave with the model without any noise"
-    )
-    raise UnsupportedModelError(
-        f"Layer {name!r} ({type(module).__name__}) {trouble}. Call "
-        "clipwise.layers.without_running_statistics(model) before make_private: the layer then uses the statistics of "
-        "each batch. For evaluation, Batch(..., running_statistics=NoisedStatistics()) learns them from noised "
-        "releases, and clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
-    )
 
 
 def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
     """One loss an example, attached to a graph. The size drawn is secret and not in the messages.
 
-    Where mini-sets are clipped as a whole, a single number will do. Of a mini-set without examples it says nothing.
+    Where whole microbatches are clipped, a single number will do, and that of an empty one is not used.
     """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
@@ -203,59 +190,68 @@ def require_rows(batch: object, size: int) -> None:
         )
 
 
-class BufferGuard:
-    """Nothing that a buffer, a parameter or an attribute learned in a forward pass may leave with the model."""
+class StepGuard:
+    """All checks of the model around one step of a private run.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.inventory = Inventory(model)
-        self._versions: dict[str, tuple[object, ...]] = {}
-        self._held: list[Tensor] = []  # while they are, no other tensor gets their identity
-        self._left = _PROBED_BATCHES  # batches on which contents are looked at: `.data` changes no version
-        self._plain, self._plain_left = PlainState(), _PLAIN_BATCHES
+    Args:
+        model: that is trained.
+        parameters: those that `make_private` found trainable.
+        released: what the run has written to their `.grad`.
+        is_coupled: whether whole microbatches are clipped, within which examples may depend on one another.
+        has_local_update: whether a step works on a copy of the model, which may keep statistics.
+    """
 
-    def remember(self, batch: object = None) -> None:
-        """Called when a batch is handed out."""
-        self.inventory.up_to_date()
-        self._versions, self._held = self._now()
-        if self._plain_left:
-            self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        released: ReleasedGradients,
+        is_coupled: bool = False,
+        has_local_update: bool = False,
+    ) -> None:
+        self._parameters, self._released = parameters, released
+        self._is_coupled, self._has_local_update = is_coupled, has_local_update
+        self._named = {name for name, _ in model.named_parameters()}
+        self._forward = BufferGuard(model)
 
-    def compare(self) -> None:
-        """Called when its losses come back."""
-        self.inventory.up_to_date()
-        self.compare_listed()
+    def before_draw(self) -> None:
+        """Before anything is done for the next batch."""
+        require_one_process()
+        self._forward.inventory.up_to_date()
+        self._require_same_parameters()
 
-    def compare_listed(self) -> None:
-        """The same, for who has brought the inventory up to date."""
-        now, held = self._now()
-        if now != self._versions:
-            for name, version in now.items():
-                if self._versions.get(name) != version:
-                    raise UnsupportedModelError(f"{name} {_CHANGED}")
-        if self._plain_left:
-            if (changed := self._plain.changed(self.inventory.modules)) is not None:
-                raise UnsupportedModelError(f"Attribute {changed!r} {_CHANGED} {_FIRST_PASS}")
-            self._plain_left -= 1
-        if self._left:
-            self._left -= 1
-            now, held = self._now()  # contents may be looked at no longer
-        self._versions, self._held = now, held
+    def at_draw(self, batch: object) -> None:
+        """When the batch is handed out: remember what its forward pass may not change."""
+        self._forward.remember(batch)
 
-    def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
-        found = [
-            (name, t) for name, tensors, key in self.inventory.tensors if (t := tensors[key]) is not None
-        ]
-        versions: dict[str, tuple[object, ...]]
-        if self._left:
-            versions = {name: (id(t), t._version, *_digest(t)) for name, t in found}
-        else:
-            versions = {name: (id(t), t._version) for name, t in found}
-        return versions, [t for _, t in found]
+    def before_step(self) -> None:
+        """When losses come back, before they are used: the model is what it was at the draw, and nothing else is there.
 
+        No layer keeps statistics, no hook sees gradients, and `.grad` holds nothing but what the run has written.
+        """
+        inventory = self._forward.inventory.up_to_date()
+        if not self._has_local_update:
+            for name, module in inventory.statistics:
+                require_no_statistics_in(name, module, self._is_coupled)
+        self._forward.compare_listed()
+        require_no_hooks(self._parameters)
+        self._require_same_parameters()
+        self._released.require_own()
 
-def _digest(tensor: Tensor) -> tuple[float, ...]:
-    """Numbers that hardly stay what they are when the contents change."""
-    if is_lazy(tensor):
-        return ()
-    values = real_view(tensor.detach()).double().nan_to_num()
-    return float(values.sum()), float(values.abs().sum())
+    def _require_same_parameters(self) -> None:
+        """The model has the parameters that `make_private` found, and trains the same ones."""
+        for name, p in self._forward.inventory.parameters:
+            if p.requires_grad and name not in self._named:
+                raise StepError(
+                    f"Parameter {name!r} came to the model after make_private, and nothing bounds or trains it: build "
+                    "the model (and clip its layers) first, then the optimizer, then make a new private run."
+                )
+            if p.requires_grad != (name in self._parameters):
+                raise StepError(
+                    f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
+                )
+            if p.requires_grad and p is not self._parameters[name]:
+                raise StepError(
+                    f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
+                    "with an optimizer that holds the new one."
+                )

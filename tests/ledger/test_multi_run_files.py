@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clipwise import FileLedger, accounting
 from clipwise.errors import ConfigurationError, LedgerError
-from clipwise.ledger import combined_runs
+from clipwise.ledger import multi_run
 from clipwise.privacy import Entry, Sampling, Unit
 from tests.cli.calls import EVENT, write_ledger
 
@@ -20,7 +20,7 @@ SHUFFLED = replace(EVENT, sampling=Sampling.SHUFFLED, sample_rate=0.25, period=4
 
 def test_histories_follow_each_other_and_epochs_are_not_merged(tmp_path: Path) -> None:
     paths = [write_ledger(tmp_path / name, 2, event=SHUFFLED) for name in ("a", "b")]
-    history = combined_runs.history(combined_runs.read(paths))
+    history = multi_run.joint_history(multi_run.read_files(paths))
     assert history == [Entry(SHUFFLED, 2), Entry(SHUFFLED, 2)]
     # Two halves of two epochs: a record may have been in both, so this is not one epoch of four steps.
     assert accounting.epsilon_of(history, 1e-5) > accounting.epsilon_of([Entry(SHUFFLED, 4)], 1e-5)
@@ -31,7 +31,7 @@ def test_a_run_that_went_on_in_two_ledgers_is_two_runs(tmp_path: Path) -> None:
         with FileLedger(tmp_path / name) as book:
             book.import_history([Entry(EVENT, 3, "run")])
             book.charge(EVENT, "run")
-    history = combined_runs.history(combined_runs.read([tmp_path / "a", tmp_path / "b"]))
+    history = multi_run.joint_history(multi_run.read_files([tmp_path / "a", tmp_path / "b"]))
     assert [entry.count for entry in history] == [3, 1, 3, 1]
     assert len({entry.run for entry in history}) == 2
 
@@ -46,10 +46,10 @@ def test_a_total_is_never_below_any_of_its_runs(counts: list[int]) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="at least one"):
-        combined_runs.read([])
+        multi_run.read_files([])
     unused = [write_ledger(tmp_path / name, 0) for name in ("a", "b")]
     with pytest.raises(LedgerError, match="no release"):
-        combined_runs.read(unused)
+        multi_run.read_files(unused)
 
 
 def test_one_file_with_two_guarantees_is_named(tmp_path: Path) -> None:
@@ -59,4 +59,4 @@ def test_one_file_with_two_guarantees_is_named(tmp_path: Path) -> None:
     with FileLedger(path, join=True) as book:
         book.charge(replace(EVENT, unit=Unit.USER))
     with pytest.raises(LedgerError, match=r"joined has releases .* no single guarantee"):
-        combined_runs.read([path])
+        multi_run.read_files([path])

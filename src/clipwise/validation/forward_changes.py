@@ -1,0 +1,161 @@
+"""Refuses a forward pass that keeps what it saw: in buffers, parameters, or attributes of modules.
+
+A running mean in a buffer, a NumPy array or a list leaves with the model without any noise. The model is compared when
+the losses come back with what it was when the batch was handed out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.sampling.batch_structure import tensors_in
+from clipwise.validation.inventory import Inventory
+from clipwise.validation.tensor_changes import checksums
+
+_TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
+_PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
+_BUILT_IN = frozenset(vars(nn.Module()))  # what every module has: dictionaries of torch's own, and `training`
+_DEEPEST = 4
+_MOST = 10_000  # entries of one container
+_MOST_OF_ARRAY = 1_000_000
+_IGNORED = (str, bytes, bool, type(None), nn.Module, nn.Parameter)
+_CHANGED = (
+    "was set or changed between the draw of a batch and private.step, as in a forward pass that learns. What it "
+    "learned from private data would leave with the model without any noise. Set it before the first batch, from "
+    "public data; update parameters before the next batch is drawn; what forward computes for the loss, let it return."
+)
+_FIRST_PASS = (
+    "(What a first forward pass sets once: let the model run on synthetic rows before make_private. A count of forward "
+    "passes may stay, if it advances by the same number each time.)"
+)
+
+Snapshot = dict[str, tuple[object, object]]  # by name: the value of a whole number, and what is held
+
+
+class BufferGuard:
+    """Compares parameters, buffers and attributes at the draw of a batch and when its losses come back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inventory = Inventory(model)
+        self._versions: dict[str, tuple[object, ...]] = {}
+        self._held: list[Tensor] = []  # while they are held, no other tensor gets their identity
+        self._tensors_left, self._plain_left = _TENSOR_BATCHES, _PLAIN_BATCHES
+        self._plain = PlainState()
+
+    def remember(self, batch: object = None) -> None:
+        """Called when a batch is handed out."""
+        self.inventory.up_to_date()
+        self._versions, self._held = self._now()
+        if self._plain_left:
+            self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
+
+    def compare(self) -> None:
+        """Called when its losses come back."""
+        self.inventory.up_to_date()
+        self.compare_listed()
+
+    def compare_listed(self) -> None:
+        """`compare` with an inventory that is up to date."""
+        now, held = self._now()
+        if now != self._versions:
+            for name, version in now.items():
+                if self._versions.get(name) != version:
+                    raise UnsupportedModelError(f"{name} {_CHANGED}")
+        if self._plain_left:
+            if (changed := self._plain.changed(self.inventory.modules)) is not None:
+                raise UnsupportedModelError(f"Attribute {changed!r} {_CHANGED} {_FIRST_PASS}")
+            self._plain_left -= 1
+        if self._tensors_left:
+            self._tensors_left -= 1
+            now, held = self._now()  # contents may be compared no longer
+        self._versions, self._held = now, held
+
+    def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
+        listed = ((name, tensors[key]) for name, tensors, key in self.inventory.tensors)
+        found = [(name, t) for name, t in listed if t is not None]
+        versions: dict[str, tuple[object, ...]] = {name: (id(t), t._version) for name, t in found}
+        if self._tensors_left:
+            readable = {name: t for name, t in found if not is_lazy(t)}
+            for name, checksum in zip(readable, checksums(readable.values()).tolist(), strict=True):
+                versions[name] = (*versions[name], checksum)
+        return versions, [t for _, t in found]
+
+
+class PlainState:
+    """Compares numbers, NumPy arrays and containers in the attributes of modules.
+
+    A whole number may advance by the same amount in each forward pass, other than by the number of examples: a count of
+    calls is public. Strings, flags and objects of other libraries are not compared; an object of a class that is
+    defined beside its module is.
+    """
+
+    def __init__(self) -> None:
+        self._before: Snapshot = {}
+        self._advances: dict[str, int] = {}
+        self._sizes: set[int] = set()
+
+    def remember(self, modules: Iterable[tuple[str, nn.Module]], sizes: set[int]) -> None:
+        """Called when a batch is handed out. `sizes` are the lengths of its tensors."""
+        self._before, self._sizes = _snapshot(modules), sizes - {1}
+
+    def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+        """The name of an attribute that was changed since, other than a count of calls."""
+        now = _snapshot(modules)
+        for name in sorted(now.keys() | self._before.keys()):
+            before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
+            if before[1] != after[1] and not self._is_count(name, before[0], after[0]):
+                return name
+        self._before = now
+        return None
+
+    def _is_count(self, name: str, before: object, after: object) -> bool:
+        if not isinstance(before, int) or not isinstance(after, int):
+            return False
+        advance = after - before
+        if advance in self._sizes and name not in self._advances:
+            return False
+        return self._advances.setdefault(name, advance) == advance
+
+
+def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
+    return {
+        f"{prefix}.{name}" if prefix else name: (
+            value if type(value) is int else None,
+            _held(value, type(module).__module__, 0),
+        )
+        for prefix, module in modules
+        for name, value in vars(module).items()
+        if name not in _BUILT_IN and not isinstance(value, (Tensor, *_IGNORED))
+    }
+
+
+def _held(value: Any, home: str, depth: int) -> object:
+    """What a value holds, in a form that can be compared; None for what is not compared."""
+    if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
+        return repr(value)  # NaN equals itself
+    if isinstance(value, np.ndarray):
+        entries = value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY]
+        return value.shape, repr(entries) if value.dtype == object else hash(entries.tobytes())
+    if isinstance(value, Tensor):
+        return id(value), value._version, value.shape
+    if depth == _DEEPEST:
+        return None
+    if isinstance(value, (str, bytes, bool)):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    elif isinstance(value, Set):
+        return len(value), frozenset(map(repr, list(value)[:_MOST]))
+    elif type(value).__module__ == home and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        value = list(vars(value).items())
+    elif not isinstance(value, (list, tuple, deque)):
+        return None
+    members = list(value)
+    return len(members), tuple(_held(member, home, depth + 1) for member in members[:_MOST])
