@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.environment import at_its_best, keep_memory
 from clipwise import Adjacency, Backprop, Unit, layers, make_private
 from clipwise.clipping import Site
 from clipwise.noise.gaussian import gaussian
 from clipwise.sampling import make_scheme
 from experiments import models
+from experiments.harness.environment import at_its_best, keep_memory
 
 WAYS = ("floor", "upstream", "gradient")
 BATCHES = 8  # in the data of a compiled run

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.environment import at_its_best, device_of, environment
 from benchmarks.methods import REFERENCE, settling_steps, steps_by, synchronize
 from benchmarks.peers.form import fastest_form
 from benchmarks.peers.rows import rows_for
 from benchmarks.workload import Setting, make_workload
+from experiments.harness.environment import at_its_best, device_of, environment
 
 STEPS = 3
 SHOWN = 14

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.environment import keep_memory
 from clipwise import Lipschitz, PerExample, make_private
 from clipwise.layers import BoundedGroupNorm, ClipInput
 from clipwise.noise.gaussian import NoiseKey, gaussian
 from experiments import models
+from experiments.harness.environment import keep_memory
 
 BAR = 1.15
 BATCHES = 16  # in the data

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.environment import environment
 from clipwise.noise.gaussian import NoiseKey, gaussian
 from clipwise.noise.release import noised
 from clipwise.noise.secure import noised_on_grid, on_grid, rounded_gaussian
 from clipwise.privacy import Part
+from experiments.harness.environment import environment
 
 SIZES = (1_000, 30_000, 1_000_000, 10_000_000)
 SECONDS = 8.0  # for each size and thing to measure

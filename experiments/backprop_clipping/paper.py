@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import device_of
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping import page, plots, signal, training, withdrawn
 from experiments.backprop_clipping.grid import FIGURES, asked
 from experiments.backprop_clipping.sets import images
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import MissingDataError
 from experiments.harness.paper import Options, Paper, Task
 from experiments.harness.store import Cell

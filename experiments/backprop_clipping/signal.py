@@ -29,10 +29,10 @@ from clipwise import Adjacency, Unit
 from clipwise.clipping import Site
 from clipwise.layers.clipped import switch, unclipped
 from clipwise.sampling import make_scheme
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping.sets import Images
 from experiments.backprop_clipping.training import Training, judged, losses_of, require_time, strategy
 from experiments.backprop_clipping.trial import Trial
+from experiments.harness.limits import Deadline
 from experiments.harness.store import Cell
 
 POINTS, _ROWS = 12, 1000

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.environment import environment
 from clipwise import layers
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.clipped.convolution import Convolution
 from clipwise.layers.clipped.maps import Seen
 from clipwise.layers.clipped.scales import AIM, lengths
 from experiments import data, models
+from experiments.harness.environment import environment
 
 NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MNIST, as printed": ("mnist", "backprop_mnist", {}),

@@ -18,12 +18,12 @@ import clipwise
 from clipwise import layers
 from clipwise.clipping import Strategy
 from clipwise.clipping.backprop import clipped_layers, most_of_each
-from clipwise.tune.limits import Deadline
-from clipwise.tune.noise import multiplier
 from experiments import models
 from experiments.backprop_clipping.claims import DELTA
 from experiments.backprop_clipping.sets import Images
 from experiments.backprop_clipping.trial import Trial
+from experiments.harness.calibration import multiplier
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import OutOfTimeError
 from experiments.harness.store import Cell
 

@@ -20,7 +20,6 @@ import torch
 
 import clipwise
 from clipwise import accounting, layers
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping.claims import CLAIMS, DELTA, Claim
 from experiments.backprop_clipping.sets import DIGITS, Images
 from experiments.backprop_clipping.training import (
@@ -31,6 +30,7 @@ from experiments.backprop_clipping.training import (
     require_time,
     spent,
 )
+from experiments.harness.limits import Deadline
 from experiments.harness.store import Cell
 
 KINDS = ("as published", "honest")

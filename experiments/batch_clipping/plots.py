@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drawing import can_draw, drawing
 from experiments.batch_clipping import tuned
 from experiments.batch_clipping.conclusions import finals
 from experiments.batch_clipping.figures import FIGURES, Figure
 from experiments.harness import report
+from experiments.harness.drawing import can_draw, drawing
 from experiments.harness.report import Shown
 from experiments.harness.store import Store
 

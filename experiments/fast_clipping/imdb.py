@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import clipwise
-from benchmarks.environment import device_of, environment
 from benchmarks.networks.small import Reader
 from benchmarks.shapes import Tokens
 from clipwise.errors import ClipwiseError, ConfigurationError
+from experiments.harness.environment import device_of, environment
 
 from . import report
 from .texts import BUCKETS, LENGTH, PADDING, read

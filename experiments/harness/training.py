@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
-from benchmarks.environment import device_of
 from clipwise import layers
 from clipwise.engine import checkpoint
 from clipwise.errors import CheckpointError, ClipwiseError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Part
-from clipwise.tune.limits import Deadline
 from experiments import models
 from experiments.harness import strategies
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import MissingDataError, OutOfTimeError
 from experiments.harness.paper import Options, Task
 from experiments.harness.pictures import Pictures, pictures

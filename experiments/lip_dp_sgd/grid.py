@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from clipwise.tune.records import DIGITS, IMAGES
-from clipwise.tune.trial import Trial
 from experiments.harness.rounds import Asked, Rounds
 from experiments.harness.store import Cell
 from experiments.lip_dp_sgd.claims import METHODS, NORMS, TABLES
 from experiments.lip_dp_sgd.jobs import Bias, Times
 from experiments.lip_dp_sgd.search import IMAGE_EFFORT, QUICK_EFFORT, TABLE_EFFORT, Effort, Row, near, spread
+from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
+from experiments.lip_dp_sgd.trial import Trial
 
 FIGURES = ("table-1", "table-5", "1", "2", "3", "4")
 TABLE_SEEDS, IMAGE_SEEDS, QUICK_SEEDS = 10, 3, 3

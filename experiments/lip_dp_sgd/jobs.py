@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.tune.limits import Deadline
-from clipwise.tune.records import Folder, Records, records
-from clipwise.tune.training import LateError, Result, Training, judged, run
-from clipwise.tune.trial import Trial
+from experiments.harness.limits import Deadline
+from experiments.lip_dp_sgd.sets import Folder, Records, records
+from experiments.lip_dp_sgd.training import LateError, Result, Training, judged, run
+from experiments.lip_dp_sgd.trial import Trial
 
 # Below this many records a validation part is small: trials are judged by the mean over several parts.
 SMALL, CUTS = 5000, 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from clipwise.tune.records import DIGITS
-from clipwise.tune.trial import TITLES, Trial
 from experiments.data.schemas import SCHEMAS
 from experiments.harness.report import how
 from experiments.harness.store import Store
@@ -21,6 +19,8 @@ from experiments.lip_dp_sgd.grid import (
 )
 from experiments.lip_dp_sgd.records import Results, in_words, largest_epsilon
 from experiments.lip_dp_sgd.search import Row
+from experiments.lip_dp_sgd.sets import DIGITS
+from experiments.lip_dp_sgd.trial import TITLES, Trial
 
 
 def markdown(store: Store, quick: bool) -> str:

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import device_of
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
-from clipwise.tune.records import records
-from clipwise.tune.training import LateError
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import MissingDataError, OutOfTimeError
 from experiments.harness.paper import Options, Paper, Task
 from experiments.harness.store import Cell
 from experiments.lip_dp_sgd import page, plots
 from experiments.lip_dp_sgd.grid import FIGURES, asked
 from experiments.lip_dp_sgd.jobs import work
+from experiments.lip_dp_sgd.sets import records
+from experiments.lip_dp_sgd.training import LateError
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:

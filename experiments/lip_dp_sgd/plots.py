@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.report.plots import METADATA, STYLE
-from clipwise.tune.records import DIGITS, IMAGES
-from clipwise.tune.trial import TITLES
 from experiments.harness.store import Store
 from experiments.lip_dp_sgd.grid import BIASED, EPSILONS, TIMED, image_rows
 from experiments.lip_dp_sgd.records import Results, mean_of
+from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
+from experiments.lip_dp_sgd.trial import TITLES
 
 _COLORS = {"dp-sgd": "tab:blue", "lip": "tab:red", "plain": "0.5"}
 

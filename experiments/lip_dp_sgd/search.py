@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from clipwise.tune.records import DIGITS, IMAGES
 from clipwise.tune.space import Choice, Dimension, Range, point
-from clipwise.tune.trial import TITLES, Trial
 from experiments.harness.rounds import nearby
+from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
+from experiments.lip_dp_sgd.trial import TITLES, Trial
 
 _PRIMES = (2, 3, 5, 7, 11)
 # Below 5,000 records, where 1/64 of them would be a batch of a few.

@@ -21,10 +21,10 @@ from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, tightness, trace
 from clipwise.lipschitz.rule import Effort
-from clipwise.tune import training
-from clipwise.tune.records import records
-from clipwise.tune.trial import Trial
 from experiments import models
+from experiments.lip_dp_sgd import training
+from experiments.lip_dp_sgd.sets import records
+from experiments.lip_dp_sgd.trial import Trial
 from experiments.models.first_weights import make_orthogonal_
 
 EXAMPLES = 64

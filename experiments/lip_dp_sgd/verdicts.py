@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from clipwise.tune.records import IMAGES
-from clipwise.tune.trial import TITLES
 from experiments.data.schemas import SCHEMAS
 from experiments.harness.evidence import NOT_TESTED, SEEDS
 from experiments.lip_dp_sgd.claims import METHODS, NORM_TITLES, TABLES
 from experiments.lip_dp_sgd.grid import AVERAGED_DATA, BIASED, EPSILONS, TIMED, TUNED_AT, image_rows
 from experiments.lip_dp_sgd.records import Results, mean_of
 from experiments.lip_dp_sgd.search import Row
+from experiments.lip_dp_sgd.sets import IMAGES
+from experiments.lip_dp_sgd.trial import TITLES
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
-from benchmarks.environment import device_of
 from clipwise import layers
 from clipwise.clipping.base import Strategy
 from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.tune.limits import Deadline
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import MissingDataError, OutOfTimeError
 from experiments.harness.paper import Options, Task
 from experiments.harness.store import Cell

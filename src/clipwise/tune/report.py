@@ -67,7 +67,7 @@ def markdown(name: str, points: Sequence[Point], cost: tuple[float, float] | Non
     lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for p in best:
-        values = [_short(p.settings.get(n)) for n in names]
+        values = [short(p.settings.get(n)) for n in names]
         lines.append(f"| {' | '.join([rounded_up(p.epsilon), f'{p.accuracy:.2%}', *values])} |")
     return "\n".join([*lines, "", *cost_in_words(len(points), cost)]) + "\n"
 
@@ -117,5 +117,6 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
     return file
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A setting in a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping import training
 from experiments.backprop_clipping.sets import images
 from experiments.backprop_clipping.training import Training, run
 from experiments.backprop_clipping.trial import Trial
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import OutOfTimeError
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from clipwise.tune.limits import Deadline
 from experiments import data, models
 from experiments.batch_clipping.figures import LENET
 from experiments.harness import training
+from experiments.harness.limits import Deadline
 from experiments.harness.pictures import pictures
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
 from experiments.batch_clipping.paper import PAPER
 from experiments.harness import training, workers
+from experiments.harness.limits import Deadline
 from experiments.harness.outcome import OutOfTimeError
 from experiments.harness.paper import Options
 from experiments.harness.runner import reproduce

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import clipwise
-from clipwise.tune import Trial
-from clipwise.tune.limits import Deadline
-from clipwise.tune.records import records
-from clipwise.tune.training import LateError, Training
+from experiments.harness.limits import Deadline
 from experiments.lip_dp_sgd import jobs
+from experiments.lip_dp_sgd.sets import records
+from experiments.lip_dp_sgd.training import LateError, Training
+from experiments.lip_dp_sgd.trial import Trial
 
 CPU = torch.device("cpu")
 TRIAL = Trial("digits", epsilon=8.0, sample_rate=0.25, epochs=1, max_norm=0.1)

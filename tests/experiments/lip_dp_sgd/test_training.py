@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import accounting
 from clipwise.errors import ConfigurationError
-from clipwise.tune import METHODS, Trial
-from clipwise.tune.limits import Deadline
-from clipwise.tune.noise import multiplier
-from clipwise.tune.records import Records, records
-from clipwise.tune.training import LateError, Training, judged, network, run, trained
+from experiments.harness.calibration import multiplier
+from experiments.harness.limits import Deadline
+from experiments.lip_dp_sgd.sets import Records, records
+from experiments.lip_dp_sgd.training import LateError, Training, judged, network, run, trained
+from experiments.lip_dp_sgd.trial import METHODS, Trial
 
 CPU = torch.device("cpu")
 SHORT = Trial("digits", epsilon=8.0, sample_rate=0.1, epochs=1)
@@ -165,7 +165,7 @@ def test_a_trial_may_name_its_network():
 @pytest.mark.parametrize("method", [m for m in methods() if m != "plain"])
 def test_pieces_of_a_batch_are_one_step(digits, method, monkeypatch):
     """A batch that comes in pieces, for memory: as many steps and as much privacy as in one."""
-    monkeypatch.setattr("clipwise.tune.training._ROWS_TRAINED", 32)
+    monkeypatch.setattr("experiments.lip_dp_sgd.training._ROWS_TRAINED", 32)
     training = trained(SHORT.but(method=method, averaged=0.9), digits, 0)
     assert training.private.steps == training.steps == 10
     assert training.average.updates == 10

@@ -16,11 +16,11 @@ import clipwise
 from clipwise.clipping import PerExample, Strategy
 from clipwise.lipschitz import SoftmaxCrossEntropy
 from clipwise.optim.averaging import AveragedParameters
-from clipwise.tune.limits import Deadline
-from clipwise.tune.noise import multiplier
-from clipwise.tune.records import Records
-from clipwise.tune.trial import Trial
 from experiments import models
+from experiments.harness.calibration import multiplier
+from experiments.harness.limits import Deadline
+from experiments.lip_dp_sgd.sets import Records
+from experiments.lip_dp_sgd.trial import Trial
 from experiments.models.first_weights import make_orthogonal_
 
 _ROWS = 2048  # that go through a model at a time, where nothing is trained

@@ -9,7 +9,7 @@ import pytest
 FAULTS_OF_A_LAST_ALLOCATION = """
 import resource
 import numpy
-from benchmarks.environment import keep_memory
+from experiments.harness.environment import keep_memory
 if {kept}:
     keep_memory()
 for _ in range(8):
