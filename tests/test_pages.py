@@ -82,7 +82,7 @@ def _norms_of(name: str) -> set[str]:
 def test_profiles_are_made_by_commands_that_run() -> None:
     """`--row`, which must be a row of that device, and `--out` are required."""
     text = (FOLDER / "docs" / "performance.md").read_text()
-    commands = re.findall(r"benchmarks/breakdown\.py (.*)", text)
+    commands = re.findall(r"python -m benchmarks breakdown (.*)", text)
     assert len(commands) == 4
     for command in commands:
         words = command.split()

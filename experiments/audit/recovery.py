@@ -1,14 +1,13 @@
-"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py` writes a table in docs/audit.md.
+"""How much of a known mu the attacks recover: `python -m experiments audit/recovery` writes a table in docs/audit.md.
 
 One release of per-example clipping, which everyone takes part in: mu = 1 / z is the truth.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from clipwise import PerExample, audit
 from clipwise.audit.report import AuditReport
 from clipwise.audit.trial import run_of
+from experiments.harness.command import parser_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
 PLACE = re.compile(r"(<!-- recovery -->\n).*?(<!-- end of recovery -->)", re.DOTALL)
@@ -46,9 +46,11 @@ ATTACKS: dict[str, Callable[[float], AuditReport]] = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure and write."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # there is nothing to choose
+    parser_of("python -m experiments audit/recovery", __doc__).parse_args(
+        arguments
+    )  # there is nothing to choose
     torch.set_num_threads(1)
     lines = ["| attack | runs | mu | measured | epsilon | measured | seconds |\n", "|---" * 7 + "|\n"]
     for name, attack in ATTACKS.items():
@@ -61,7 +63,3 @@ def main() -> None:
                 f"{report.claim.epsilon:.2f} | >= {m.epsilon:.2f} | {seconds:.1f} |\n"
             )
     PAGE.write_text(PLACE.sub(lambda place: place[1] + "".join(lines) + place[2], PAGE.read_text()))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,9 +11,9 @@ from experiments.harness import report
 from experiments.harness.environment import at_its_best, device_of, environment
 from experiments.harness.limits import Deadline
 from experiments.harness.paper import Options, Paper, Task, argument
-from experiments.harness.papers import paper_of
 from experiments.harness.store import Cell, Store
 from experiments.harness.workers import Workers, WorkersLostError
+from experiments.index import paper_of
 
 __all__ = ["Options", "reproduce"]
 

@@ -19,8 +19,8 @@ from experiments.harness.environment import at_its_best, device_of
 from experiments.harness.limits import Deadline, reason_of
 from experiments.harness.outcome import MissingDataError, OutOfTimeError
 from experiments.harness.paper import Options, Task
-from experiments.harness.papers import paper_of
 from experiments.harness.store import Cell
+from experiments.index import paper_of
 
 UNFINISHED = "unfinished"  # the folder of runs that go on later
 

@@ -6,7 +6,7 @@ python -m experiments lip-dp-sgd/tune digits --accounted --epsilon 3 --mean-runs
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from clipwise.tune import Choice, Range, Recipe, Run
 from clipwise.tune.space import Dimension
 from clipwise.tune.subject import Settings
 from clipwise.validation.arguments import require_known
+from experiments.harness.command import parser_of
 from experiments.harness.environment import device_of
 from experiments.lip_dp_sgd.sets import names, records
 from experiments.lip_dp_sgd.training import judged, rate_of, trained
@@ -64,11 +65,9 @@ def recipe(data: str, method: str, norm: str, folder: Path | None, device: torch
     return Recipe(f"{data}/{norm}/{method}", paper_space(norm), at_hand.delta, train)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Search, and print and write what was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("python -m experiments lip-dp-sgd/tune", __doc__)
     parser.add_argument("name", help=f"a data set: {', '.join(names())}")
     parser.add_argument("--method", default="dp-sgd", help="dp-sgd, lip or fix-lip")
     parser.add_argument("--norm", default="none", help="none, group, or bounded: group norm with a floor")
@@ -93,7 +92,3 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         require_no_options_of_accounted(given)
         search_openly(found.subject(asked.seed), asked.trials, asked.out, asked.seed)
-
-
-if __name__ == "__main__":
-    main()

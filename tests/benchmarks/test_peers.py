@@ -396,6 +396,5 @@ def test_the_baseline_is_compared(plain, monkeypatch, tmp_path, capsys, seconds,
     columns = {} if seconds is None else {REFERENCE: {"seconds": seconds}}
     file = tmp_path / "results.json"
     file.write_text(json.dumps({"cells": {"mlp": {"columns": columns}}}))
-    monkeypatch.setattr("sys.argv", ["plain.py", "--quick", "--row", "mlp", "--compare", str(file)])
-    assert plain.main() == code
+    assert plain.main(["--quick", "--row", "mlp", "--compare", str(file)]) == code
     assert "1000.000 ms" in capsys.readouterr().out
