@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from experiments.batch_clipping import tuned
 from experiments.batch_clipping.figures import FIGURES
 from experiments.harness import report
-from experiments.harness.evidence import lacking
 from experiments.harness.report import Shown
 from experiments.harness.store import Cell
+from experiments.harness.verdicts import lacking
 
 _ERRORS = 2.0  # standard errors of a difference that shows
 _DIMENSIONS = 2  # of a search at equal epsilon: batch size and walk

@@ -8,9 +8,9 @@ from experiments.batch_clipping import appendix, conclusions, tuned
 from experiments.batch_clipping.budgets import budgets
 from experiments.batch_clipping.figures import FIGURES, Figure
 from experiments.harness import report
-from experiments.harness.evidence import SEEDS
 from experiments.harness.report import Shown
 from experiments.harness.store import Store
+from experiments.harness.verdicts import SEEDS
 
 
 def markdown(store: Store, quick: bool) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from clipwise.errors import ConfigurationError
+from clipwise.report.plots import METADATA, STYLE
 
 LEFT_OUT = (
     "plots are left out: install clipwise-dp[plots], then `python -m benchmarks --render` with this folder"
@@ -34,6 +35,17 @@ def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
         )
         yield canvas
         canvas.savefig(file, metadata={"Date": None})
+
+
+def picture(file: Path, draw: Callable[[Any], bool]) -> list[Path]:
+    """Let a function draw on an empty figure, in the style of `clipwise.report.plots`; no file if it draws nothing."""
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        canvas = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
+        if not draw(canvas):
+            return []
+        canvas.savefig(file, format="svg", metadata=METADATA[".svg"])
+    return [file]
 
 
 def _matplotlib() -> Any:

@@ -1,4 +1,4 @@
-"""Why a measurement has no result, and limits so that one of them cannot eat the time of all."""
+"""Why a run or a measurement has no result, and limits so that none takes the time of all others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,44 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 
-from clipwise.errors import ClipwiseError
+from clipwise.errors import ClipwiseError, ConfigurationError
 
 
 class TooSlow(Exception):  # noqa: N818 (a limit that was set, no mistake)
     """The limit on the time of a measurement has passed."""
+
+
+class OutOfTimeError(Exception):
+    """The time is up in the middle of a run.
+
+    Attributes:
+        progress: what can be reported of the run so far.
+    """
+
+    def __init__(self, progress: dict[str, Any] | None = None) -> None:
+        super().__init__("out of time")
+        self.progress: dict[str, Any] = progress or {}
+
+
+class MissingDataError(Exception):
+    """A data set is not there: that ends the command, and is no result of a run."""
+
+    def __init__(self, reason: ConfigurationError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@contextmanager
+def reading_data() -> Iterator[None]:
+    """What is refused inside the block is a data set that is not there."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise MissingDataError(error) from error
 
 
 @contextmanager
@@ -65,3 +95,8 @@ class Deadline:
     def left(self) -> float:
         """Seconds that are left."""
         return float("inf") if self._end is None else self._end - time.monotonic()
+
+    def require(self) -> None:
+        """Raise `OutOfTimeError` if nothing is left."""
+        if self.left() <= 0:
+            raise OutOfTimeError

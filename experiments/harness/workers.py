@@ -16,8 +16,7 @@ import torch
 from clipwise.engine.compiled import CaptureWarning
 from clipwise.errors import ConfigurationError
 from experiments.harness.environment import at_its_best, device_of
-from experiments.harness.limits import Deadline, reason_of
-from experiments.harness.outcome import MissingDataError, OutOfTimeError
+from experiments.harness.limits import Deadline, MissingDataError, OutOfTimeError, reason_of
 from experiments.harness.paper import Options, Task
 from experiments.harness.store import Cell
 from experiments.index import paper_of

@@ -21,7 +21,7 @@ from clipwise.lipschitz.balance import noise_of
 from clipwise.lipschitz.rule import Effort
 from experiments import data, models
 from experiments.harness.command import parser_of
-from experiments.models.first_weights import make_orthogonal_
+from experiments.models import make_orthogonal_
 
 INPUT_NORM, CLIP = 12.0, 0.1
 NETWORKS = ("convnet3", "convnet6", "patch_convnet6")

@@ -25,7 +25,7 @@ from experiments.harness.command import parser_of
 from experiments.lip_dp_sgd import training
 from experiments.lip_dp_sgd.sets import records
 from experiments.lip_dp_sgd.trial import Trial
-from experiments.models.first_weights import make_orthogonal_
+from experiments.models import make_orthogonal_
 
 EXAMPLES = 64
 
@@ -147,7 +147,7 @@ def _trained(seed: int) -> Iterator[Case]:
         learning_rate=1e-2,
     )
     at_hand = records(trial.data, None, torch.device("cpu"))
-    model = training.trained(trial, at_hand, seed).model
+    model = training.begun(trial, at_hand, seed).all_steps().model
     accuracy, _ = training.judged(model, at_hand.held_out)
     name = f"mlp2, trained on digits to {accuracy:.1%}"
     yield name, model, SoftmaxCrossEntropy(trial.temperature), at_hand.held_out.tensors[0][:EXAMPLES]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import require_known
+from experiments.harness.setting import Keyed
 
 METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
 FIRST_WEIGHTS = ("usual", "orthogonal")
@@ -29,7 +28,7 @@ def require_bounded(method: str, norm: str) -> None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Keyed):
     """What is trained, and how.
 
     Attributes:
@@ -48,6 +47,9 @@ class Trial:
         network: a model by name, in place of the one that goes with the data.
         averaged: the decay of an exponential average of the parameters, which is then tested too.
     """
+
+    NAMED = ("data", "method", "norm")
+    DIGITS = 6
 
     data: str
     method: str = "dp-sgd"
@@ -75,27 +77,7 @@ class Trial:
         if (self.batch_size is None) == (self.sample_rate is None):
             raise ConfigurationError("Give batch_size or sample_rate, and not both.")
 
-    @cached_property
-    def key(self) -> str:
-        """A name that no other trial has: what it is, then all that is not as usual."""
-        told = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        named = ("data", "method", "norm")
-        unusual = (f"{n}={_short(v)}" for n, (v, usual) in told.items() if n not in named and v != usual)
-        return " ".join(["/".join(str(told[n][0]) for n in named), *unusual])
-
     @property
     def is_lipschitz(self) -> bool:
         """Whether weights are clipped, in place of gradients."""
         return self.method in ("lip", "fix-lip")
-
-    def but(self, **changes: Any) -> Trial:
-        """The same with some things changed."""
-        return replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """In plain types, without what is not there."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -20,9 +20,9 @@ from clipwise.validation.arguments import require_known
 from experiments.harness.command import parser_of
 from experiments.harness.environment import device_of
 from experiments.lip_dp_sgd.sets import names, records
-from experiments.lip_dp_sgd.training import judged, rate_of, trained
+from experiments.lip_dp_sgd.training import begun, judged, rate_of
 from experiments.lip_dp_sgd.trial import METHODS, Trial, require_bounded
-from experiments.models.lipschitz_blocks import KINDS
+from experiments.models.lipschitz_networks import KINDS
 
 
 def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]:
@@ -56,7 +56,7 @@ def recipe(data: str, method: str, norm: str, folder: Path | None, device: torch
 
     def train(settings: Settings, seed: int) -> Run:
         trial = Trial(data, method, norm, **settings)
-        training = trained(trial, at_hand, seed)
+        training = begun(trial, at_hand, seed).all_steps()
         right = round(judged(training.model, at_hand.held_out)[0] * size)
         cost = training.cost()
         release = (cost["noise_multiplier"], rate_of(trial, len(at_hand.train)), training.steps)

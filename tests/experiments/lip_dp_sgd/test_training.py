@@ -11,9 +11,9 @@ import clipwise
 from clipwise import accounting
 from clipwise.errors import ConfigurationError
 from experiments.harness.calibration import multiplier
-from experiments.harness.limits import Deadline
+from experiments.harness.limits import Deadline, OutOfTimeError
 from experiments.lip_dp_sgd.sets import Records, records
-from experiments.lip_dp_sgd.training import LateError, Training, judged, network, run, trained
+from experiments.lip_dp_sgd.training import begun, judged, network, run
 from experiments.lip_dp_sgd.trial import METHODS, Trial
 
 CPU = torch.device("cpu")
@@ -100,13 +100,13 @@ def test_validation_records_are_not_trained_on(digits):
 
 
 def test_a_run_without_time_is_no_result(digits):
-    with pytest.raises(LateError):
+    with pytest.raises(OutOfTimeError):
         run(SHORT, digits, 0, Deadline(0.0))
 
 
 def test_a_model_that_is_always_right_scores_one(digits):
     x, y = digits.held_out.tensors
-    training = trained(SHORT, digits, 0)
+    training = begun(SHORT, digits, 0).all_steps()
     accuracy, _ = judged(training.model, torch.utils.data.TensorDataset(x, training.model(x).argmax(1)))
     assert accuracy == 1
     wrong = (training.model(x).argmax(1) + 1) % 10
@@ -146,7 +146,7 @@ def test_what_makes_no_sense_is_refused(options, message):
 
 
 def test_cost_closes_the_run(digits):
-    training = Training(SHORT, digits, 0)
+    training = begun(SHORT, digits, 0)
     training.step()
     assert training.cost()["epsilon"] < 8.0
 
@@ -166,7 +166,7 @@ def test_a_trial_may_name_its_network():
 def test_pieces_of_a_batch_are_one_step(digits, method, monkeypatch):
     """A batch that comes in pieces, for memory: as many steps and as much privacy as in one."""
     monkeypatch.setattr("experiments.lip_dp_sgd.training._ROWS_TRAINED", 32)
-    training = trained(SHORT.but(method=method, averaged=0.9), digits, 0)
+    training = begun(SHORT.but(method=method, averaged=0.9), digits, 0).all_steps()
     assert training.private.steps == training.steps == 10
     assert training.average.updates == 10
     assert training.cost()["epsilon"] == pytest.approx(run(SHORT.but(method=method), digits, 0)["epsilon"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.harness.rounds import NEAR, Asked, Rounds, nearby, trial_key, winner
+from experiments.harness.search import NEAR, Asked, Rounds, nearby, trial_key, winner
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,19 @@
-"""What a comparison of runs needs before a page prints a verdict from it."""
+"""Words for what is left of a claim, and what a comparison of runs needs before a page prints a verdict from it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 SEEDS = 3
 TRIALS_PER_DIMENSION = 2
 NOT_TESTED = "Not tested"
+
+
+def survival(kept: int, count: int) -> str:
+    """What is left of a claim that should hold in all of `count` places."""
+    if kept == count:
+        return "Survives"
+    return "Survives in part" if kept else "Does not survive"
 
 
 def lacking(
@@ -29,3 +38,15 @@ def lacking(
     elif trials < TRIALS_PER_DIMENSION * dimensions:
         found.append(f"{trials} trials in {dimensions} dimensions")
     return ", ".join(found)
+
+
+def in_brackets(found: Iterable[str]) -> str:
+    """A list behind a number; nothing if it is empty."""
+    listed = ", ".join(found)
+    return f" ({listed})" if listed else ""
+
+
+def as_list(sentences: Iterable[str]) -> list[str]:
+    """A Markdown list and an empty line; nothing if there is none."""
+    lines = [f"- {sentence}" for sentence in sentences]
+    return [*lines, ""] if lines else []

@@ -21,8 +21,8 @@ from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.grouping import Groups, Policy, group_parameters
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import Public
-from experiments.harness.pictures import Pictures
-from experiments.harness.setting import GROUPS, Setting
+from experiments.batch_clipping.pictures import Pictures
+from experiments.batch_clipping.setting import GROUPS, Setting
 
 LOCAL_MOMENTUM, LOCAL_STEPS = 0.9, 4
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from experiments import data, models
+from experiments.batch_clipping import training
 from experiments.batch_clipping.figures import LENET
-from experiments.harness import training
-from experiments.harness.limits import Deadline
-from experiments.harness.pictures import pictures
+from experiments.batch_clipping.pictures import pictures
+from experiments.harness.limits import Deadline, OutOfTimeError
 
 CPU = torch.device("cpu")
 SMALL = LENET.but(data="digits", epochs=1)
@@ -88,7 +88,7 @@ def test_a_run_without_privacy_learns_and_watches_norms(digits):
 
 
 def test_time_that_runs_out_within_a_run_leaves_no_result(digits):
-    with pytest.raises(training.OutOfTimeError):
+    with pytest.raises(OutOfTimeError):
         training.train(SMALL, digits, 0, Deadline(0.0))
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_was_stopped_goes_on(digits, tmp_path, monkeypatch, clip, loo
     monkeypatch.setattr(training, "_KEEP_AFTER", keep_after)
     openly = {"sigma": None, "parts": "all"} if clip == "none" else {}
     setting, kept = SMALL.but(epochs=3, clip=clip, **openly), tmp_path / "kept.pt"
-    with pytest.raises(training.OutOfTimeError) as stopped:
+    with pytest.raises(OutOfTimeError) as stopped:
         training.train(setting, digits, 0, EndsAfter(looks), kept)
     begun = stopped.value.progress["public_accuracy_by_epoch"]
     assert len(begun) == 2 and kept.exists()

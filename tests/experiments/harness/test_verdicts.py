@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.harness.evidence import lacking
+from experiments.harness.verdicts import lacking
 
 
 @pytest.mark.parametrize(
