@@ -1,40 +1,48 @@
-"""What a command is asked about: a run that is planned, or runs that are in ledgers."""
+"""The releases that a command is about, of a planned run or in ledgers, and a table of what accountants say of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from rich.table import Table
 
+from clipwise import accounting
 from clipwise.accounting import arguments
-from clipwise.cli.naming import naming_options
-from clipwise.cli.output import say
-from clipwise.cli.plan import Asked, plan_of
-from clipwise.errors import ConfigurationError
+from clipwise.cli.output import rounded_up, say
+from clipwise.cli.run_options import RunOptions, naming_options, plan_of
+from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.ledger import combined_runs as runs
 from clipwise.ledger import multi_run
 from clipwise.ledger.ledger import Snapshot
 from clipwise.privacy import Entry, Event
 from clipwise.report.wording import NO_GUARANTEE
 
-Ledgers = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--ledger",
-        help="In place of a plan: count what is in this ledger file. Given several times, the runs add up.",
-    ),
-]
+# Beside PLD: name, heading, what its bound is good for, and why it has none where it has none.
+OTHERS = (
+    ("rdp", "RDP", "looser, shown while training", "no bound for this kind of step"),
+    ("zcdp", "zCDP", "looser", "no bound: batches are sampled"),
+    ("gdp", "GDP", "exact: nothing is sampled", "no bound: batches are sampled"),
+)
+SECOND = (
+    "dp-accounting",
+    "dp-accounting",
+    "its own PLD: a second opinion",
+    "no bound: batches of fixed size",
+)
+
+
+COUNTS = "the one that counts"
 
 # A change of key begins a new entry: a run that was broken off often has many of the same kind.
 MOST_LINES = 12
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Releases, and what to call them."""
+class Releases:
+    """Releases of a run or of several, and a heading for them."""
 
     history: list[Entry]
     heading: str
@@ -90,25 +98,23 @@ class Subject:
         say(self.heading)
 
 
-def subject_of(
-    ledgers: Sequence[Path] | None, noise_multiplier: float | None, asked: Asked, delta: float
-) -> Subject:
-    """The one of the two that was given."""
-    arguments.number("--delta", delta, above=0, below=1)
+def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases:
+    """Of the one of the two that was given."""
+    arguments.number("--delta", options.delta, above=0, below=1)
     if ledgers:
-        if noise_multiplier is not None or not asked.says_nothing:
+        if not options.is_empty:
             raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")
         found = runs.read(ledgers)
         history = runs.history(found)
         count = len({entry.run for entry in history})
         what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
-        return Subject(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
-    if noise_multiplier is None:
+        return Releases(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
+    if options.noise_multiplier is None:
         raise ConfigurationError("Give --noise-multiplier and the run, or --ledger and a file.")
-    plan = plan_of(asked, delta)
+    plan = plan_of(options)
     with naming_options():
-        history = plan.history(noise_multiplier)
-    return Subject(history, f"{plan}, noise multiplier {noise_multiplier:g}")
+        history = plan.history(options.noise_multiplier)
+    return Releases(history, f"{plan}, noise multiplier {options.noise_multiplier:g}")
 
 
 def _print_kinds(history: Sequence[Entry]) -> None:
@@ -131,3 +137,39 @@ def _explain_end(found: Snapshot) -> None:
         )
     elif not found.clean:
         say("The run is still going on, or did not end cleanly. All that it may have released is counted.")
+
+
+def table_of(
+    history: Sequence[Entry],
+    delta: float,
+    second_opinion: bool = False,
+    plan: Mapping[str, Any] | None = None,
+) -> Table:
+    """Every accountant's epsilon at `delta`. The central limit is shown for comparison, and named for what it is.
+
+    Of several runs the Renyi filter counts, at the order that follows from the `plan` of the first.
+    """
+    table = Table("accountant", f"epsilon at delta {delta:g}", "")
+    is_shared = multi_run.is_shared(history)
+    if is_shared:
+        spent = multi_run.epsilon_of(history, delta, multi_run.FILTER, plan)
+        table.add_row("Renyi filter", rounded_up(spent), COUNTS, style="bold")
+    table.add_row(
+        "PLD",
+        rounded_up(accounting.epsilon_of(history, delta)),
+        "if all runs were fixed beforehand" if is_shared else COUNTS,
+        style=None if is_shared else "bold",
+    )
+    bounded = set()
+    for name, heading, good_for, why_not in (*OTHERS, *((SECOND,) if second_opinion else ())):
+        try:
+            table.add_row(heading, rounded_up(accounting.epsilon_of(history, delta, name)), good_for)
+            bounded.add(name)
+        except UnsupportedEventError:
+            table.add_row(heading, "-", why_not)
+        except ImportError:
+            table.add_row(heading, "-", "needs the package dp-accounting")
+    if "gdp" not in bounded:  # else the run is a Gaussian itself, and nothing is approximated
+        approximate = accounting.central_limit_of(history).epsilon_if_it_were_true(delta)
+        table.add_row("central limit", f"({approximate:.4g})", "no guarantee: may be too low")
+    return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clipwise.cli.naming import in_options, naming_options
+from clipwise.cli.run_options import in_options, naming_options
 from clipwise.errors import ConfigurationError
 
 
