@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from clipwise.cli.places import require_folder, require_results
+from clipwise.cli.places import require_folder
+from clipwise.errors import ConfigurationError
 from experiments.harness.command import dispatch, parser_of
 from experiments.harness.paper import asked_for
 from experiments.harness.runner import Options, reproduce
@@ -51,7 +52,11 @@ def _paper(name: str, arguments: Sequence[str]) -> None:
     given = vars(parser.parse_args(arguments))
     given["figures"] = asked_for(given["figures"], given.pop("tables"))
     given["take"] = tuple(given["take"])
-    require_results(given["take"], FILE)
+    for folder in given["take"]:
+        if not (folder / FILE).is_file():
+            raise ConfigurationError(
+                f"--take {folder}: there is no {FILE} in it. Give a folder of earlier results."
+            )
     require_folder(given["out"])
     reproduce(Options(name, **given), partial(print, flush=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from clipwise.cli.run_options import RunOptions, naming_options, plan_of
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.ledger import combined_runs as runs
 from clipwise.ledger import multi_run
-from clipwise.ledger.ledger import Snapshot
 from clipwise.privacy import Entry, Event
 from clipwise.report.wording import NO_GUARANTEE
 
@@ -90,7 +90,15 @@ class Releases:
             if len(self.runs) > 1:
                 say(f"{run.path}: {run.found.position} releases of run {run.found.run}")
             _print_kinds(run.found.history)
-            _explain_end(run.found)
+            if run.found.torn:
+                say(
+                    "The last line of the ledger is torn, by a crash or by damage. The most it can stand for is "
+                    "counted."
+                )
+            elif not run.found.clean:
+                say(
+                    "The run is still going on, or did not end cleanly. All that it may have released is counted."
+                )
         if self.is_seeded:
             say(
                 f"Guarantee: {NO_GUARANTEE}. All figures are those that the same runs would have with fresh keys."
@@ -118,9 +126,9 @@ def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases
 
 
 def _print_kinds(history: Sequence[Entry]) -> None:
-    counts: dict[Event, int] = {}
+    counts: Counter[Event] = Counter()
     for entry in history:
-        counts[entry.event] = counts.get(entry.event, 0) + entry.count
+        counts[entry.event] += entry.count
     for e, count in list(counts.items())[:MOST_LINES]:
         say(
             f"{count} releases: {e.sampling} sampling at rate {e.sample_rate:.6g}, {e.adjacency} of one {e.unit}, "
@@ -128,15 +136,6 @@ def _print_kinds(history: Sequence[Entry]) -> None:
         )
     if len(counts) > MOST_LINES:
         say(f"and {len(counts) - MOST_LINES} more kinds of release")
-
-
-def _explain_end(found: Snapshot) -> None:
-    if found.torn:
-        say(
-            "The last line of the ledger is torn, by a crash or by damage. The most it can stand for is counted."
-        )
-    elif not found.clean:
-        say("The run is still going on, or did not end cleanly. All that it may have released is counted.")
 
 
 def table_of(

@@ -167,7 +167,7 @@ class Plan:
 
 
 def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
-    """Resolve the options by the same rules as `make_private`, or refuse them. `steps` is for options without length."""
+    """Resolve the options by the rules of `make_private`, or refuse them. `steps` is for options without a length."""
     if options.dataset_size is None and options.batch_size is not None:
         raise ConfigurationError(
             "--batch-size needs --dataset-size: what counts is the rate between the two."

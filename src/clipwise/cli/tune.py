@@ -15,9 +15,8 @@ from clipwise.cli.places import require_folder
 from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.tuning import RECIPES
-from clipwise.tune import Recipe, Subject, accounted, report, study
+from clipwise.tune import Recipe, Subject, report, selection, study
 from clipwise.tune.front import Point, front
-from clipwise.tune.selection import composed_epsilon
 from clipwise.tune.subject import of_script
 
 
@@ -121,7 +120,7 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
     stdout().print(_table([p for p, _ in found]))
     for file in report.write(subject.name, found, folder):
         say(f"wrote {file}")
-    for sentence in report.cost_in_words(len(found), composed_epsilon([s for _, s in found])):
+    for sentence in report.cost_in_words([s for _, s in found]):
         say(sentence)
 
 
@@ -134,11 +133,11 @@ def search_accounted(
             "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
             "--mean-runs, how many there are on average."
         )
-    options = accounted.Options(**given)  # type: ignore[arg-type]  # typer has checked the types
+    options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types
     if out is not None:
         require_folder(out)
         out.mkdir(parents=True, exist_ok=True)  # before the search, whose result cannot be found again
-    found = accounted.search(recipe, options, seed)
+    found = selection.search(recipe, options, seed)
     for sentence in found.in_words():
         say(sentence)
     if found.released is not None and out is not None:

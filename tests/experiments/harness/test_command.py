@@ -29,6 +29,14 @@ def test_wrong_arguments_are_named(tmp_path, capsys, arguments, message):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_results_to_take_over_must_be_there(tmp_path, capsys):
+    (tmp_path / "a_file").write_text("something")
+    for folder in (tmp_path, tmp_path / "nowhere", tmp_path / "a_file"):
+        words = ["--quick", "--take", str(folder), "--out", str(tmp_path / "out")]
+        assert main(["batch-clipping", *words]) == 2
+        assert f"--take {folder}: there is no results.json in it" in capsys.readouterr().err
+
+
 def test_a_file_of_other_results_is_refused(tmp_path):
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(ConfigurationError, match="not a file of such results"):
