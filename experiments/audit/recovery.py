@@ -12,22 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from clipwise import PerExample, audit
 from clipwise.audit.report import AuditReport
 from clipwise.audit.trial import run_of
 from experiments.harness.command import parser_of
+from experiments.harness.training import losses_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
 PLACE = re.compile(r"(<!-- recovery -->\n).*?(<!-- end of recovery -->)", re.DOTALL)
 RECORDS, FEATURES, CLASSES = 500, 60, 10
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One an example."""
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def release(mu: float) -> tuple[Callable[[Any], None], Any]:
@@ -36,12 +31,14 @@ def release(mu: float) -> tuple[Callable[[Any], None], Any]:
     rows = torch.randn(RECORDS, FEATURES), torch.randint(CLASSES, (RECORDS,))
     clipping = PerExample(1.0, method="instantiate")
     options = {"sampling": "full", "sample_rate": None, "steps": 1, "noise_multiplier": 1 / mu}
-    return run_of(nn.Linear(FEATURES, CLASSES), losses, rows, clipping, **options)
+    return run_of(nn.Linear(FEATURES, CLASSES), losses_of, rows, clipping, **options)
 
 
 ATTACKS: dict[str, Callable[[float], AuditReport]] = {
     "Dirac canary": lambda mu: audit.canary(*release(mu), runs=1000),
-    "mislabelled canary": lambda mu: audit.canary(*release(mu), kind="mislabelled", loss=losses, runs=1000),
+    "mislabelled canary": lambda mu: audit.canary(
+        *release(mu), kind="mislabelled", loss=losses_of, runs=1000
+    ),
     "one run, 500 canaries": lambda mu: audit.one_run(*release(mu), canaries=RECORDS),
 }
 

@@ -26,6 +26,7 @@ from clipwise.audit.records import CHANGES
 from clipwise.audit.trial import run_of
 from clipwise.clipping import Strategy
 from experiments.harness.command import parser_of
+from experiments.harness.training import losses_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "strategies.json"
@@ -33,11 +34,6 @@ PAGE = HERE.parents[1] / "docs" / "audit.md"
 PLACE = re.compile(r"(<!-- strategies -->\n).*?(<!-- end of strategies -->)", re.DOTALL)
 CONFIDENCE = 0.999  # so that none of some twenty bounds should be above the truth by chance
 RECORDS, FEATURES, CLASSES = 32, 5, 3
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One an example."""
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def rows(seed: int = 0, size: int = RECORDS) -> tuple[Tensor, Tensor]:
@@ -48,7 +44,7 @@ def rows(seed: int = 0, size: int = RECORDS) -> tuple[Tensor, Tensor]:
 
 def weighted_losses(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     """One an example, times a weight that the record brings along."""
-    return w * losses(model, x, y)
+    return w * losses_of(model, x, y)
 
 
 def step_at_outputs(private: Private, model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> bool:
@@ -131,7 +127,7 @@ class Row:
     name: str
     clipping: Callable[[], Strategy]
     model: Callable[[], nn.Module] = plain
-    losses: Callable[..., Tensor] = losses
+    losses: Callable[..., Tensor] = losses_of
     batch: Callable[[], tuple[Tensor, ...]] = rows
     options: Mapping[str, Any] = field(default_factory=dict)
     attack: Mapping[str, Any] = field(default_factory=dict)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from clipwise.clipping.base import Strategy
 from clipwise.clipping.batch import Batch
@@ -23,13 +22,9 @@ from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import Public
 from experiments.batch_clipping.pictures import Pictures
 from experiments.batch_clipping.setting import GROUPS, Setting
+from experiments.harness.training import losses_of
 
 LOCAL_MOMENTUM, LOCAL_STEPS = 0.9, 4
-
-
-def losses(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """One loss an image."""
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def strategy(setting: Setting, pictures: Pictures) -> Strategy:
@@ -72,7 +67,7 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
         return RandomLayer(groups=setting.layers)
     public = Public(
         pictures.public,
-        lambda model, x, y: losses(model, pictures.centred(x), y),
+        lambda model, x, y: losses_of(model, pictures.centred(x), y),
         name=f"a tenth of {setting.data}",
     )
     # With batch norm a single example has no gradient of its own: norms are those of mini-sets.
@@ -97,7 +92,7 @@ def _local_update(rate: float) -> Callable[[nn.Module, Any], None]:
         optimizer = torch.optim.SGD(model.parameters(), rate, momentum=LOCAL_MOMENTUM)
         for rows in torch.arange(len(x), device=x.device).chunk(LOCAL_STEPS):
             optimizer.zero_grad()
-            losses(model, x[rows], y[rows]).mean().backward()  # type: ignore[no-untyped-call]
+            losses_of(model, x[rows], y[rows]).mean().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return momentum_steps

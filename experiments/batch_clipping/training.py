@@ -27,6 +27,7 @@ from experiments.batch_clipping.setting import Setting
 from experiments.harness.environment import device_of
 from experiments.harness.limits import Deadline, OutOfTimeError, reading_data
 from experiments.harness.paper import Options, Task
+from experiments.harness.training import losses_of
 
 DELTA = 1e-5
 _ROWS = 500  # that go through a model at a time, where nothing is trained
@@ -179,7 +180,7 @@ class _Openly:
     def _losses(self, x_BKCHW: Tensor, y_B: Tensor) -> Tensor:
         """One loss an example, the mean over its views. It draws nothing and waits for nothing: it can be captured."""
         views = self._views
-        return views.mean(strategies.losses(self._model, x_BKCHW.flatten(0, 1), views.labels(y_B)))
+        return views.mean(losses_of(self._model, x_BKCHW.flatten(0, 1), views.labels(y_B)))
 
 
 class _Privately(_Openly):
@@ -298,7 +299,7 @@ def _norms(model: nn.Module, pictures: Pictures, size: int) -> dict[str, float]:
     sums = dict.fromkeys(names, 0.0)
     batches = list(zip(_pieces(x, size), _pieces(y, size), strict=True))[: max(1, len(x) // size)]
     for some_x, some_y in batches:
-        loss = strategies.losses(model, pictures.centred(some_x), some_y).mean()
+        loss = losses_of(model, pictures.centred(some_x), some_y).mean()
         for name, gradient in zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True):
             sums[name] += float(gradient.norm())
     for name, buffer in model.named_buffers():

@@ -80,15 +80,17 @@ def records(
 def _whole(name: str, folder: str | None, device: str) -> Records:
     if name in IMAGES:
         centre, input_norm, model = IMAGES[name]
-        train, test = (_on(_centred(data.images(name, t, folder), centre), device) for t in (True, False))
+        train, test = (
+            data.placed(_centred(data.images(name, t, folder), centre), device) for t in (True, False)
+        )
         return Records(train, test, model, 10, input_norm, IMAGE_DELTA)
     if name == DIGITS:
-        train, test = (_on(_flat(data.digits(t)), device) for t in (True, False))
+        train, test = (data.placed(_flat(data.digits(t)), device) for t in (True, False))
         return Records(train, test, "mlp2", 10, 4.0, IMAGE_DELTA)
     require_known("data", name, names())
     table = data.table(name, folder)
     count = len(table.train) + len(table.test)
-    train, test = (_on(part, device) for part in (table.train, table.test))
+    train, test = (data.placed(part, device) for part in (table.train, table.test))
     return Records(train, test, "mlp2", len(table.classes), table.input_norm, 1 / count, table.note)
 
 
@@ -100,7 +102,3 @@ def _flat(images: TensorDataset) -> TensorDataset:
 def _centred(images: TensorDataset, centre: float) -> TensorDataset:
     x, y = images.tensors
     return TensorDataset(x - centre, y)
-
-
-def _on(dataset: TensorDataset, device: str) -> TensorDataset:
-    return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))

@@ -20,7 +20,8 @@ from experiments.harness.environment import device_of
 from experiments.harness.limits import Deadline, reading_data
 from experiments.harness.paper import Options, Task
 from experiments.harness.store import Cell
-from experiments.normalization.networks import losses, network
+from experiments.harness.training import losses_of
+from experiments.normalization.networks import network
 from experiments.normalization.sets import Sets, load, public_rows
 from experiments.normalization.setting import Setting
 
@@ -95,7 +96,7 @@ def _openly(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) 
             if len(chosen) > 1:  # batch norm cannot take one
                 deadline.require()
                 optimizer.zero_grad()
-                losses(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
+                losses_of(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         curve.append(round(_accuracy(model, sets.validation), 4))
     return {"validation_accuracy_by_epoch": curve, "epsilon": None, "why_no_epsilon": "no privacy"}
@@ -116,7 +117,7 @@ def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadlin
         delta=DELTA,
     )
     with private:
-        step = private.compiled(partial(losses, model))
+        step = private.compiled(partial(losses_of, model))
         for _ in range(setting.epochs):
             model.train()
             for x, y in private.loader.pieces():

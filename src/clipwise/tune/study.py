@@ -86,8 +86,9 @@ def _finished(study: Any) -> list[Any]:
 
 def _found(trial: Any) -> tuple[Point, Score]:
     kept, release = trial.user_attrs, trial.user_attrs.get("release")
-    score = Score(*trial.values, kept.get("delta"), None if release is None else tuple(release))
-    return Point(trial.number, score.accuracy, score.epsilon, dict(kept["settings"])), score
+    accuracy, epsilon = trial.values
+    score = Score(accuracy, epsilon, kept.get("delta"), None if release is None else tuple(release))
+    return Point(trial.number, accuracy, epsilon, dict(kept["settings"])), score
 
 
 def _space_of(study: Any, now: dict[str, Any]) -> dict[str, Any]:
