@@ -21,7 +21,7 @@ demo: $(STAMP)  ## train on real digits, without privacy and at two privacy budg
 	$(BIN)/clipwise demo
 
 PAPER ?= batch-clipping
-reproduce: $(STAMP)  ## a paper's experiments: make reproduce PAPER=lip-dp-sgd ARGS='--data DIR'
+reproduce: $(STAMP)  ## an experiment by name: make reproduce PAPER=lip-dp-sgd ARGS='--data DIR'; PAPER=--help lists all
 	$(BIN)/python -m experiments $(PAPER) $(ARGS)
 
 bench: $(STAMP)  ## time and memory beside non-private training: make bench ARGS=--quick

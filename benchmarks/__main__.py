@@ -1,27 +1,43 @@
-"""`python -m benchmarks`: time and memory of private training beside non-private training."""
+"""Time and memory of private training beside non-private training."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.options import SUITES, Options
 from benchmarks.runner import bench, render
 from clipwise.cli.places import require_folder
-from clipwise.errors import ClipwiseError
+from experiments.harness.command import Command, dispatch, parser_of
+
+PROGRAM = "python -m benchmarks"
+# A module has `main(arguments)`, with options of its own. A new one is a line here.
+SCRIPTS = {
+    "backprop": Command("benchmarks.backprop", "backpropagation clipping beside ordinary training"),
+    "breakdown": Command(
+        "benchmarks.breakdown", "where the time of a row of peers goes, operation by operation"
+    ),
+    "lipschitz": Command("benchmarks.lipschitz", "weight clipping beside ordinary training with noise"),
+    "lipschitz-noise": Command("benchmarks.lipschitz_noise", "how large the noise of weight clipping is"),
+    "plain": Command("benchmarks.plain", "plain training without clipwise: a check on the baseline of peers"),
+    "secure-noise": Command("benchmarks.secure_noise", "secure noise beside standard noise"),
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "suite",
-        nargs="?",
-        default=SUITES[0],
-        help="paper: its figures; peers: the table of targets; scaling: by T, B, width",
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code. Without a name it is the suite `paper`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+        given = [next(iter(SUITES)), *given]
+    suites = {name: (line, partial(_suite, name)) for name, line in SUITES.items()}
+    scripts = {name: (command.line, command.main) for name, command in SCRIPTS.items()}
+    return dispatch(PROGRAM, f"{__doc__} Without a name: paper.", suites | scripts, given)
+
+
+def _suite(name: str, arguments: Sequence[str]) -> None:
+    parser = parser_of(f"{PROGRAM} {name}", SUITES[name])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
@@ -39,16 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--render", type=Path, metavar="DIR", help="write tables and plots of DIR, no more")
     options = vars(parser.parse_args(arguments))
     folder, say = options.pop("render"), partial(print, flush=True)
-    try:
-        if folder is not None:
-            render(folder, say)
-        else:
-            require_folder(options["out"])
-            bench(Options(**options), say)
-    except ClipwiseError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if folder is not None:
+        render(folder, say)
+    else:
+        require_folder(options["out"])
+        bench(Options(suite=name, **options), say)
 
 
 if __name__ == "__main__":

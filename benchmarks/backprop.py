@@ -1,7 +1,7 @@
 """What backpropagation clipping costs: a step's time and memory, over those of the floor.
 
-    PYTHONPATH=src python benchmarks/backprop.py --device cpu
-    PYTHONPATH=src python benchmarks/backprop.py --device cuda --out benchmarks/results/backprop-gpu.md
+    python -m benchmarks backprop --device cpu
+    python -m benchmarks backprop --device cuda --out benchmarks/results/backprop-gpu.md
 
 The floor is what any private step must do: an ordinary backward pass of the summed losses, noise on every coordinate,
 the optimizer. Ours is the same with clipped layers and the checks of `Backprop`. Both see the same batches. Times are
@@ -16,12 +16,10 @@ batch is not in the times.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -32,12 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.environment import at_its_best, keep_memory
 from clipwise import Adjacency, Backprop, Unit, layers, make_private
 from clipwise.clipping import Site
 from clipwise.noise.gaussian import gaussian
 from clipwise.sampling import make_scheme
 from experiments import models
+from experiments.harness.command import parser_of
+from experiments.harness.environment import at_its_best, keep_memory
 
 WAYS = ("floor", "upstream", "gradient")
 BATCHES = 8  # in the data of a compiled run
@@ -272,17 +271,15 @@ def _captured_table(names: list[str], device: torch.device, seconds: float) -> l
     return lines
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("python -m benchmarks backprop", __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--network", action="append", choices=list(NETWORKS))
     parser.add_argument("--seconds", type=float, default=10.0, help="for the times of one network")
     parser.add_argument("--as-it-comes", action="store_true", help="leave torch's switches as they are")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     with nullcontext() if options.as_it_comes else at_its_best(device):
         text = measured(options.network or list(NETWORKS), device, options.seconds)
@@ -318,7 +315,3 @@ def measured(names: list[str], device: torch.device, seconds: float) -> str:
     if device.type == "cuda":
         lines += _captured_table(names, device, seconds)
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

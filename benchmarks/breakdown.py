@@ -1,7 +1,7 @@
 """Where the time of a private step goes that plain training does not take, by kernel or by operation.
 
-    PYTHONPATH=src python -m benchmarks.breakdown --device cuda --row vit-b16 --row gpt2-256 --out FILE.md
-    PYTHONPATH=src python -m benchmarks.breakdown --device cpu --row cnn --row lstm --method auto --out FILE.md
+    python -m benchmarks breakdown --device cuda --row vit-b16 --row gpt2-256 --out FILE.md
+    python -m benchmarks breakdown --device cpu --row cnn --row lstm --method auto --out FILE.md
 
 The rows are those of `python -m benchmarks peers`, in the form in which plain training is fastest. For each,
 a few steps of plain training and of one method are traced with torch's profiler after the first steps are over. On
@@ -11,19 +11,19 @@ are those of operations as the calling thread sees them.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.environment import at_its_best, device_of, environment
 from benchmarks.methods import REFERENCE, settling_steps, steps_by, synchronize
 from benchmarks.peers.form import fastest_form
 from benchmarks.peers.rows import rows_for
 from benchmarks.workload import Setting, make_workload
+from experiments.harness.command import parser_of
+from experiments.harness.environment import at_its_best, device_of, environment
 
 STEPS = 3
 SHOWN = 14
@@ -77,19 +77,19 @@ def section(title: str, setting: Setting, method: str, device: torch.device) -> 
     return [*lines, f"| {rest:+.3f} | | | | | all others together |", ""]
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Trace the wanted rows, and write a page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of("python -m benchmarks breakdown", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--row", dest="rows", action="append", required=True, help="of the table; may be repeated"
     )
     parser.add_argument("--method", default=None, help="a column; by default compiled on CUDA, else auto")
     parser.add_argument("--out", type=Path, required=True, help="the page to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = device_of(options.device)
     method = options.method or ("compiled" if device.type == "cuda" else "auto")
-    made_by = f"python -m benchmarks.breakdown --device {device.type} --method {method} " + " ".join(
+    made_by = f"python -m benchmarks breakdown --device {device.type} --method {method} " + " ".join(
         f"--row {row}" for row in options.rows
     )
     made_by += f" --out {options.out}"
@@ -105,7 +105,3 @@ def main() -> int:
             options.out.write_text("\n".join(lines))  # what is there is kept if the next one fails
             print(f"{row.title}: done", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ from benchmarks.methods import REFERENCE, settling_steps, steps_by, synchronize
 from benchmarks.timing import Effort, Timing, interleave, settled
 from benchmarks.workload import Setting, make_workload
 from clipwise.gradients import FallbackWarning
-from clipwise.tune.limits import reason_of, time_limit
+from experiments.harness.limits import reason_of, time_limit
 
 Cell = dict[str, Any]
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.methods import steps_by, synchronize
 from benchmarks.workload import Setting, make_workload
-from clipwise.tune.limits import is_out_of_memory
+from experiments.harness.limits import is_out_of_memory
 
 PAPER_GIB = 11.0  # the memory of the paper's card, a GeForce 1080 Ti
 

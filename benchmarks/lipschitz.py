@@ -1,6 +1,6 @@
 """What a step with bounded weights costs: next to an ordinary step plus noise, and to per-example clipping.
 
-    python benchmarks/lipschitz.py [--batch 256] [--threads 2] [--rounds 15] [--clock cpu] [--network convnet-3]
+    python -m benchmarks lipschitz [--batch 256] [--threads 2] [--rounds 15] [--clock cpu] [--network convnet-3]
 
 The networks are of the kind and about the size of the Lip-DP-SGD paper's, which gives no lists of layers; those of
 `experiments.models` have its numbers of parameters. The floor is ordinary training plus clipwise's own noise on its
@@ -12,10 +12,8 @@ that it frees (`keep_memory`). Ends with an error if a step takes more than 1.15
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from statistics import median
 
@@ -24,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.environment import keep_memory
 from clipwise import Lipschitz, PerExample, make_private
 from clipwise.layers import BoundedGroupNorm, ClipInput
 from clipwise.noise.gaussian import NoiseKey, gaussian
 from experiments import models
+from experiments.harness.command import parser_of
+from experiments.harness.environment import keep_memory
 
 BAR = 1.15
 BATCHES = 16  # in the data
@@ -143,16 +142,16 @@ def in_turns(acts: dict[str, Callable[[], None]], rounds: int, clock: Clock) -> 
     return {name: times[UNCOUNTED:] for name, times in taken.items()}
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
     clocks: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("python -m benchmarks lipschitz", __doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=list(clocks), default="wall")
     parser.add_argument("--network", action="append", choices=list(NETWORKS), help="all if left out")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
     keep_memory()
     strategies: dict[str, Lipschitz | PerExample] = {
@@ -188,7 +187,3 @@ def main() -> int:
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
     return int(worst > BAR)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """How the split of the noise over parameters, and balanced layers, lower the noise of bounded weights.
 
-    python benchmarks/lipschitz_noise.py
+    python -m benchmarks lipschitz-noise
 
 For networks at initialization with weights clipped to norm 4 and inputs to 1 it prints sqrt(E |noise|^2) / z of a
 step, where parameter k has d_k numbers and the sensitivity Delta_k:
@@ -13,7 +13,7 @@ step, where parameter k has d_k numbers and the sensitivity Delta_k:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.lipschitz import NETWORKS
 from clipwise import Lipschitz, make_private
 from clipwise.layers import ClipInput
+from experiments.harness.command import parser_of
 
 WEIGHTS, INPUTS, SEED = 4.0, 1.0, 0
 
@@ -56,8 +57,9 @@ def parts_of(model: nn.Module, balanced: bool) -> list[tuple[float, int]]:
     return [(part.sensitivity, sum(sizes[n] for n in part.parameters)) for part in private.parts()]
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the table."""
+    parser_of("python -m benchmarks lipschitz-noise", __doc__).parse_args(arguments)
     print("| network | one part, flat | equal split | optimal split | and balanced |")
     print("|---|---:|---:|---:|---:|")
     for name, build in CASES.items():
@@ -73,7 +75,3 @@ def main() -> None:
             sum(s * math.sqrt(d) for s, d in even),
         )
         print(f"| {name} | {' | '.join(f'{x:,.0f}' for x in figures)} |")
-
-
-if __name__ == "__main__":
-    main()

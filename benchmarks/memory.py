@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.methods import is_graphed, settling_steps, steps_by, synchronize
 from benchmarks.workload import Setting, make_workload
-from clipwise.tune.limits import reason_of
+from experiments.harness.limits import reason_of
 
 _SHARE = 0.6  # of the memory that is available
 _IMPORT_SECONDS = 120.0  # the most for starting a process: on a busy machine, imports take long

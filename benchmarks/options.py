@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` is asked for."""
+"""The options of the suites of `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from pathlib import Path
 
 from clipwise.errors import ConfigurationError
 
-SUITES = ("paper", "peers", "scaling")
+PAPER = "paper"
+SUITES = {
+    PAPER: "the figures of the fast per-example clipping paper",
+    "peers": "the table of targets, beside other libraries",
+    "scaling": "how the cost grows with length, batch and width",
+}
 _OF_SUITES = {"figures": ("paper",), "rows": ("peers", "scaling")}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; the same on both command lines.
+    """The options of a suite.
 
     Args:
         out: the folder of the results. What is there is not measured again.
@@ -33,7 +38,7 @@ class Options:
 
     out: Path
     device: str = "cpu"
-    suite: str = "paper"
+    suite: str = PAPER
     figures: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     methods: list[str] = field(default_factory=list)
@@ -59,7 +64,7 @@ class Options:
     def command(self) -> str:
         """The command that asks for this, without the folder."""
         words = ["python", "-m", "benchmarks"]
-        words += [self.suite] if self.suite != SUITES[0] else []
+        words += [self.suite] if self.suite != PAPER else []
         words += ["--device", self.device]
         for option, names in (("--figure", self.figures), ("--row", self.rows), ("--method", self.methods)):
             for name in names:

@@ -1,7 +1,7 @@
 """Plain training, timed without clipwise's engine: a check on the baseline of `python -m benchmarks peers`.
 
-    python benchmarks/plain.py --device cuda
-    python benchmarks/plain.py --device cuda --row mlp --compare benchmarks/results/peers-gpu/results.json
+    python -m benchmarks plain --device cuda
+    python -m benchmarks plain --device cuda --row mlp --compare benchmarks/results/peers-gpu/results.json
 
 Only the networks and the names of the rows come from clipwise. Data, loop, clock and the choice of the form
 (layout of images, foreach or fused SGD) are written here anew. Prints milliseconds a step: the median over
@@ -11,10 +11,10 @@ further off than 3%.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.networks import build, train_only
 from benchmarks.peers.rows import Row, rows_for
 from benchmarks.shapes import shape_of
+from experiments.harness.command import parser_of
 
 TOLERANCE = 0.03
 BLOCKS, BLOCK_SECONDS, MOST_SECONDS = 15, 0.05, 20.0
@@ -93,16 +94,16 @@ def fastest(row: Row, device: torch.device) -> tuple[float, str]:
     return min(found)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Time the rows; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("python -m benchmarks plain", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--row", dest="rows", action="append", help="by name; may be repeated; all if left out"
     )
     parser.add_argument("--quick", action="store_true", help="the rows of the suite's --quick")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="results.json of the suite")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     device = torch.device(asked.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -121,7 +122,3 @@ def main() -> int:
     if far:
         print(f"{far} rows are further off than {TOLERANCE:.0%}", file=sys.stderr)
     return 1 if far else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.drawing import drawing
 from benchmarks.grid import Figure, figures
 from benchmarks.methods import all_methods
 from benchmarks.records import Results
 from benchmarks.tables import cell_of, label, shown
 from benchmarks.workload import Setting
+from experiments.harness.drawing import drawing
 
 
 def plot_all(results: Results, folder: Path) -> list[Path]:

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.cell import Cell, measure, measure_largest
-from benchmarks.drawing import LEFT_OUT, can_draw
-from benchmarks.environment import device_of, environment
 from benchmarks.grid import Figure, figures
 from benchmarks.methods import ONE_BY_ONE, available_methods
 from benchmarks.options import Options
@@ -24,7 +22,9 @@ from benchmarks.suite import Say
 from benchmarks.tables import markdown
 from benchmarks.timing import Effort
 from benchmarks.workload import Setting
-from clipwise.tune.limits import Deadline
+from experiments.harness.drawing import LEFT_OUT, can_draw
+from experiments.harness.environment import device_of, environment
+from experiments.harness.limits import Deadline
 
 _QUICK_CELL_SECONDS = 4.0
 _SUITES_OF_ROWS = {PEERS: bench_peers, SCALING: bench_scaling}

@@ -1,6 +1,6 @@
 """What secure noise costs beside standard noise, on this CPU.
 
-    PYTHONPATH=src python benchmarks/secure_noise.py --threads 1 --out benchmarks/results/secure-noise/cpu.md
+    python -m benchmarks secure-noise --threads 1 --out benchmarks/results/secure-noise/cpu.md
 
 `draw` is the noise alone; `release` is what a step does with a sum: noise, addition, division, and for secure noise
 the rounding. The two kinds take turns, so that whatever else the machine does meets both; a figure is the median of
@@ -9,20 +9,20 @@ all rounds. The standard deviation over the grid step is that of a part of as ma
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.environment import environment
 from clipwise.noise.gaussian import NoiseKey, gaussian
 from clipwise.noise.release import noised
 from clipwise.noise.secure import noised_on_grid, on_grid, rounded_gaussian
 from clipwise.privacy import Part
+from experiments.harness.command import parser_of
+from experiments.harness.environment import environment
 
 SIZES = (1_000, 30_000, 1_000_000, 10_000_000)
 SECONDS = 8.0  # for each size and thing to measure
@@ -79,19 +79,18 @@ def row(size: int) -> str:
     return f"| {size:,} | {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, print and keep the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("python -m benchmarks secure-noise", __doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     lines = [
         "# Secure noise beside standard noise",
         "",
-        f"Milliseconds, {options.threads} thread(s); medians of rounds that take turns. `benchmarks/secure_noise.py`.",
+        f"Milliseconds, {options.threads} thread(s); medians of rounds that take turns. "
+        "`python -m benchmarks secure-noise`.",
         "",
         "| numbers | draw, standard | draw, secure | ratio | release, standard | release, secure | ratio |",
         "|---|---|---|---|---|---|---|",
@@ -104,7 +103,3 @@ def main() -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.cell import Cell
-from benchmarks.environment import at_its_best, environment
 from benchmarks.methods import REFERENCE, unavailable
 from benchmarks.options import Options
 from benchmarks.peers.measure import failures, measure_row
@@ -18,7 +17,8 @@ from benchmarks.peers.table import COLUMNS
 from benchmarks.records import Results
 from benchmarks.timing import Effort
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
+from experiments.harness.environment import at_its_best, environment
+from experiments.harness.limits import Deadline
 
 _QUICK = Effort(3, enough_seconds=0.2)
 

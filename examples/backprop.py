@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 import clipwise
-from experiments import data, models
+from clipwise.recipes.digits import digits
+from clipwise.recipes.small_cnn import small_cnn
 
 EPSILON, DELTA = 8.0, 1e-5
 BATCH_SIZE = 512  # on average: a private batch has a random size, which stays secret
@@ -31,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bound", choices=("upstream", "gradient"), default="gradient")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # so small a network is faster on one core
-    train, test = data.digits(train=True), data.digits(train=False)
+    train, test = digits(train=True), digits(train=False)
 
     # 1. The clips are modules of the network: print it to see them. They stay when it is used.
-    model = models.small_cnn()
+    model = small_cnn()
     clipwise.layers.clip_inputs(
         model, input_norm=INPUT_NORM, grad_norm=GRAD_NORM, mode="normalize", bound=options.bound
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 import clipwise
 from clipwise import layers, lipschitz
-from experiments import data
+from clipwise.recipes.digits import digits
 
 EPSILON, DELTA = 8.0, 1e-5
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 512, 30, 0.02
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     epochs = 1 if parser.parse_args(arguments).quick else EPOCHS
     torch.set_num_threads(1)
-    train, test = data.digits(train=True), data.digits(train=False)
+    train, test = digits(train=True), digits(train=False)
 
     # 1. The model begins with a visible clip of its inputs, which stays there for evaluation.
     model = nn.Sequential(

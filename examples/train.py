@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import clipwise
 from clipwise.engine import checkpoint
-from experiments import data, models
+from clipwise.recipes.digits import digits
+from clipwise.recipes.small_cnn import small_cnn
 
 EPSILON, DELTA = 8.0, 1e-5  # the budget: what the whole run may tell about any single record
 BATCH_SIZE = 512  # on average: a private batch has a random size, which stays secret
@@ -32,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # 1. Data, model and optimizer: ordinary torch. The test part is never trained on, so looking at it
     #    costs no privacy.
-    train, test = data.digits(train=True), data.digits(train=False)
-    model = models.small_cnn()
+    train, test = digits(train=True), digits(train=False)
+    model = small_cnn()
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
 
     # 2. Make it private. The noise is calibrated so that all epochs together just fit the budget. The ledger

@@ -1,25 +1,34 @@
-"""`python -m experiments PAPER`: the experiments of a paper, run again."""
+"""Experiments on papers and on clipwise itself."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from clipwise.cli.places import require_folder, require_results
-from clipwise.errors import ClipwiseError
+from clipwise.cli.places import require_folder
+from clipwise.errors import ConfigurationError
+from experiments.harness.command import dispatch, parser_of
 from experiments.harness.paper import asked_for
-from experiments.harness.papers import PAPERS
 from experiments.harness.runner import Options, reproduce
 from experiments.harness.store import FILE
+from experiments.index import PAPERS, SCRIPTS
+
+PROGRAM = "python -m experiments"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
-    parser.add_argument("paper", help=", ".join(PAPERS))
-    parser.add_argument("--out", type=Path, help="folder of the results; runs/PAPER if left out")
+    papers = {name: (command.line, partial(_paper, name)) for name, command in PAPERS.items()}
+    scripts = {name: (command.line, command.main) for name, command in SCRIPTS.items()}
+    commands = dict(sorted((papers | scripts).items()))
+    return dispatch(PROGRAM, str(__doc__), commands, sys.argv[1:] if arguments is None else arguments)
+
+
+def _paper(name: str, arguments: Sequence[str]) -> None:
+    parser = parser_of(f"{PROGRAM} {name}", PAPERS[name].line)
+    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="folder of the results")
     parser.add_argument(
         "--figure",
         dest="figures",
@@ -41,17 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="rows with this text in their name")
     given = vars(parser.parse_args(arguments))
-    given["out"] = given["out"] or Path("runs") / given["paper"]
     given["figures"] = asked_for(given["figures"], given.pop("tables"))
     given["take"] = tuple(given["take"])
-    try:
-        require_results(given["take"], FILE)
-        require_folder(given["out"])
-        reproduce(Options(**given), partial(print, flush=True))
-    except ClipwiseError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for folder in given["take"]:
+        if not (folder / FILE).is_file():
+            raise ConfigurationError(
+                f"--take {folder}: there is no {FILE} in it. Give a folder of earlier results."
+            )
+    require_folder(given["out"])
+    reproduce(Options(name, **given), partial(print, flush=True))
 
 
 if __name__ == "__main__":

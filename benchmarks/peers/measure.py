@@ -18,7 +18,7 @@ from benchmarks.peers.form import fastest_form
 from benchmarks.peers.rows import Row
 from benchmarks.timing import Contender, Effort, Rounds, interleave, settled
 from benchmarks.workload import Setting, make_workload
-from clipwise.tune.limits import TooSlow, reason_of
+from experiments.harness.limits import TooSlow, reason_of
 
 _BASES = (REFERENCE, FLOOR, GRAPHED)  # what ratios are taken to
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.environment import device_of
 from benchmarks.methods import OPACUS
 from benchmarks.options import Options
 from benchmarks.peers.rows import rows_for
@@ -12,6 +11,7 @@ from benchmarks.peers.table import COLUMNS, markdown
 from benchmarks.records import TABLES, Results
 from benchmarks.suite import Say, chosen_columns, measure_missing, write_text
 from benchmarks.timing import Effort
+from experiments.harness.environment import device_of
 
 SUITE = "peers"
 USUAL = set(COLUMNS) - set(OPACUS)  # which takes long

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cell import Cell
-from benchmarks.drawing import drawing
 from benchmarks.methods import REFERENCE
 from benchmarks.peers.table import COLUMNS
 from benchmarks.records import Results
 from benchmarks.scaling.axes import Axis, axes_for
 from benchmarks.scaling.curves import QUANTITIES, columns_of, measured
+from experiments.harness.drawing import drawing
 
 Read = Callable[[Cell, str], float | None]
 

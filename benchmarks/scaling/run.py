@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.drawing import LEFT_OUT, can_draw
-from benchmarks.environment import device_of
 from benchmarks.methods import AUTO, COMPILED, REFERENCE, REWEIGHT, unavailable
 from benchmarks.options import Options
 from benchmarks.records import TABLES, Results
@@ -16,6 +14,8 @@ from benchmarks.scaling.plots import plot_all
 from benchmarks.scaling.table import markdown
 from benchmarks.suite import Say, chosen_columns, measure_missing, write_text
 from benchmarks.timing import Effort
+from experiments.harness.drawing import LEFT_OUT, can_draw
+from experiments.harness.environment import device_of
 
 SUITE = "scaling"
 _EFFORT = Effort(

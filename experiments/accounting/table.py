@@ -1,6 +1,6 @@
 """Epsilon of six settings by every accountant, with times and two-sided bounds.
 
-`python experiments/accounting/table.py` writes results/table.json and results/table.md beside this file, in
+`python -m experiments accounting` writes results/table.json and results/table.md beside this file, in
 under a minute on two cores.
 """
 
@@ -10,6 +10,7 @@ import importlib
 import json
 import platform
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from clipwise import accounting
 from clipwise.accounting import interpret, pld
 from clipwise.errors import ClipwiseError
+from experiments.harness.command import parser_of
 
 DELTA = 1e-5
 # (sampling rate, noise multiplier, steps)
@@ -131,8 +133,9 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure and write both files."""
+    parser_of("python -m experiments accounting", __doc__).parse_args(arguments)
     result = {
         "delta": DELTA,
         "versions": {name: version(name) for name in PACKAGES},
@@ -144,7 +147,3 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     (folder / "table.json").write_text(json.dumps(result, indent=1) + "\n")
     (folder / "table.md").write_text(as_markdown(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""How much of a known mu the attacks recover: `python experiments/audit/recovery.py`.
+"""How much of a known mu the attacks recover: `python -m experiments audit/recovery`.
 
 It writes a table in docs/concepts/audit.md.
 
@@ -7,29 +7,24 @@ One release of per-example clipping, which everyone takes part in: mu = 1 / z is
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from clipwise import PerExample, audit
 from clipwise.audit.report import AuditReport
 from clipwise.audit.trial import run_of
+from experiments.harness.command import parser_of
+from experiments.harness.training import losses_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "audit.md"
 PLACE = re.compile(r"(<!-- recovery -->\n).*?(<!-- end of recovery -->)", re.DOTALL)
 RECORDS, FEATURES, CLASSES = 500, 60, 10
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One an example."""
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def release(mu: float) -> tuple[Callable[[Any], None], Any]:
@@ -38,19 +33,23 @@ def release(mu: float) -> tuple[Callable[[Any], None], Any]:
     rows = torch.randn(RECORDS, FEATURES), torch.randint(CLASSES, (RECORDS,))
     clipping = PerExample(1.0, method="instantiate")
     options = {"sampling": "full", "sample_rate": None, "steps": 1, "noise_multiplier": 1 / mu}
-    return run_of(nn.Linear(FEATURES, CLASSES), losses, rows, clipping, **options)
+    return run_of(nn.Linear(FEATURES, CLASSES), losses_of, rows, clipping, **options)
 
 
 ATTACKS: dict[str, Callable[[float], AuditReport]] = {
     "Dirac canary": lambda mu: audit.canary(*release(mu), runs=1000),
-    "mislabelled canary": lambda mu: audit.canary(*release(mu), kind="mislabelled", loss=losses, runs=1000),
+    "mislabelled canary": lambda mu: audit.canary(
+        *release(mu), kind="mislabelled", loss=losses_of, runs=1000
+    ),
     "one run, 500 canaries": lambda mu: audit.one_run(*release(mu), canaries=RECORDS),
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure and write."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # there is nothing to choose
+    parser_of("python -m experiments audit/recovery", __doc__).parse_args(
+        arguments
+    )  # there is nothing to choose
     torch.set_num_threads(1)
     lines = ["| attack | runs | mu | measured | epsilon | measured | seconds |\n", "|---" * 7 + "|\n"]
     for name, attack in ATTACKS.items():
@@ -63,7 +62,3 @@ def main() -> None:
                 f"{report.claim.epsilon:.2f} | >= {m.epsilon:.2f} | {seconds:.1f} |\n"
             )
     PAGE.write_text(PLACE.sub(lambda place: place[1] + "".join(lines) + place[2], PAGE.read_text()))
-
-
-if __name__ == "__main__":
-    main()

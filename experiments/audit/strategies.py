@@ -1,4 +1,4 @@
-"""Claimed and measured privacy of each strategy: `python experiments/audit/strategies.py`.
+"""Claimed and measured privacy of each strategy: `python -m experiments audit/strategies`.
 
 Writes results/strategies.json beside this file and the table in docs/concepts/audit.md. `--only NAME` measures one
 row again and keeps the others; `--runs` and `--sampled-runs` say how often to train. Several minutes on two cores.
@@ -8,11 +8,10 @@ A new strategy is a line of STRATEGIES.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from clipwise.audit.bounds import mu_of_accuracy
 from clipwise.audit.records import CHANGES
 from clipwise.audit.trial import run_of
 from clipwise.clipping import Strategy
+from experiments.harness.command import parser_of
+from experiments.harness.training import losses_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "strategies.json"
@@ -33,11 +34,6 @@ PAGE = HERE.parents[1] / "docs" / "concepts" / "audit.md"
 PLACE = re.compile(r"(<!-- strategies -->\n).*?(<!-- end of strategies -->)", re.DOTALL)
 CONFIDENCE = 0.999  # so that none of some twenty bounds should be above the truth by chance
 RECORDS, FEATURES, CLASSES = 32, 5, 3
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One an example."""
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def rows(seed: int = 0, size: int = RECORDS) -> tuple[Tensor, Tensor]:
@@ -48,7 +44,7 @@ def rows(seed: int = 0, size: int = RECORDS) -> tuple[Tensor, Tensor]:
 
 def weighted_losses(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     """One an example, times a weight that the record brings along."""
-    return w * losses(model, x, y)
+    return w * losses_of(model, x, y)
 
 
 def step_at_outputs(private: Private, model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> bool:
@@ -131,7 +127,7 @@ class Row:
     name: str
     clipping: Callable[[], Strategy]
     model: Callable[[], nn.Module] = plain
-    losses: Callable[..., Tensor] = losses
+    losses: Callable[..., Tensor] = losses_of
     batch: Callable[[], tuple[Tensor, ...]] = rows
     options: Mapping[str, Any] = field(default_factory=dict)
     attack: Mapping[str, Any] = field(default_factory=dict)
@@ -205,7 +201,7 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
     lines = [
         "## Measured",
         "",
-        "`python experiments/audit/strategies.py` writes this table (several minutes on two cores). Each bound holds "
+        "`python -m experiments audit/strategies` writes this table (several minutes on two cores). Each bound holds "
         f'with confidence {CONFIDENCE:g}, delta is 1e-5, and "runs" are those with the canary, which are as many as '
         'those without. "One release": noise multiplier 1, everyone takes part, and mu = 1 is the truth. "Run": 8 '
         'steps at noise multiplier 0.6, a quarter of 32 records in each. "Reachable" is the mu that the best guess '
@@ -240,13 +236,13 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("python -m experiments audit/strategies", __doc__)
     parser.add_argument("--only", action="append", help="a row to measure; the others stay")
     parser.add_argument("--runs", type=int, default=5000, help="of one release, in each world")
     parser.add_argument("--sampled-runs", type=int, default=300, help="of several steps, in each world")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     known = {row["name"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
     for seed, row in enumerate(STRATEGIES, start=100):  # so that the rows do not share their noise
@@ -257,7 +253,3 @@ def main() -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     PAGE.write_text(PLACE.sub(lambda place: place[1] + as_markdown(found) + place[2], PAGE.read_text()))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.backprop_clipping.claims import CLAIMS
-from experiments.backprop_clipping.search import Row, effort_of, near, spread
+from experiments.backprop_clipping.search import SEARCH, Row, effort_of
 from experiments.backprop_clipping.sets import DIGITS
 from experiments.backprop_clipping.signal import Signal
-from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, OPEN, Trial
+from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, OPEN
 from experiments.backprop_clipping.withdrawn import KINDS, Withdrawn
-from experiments.harness.rounds import Asked, Rounds
+from experiments.harness.search import Asked
 from experiments.harness.store import Cell
 
 FIGURES = ("table-1", "5", "withdrawn", "signal")
@@ -51,7 +51,8 @@ def asked(figures: Sequence[str], quick: bool, seeds: int, found: Mapping[str, C
         for figure in figures or FIGURES:
             if figure in ("table-1", "5"):
                 for row in rows(figure, data):
-                    yield from _chosen_and_tested(row, figure, quick, seeds, found)
+                    runs = max(seeds, effort_of(row, quick).seeds)
+                    yield from SEARCH.chosen_and_tested(row, figure, quick, found, runs)
             elif figure == "withdrawn":
                 yield from _withdrawn(data, quick, seeds)
             elif data in (SIGNAL_DATA, DIGITS):
@@ -83,32 +84,6 @@ def rows(figure: str, data: str) -> list[Row]:
     return [*(Row(data, method, None) for method in OPEN), *private]
 
 
-def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
-    """The trial that did best on the validation part, when all are there."""
-    return _rounds(row, quick).best(found)
-
-
-def _rounds(row: Row, quick: bool) -> Rounds[Trial]:
-    effort = effort_of(row.data, quick)
-    return Rounds(spread(row, effort.spread), lambda best: near(row, best, effort.near))
-
-
-def _chosen_and_tested(
-    row: Row, figure: str, quick: bool, seeds: int, found: Mapping[str, Cell]
-) -> Iterator[Asked]:
-    """Trials of both rounds, then the best of them on the test part."""
-    yield from _trials(row, figure, quick, found)
-    chosen = best(row, quick, found)
-    if chosen is not None:
-        for seed in range(max(seeds, effort_of(row.data, quick).seeds)):
-            yield Asked(chosen, seed, "test", figure, row.label, row.epsilon)
-
-
-def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
-    for trial in _rounds(row, quick).begun(found):
-        yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
-
-
 def _withdrawn(data: str, quick: bool, seeds: int) -> Iterator[Asked]:
     for kind in KINDS:
         for seed in range(1 if quick or data == "cifar10" else max(seeds, WITHDRAWN_SEEDS)):
@@ -123,8 +98,8 @@ def signal_rows(quick: bool) -> dict[str, Row]:
 
 def _signal(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
     for method, row in signal_rows(quick).items():
-        yield from _trials(row, "signal", quick, found)
-        chosen = best(row, quick, found)
+        yield from SEARCH.trials(row, "signal", quick, found)
+        chosen = SEARCH.best(row, quick, found)
         if chosen is not None:
             job = Signal(chosen.but(method=method))
             yield Asked(job, 0, "validation", "signal", method, row.epsilon)

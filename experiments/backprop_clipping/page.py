@@ -19,6 +19,7 @@ from experiments.backprop_clipping.trial import METHODS, OPEN, Trial
 from experiments.backprop_clipping.withdrawn import KINDS, Withdrawn
 from experiments.harness import report
 from experiments.harness.store import Store
+from experiments.harness.verdicts import as_list
 
 
 def markdown(store: Store, quick: bool) -> str:
@@ -37,7 +38,7 @@ def markdown(store: Store, quick: bool) -> str:
     ]
     if results.has("table-1"):
         lines += ["## Table 1", "", *_table(results), ""]
-        lines += _listed(
+        lines += as_list(
             [
                 *verdicts.headline(results),
                 *verdicts.price_of_clips(results),
@@ -46,15 +47,15 @@ def markdown(store: Store, quick: bool) -> str:
         )
     if results.has("withdrawn"):
         lines += ["## The withdrawn setting", "", *_withdrawn(results), ""]
-        lines += _listed(verdicts.withdrawn_setting(results))
+        lines += as_list(verdicts.withdrawn_setting(results))
     if results.has("5"):
         lines += ["## Figure 5: accuracy against epsilon", "", *_curves(results), ""]
-        lines += _listed(verdicts.near_no_noise(results))
+        lines += as_list(verdicts.near_no_noise(results))
         lines += ["## The best for each epsilon", "", *_best(results), ""]
-        lines += _listed([*verdicts.against_dp_sgd(results), *verdicts.our_changes(results)])
+        lines += as_list([*verdicts.against_dp_sgd(results), *verdicts.our_changes(results)])
     if results.has("signal"):
         lines += ["## Signal and noise by layer", "", *_signal(results), ""]
-        lines += _listed(verdicts.signal_to_noise(results))
+        lines += as_list(verdicts.signal_to_noise(results))
     if results.has("table-1") or results.has("5"):
         lines += ["## Settings that were chosen", "", *_settings(results), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -148,7 +149,8 @@ def _best(results: Results) -> list[str]:
                     for entry in (METHODS[row.method].title, results.accuracy(row))
                 ]
                 difference = results.difference(ours, theirs)
-                lines.append(f"| {data} | {epsilon:g} | {' | '.join(told)} | {difference} |")
+                assert difference is not None  # both rows have tested runs
+                lines.append(f"| {data} | {epsilon:g} | {' | '.join(told)} | {difference.signed(1)} |")
     return lines
 
 
@@ -192,7 +194,7 @@ def _settings(results: Results) -> list[str]:
     for row in (row for data in sets(results.quick) for row in rows("5", data)):
         chosen = results.chosen(row)
         if chosen is not None:
-            effort = effort_of(row.data, results.quick)
+            effort = effort_of(row, results.quick)
             epsilon = "none" if row.epsilon is None else f"{row.epsilon:g}"
             lines.append(f"| {row.label} | {epsilon} | {effort.spread + effort.near} | {_setting(chosen)} |")
     return lines
@@ -210,7 +212,3 @@ def _setting(trial: Trial) -> str:
         f"{trial.grad_norm:.2g}" if clips == "layers" and way.mode == "clip" else "",
     )
     return " | ".join(told)
-
-
-def _listed(sentences: list[str]) -> list[str]:
-    return [*(f"- {sentence}" for sentence in sentences), ""] if sentences else []

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import device_of
-from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping import page, plots, signal, training, withdrawn
 from experiments.backprop_clipping.grid import FIGURES, asked
 from experiments.backprop_clipping.sets import images
-from experiments.harness.outcome import MissingDataError
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline, reading_data
 from experiments.harness.paper import Options, Paper, Task
 from experiments.harness.store import Cell
 
@@ -26,10 +24,8 @@ def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
 def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
     """One run. It is short: what is stopped in the middle begins again."""
     job: Any = task.setting
-    try:
+    with reading_data():
         at_hand = images(job.data, options.data, device_of(options.device), task.judged_by)
-    except ConfigurationError as error:
-        raise MissingDataError(error) from error
     if isinstance(job, withdrawn.Withdrawn):
         return withdrawn.run(job, at_hand, task.seed, deadline)
     if isinstance(job, signal.Signal):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipwise.report.plots import METADATA, STYLE
 from experiments.backprop_clipping.grid import EPSILONS, SIGNALS, private_methods, sets, signal_rows
 from experiments.backprop_clipping.records import Results
 from experiments.backprop_clipping.search import Row
 from experiments.backprop_clipping.trial import METHODS, OPEN
+from experiments.harness.drawing import can_draw, picture
 from experiments.harness.store import Store
 
 _LINES: dict[str, tuple[str, str]] = {
@@ -32,26 +32,12 @@ _LINES: dict[str, tuple[str, str]] = {
 
 def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
     """Write what can be drawn, and return the files."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        return []
     results = Results(store.cells, quick)
-    drawn = []
-    for figure, draw in (("5", _accuracies), ("signal", _signals)):
-        if results.has(figure) and (file := _picture(folder / f"figure-{figure}.svg", draw, results)):
-            drawn.append(file)
+    drawn: list[Path] = []
+    for figure, draw in (("5", _accuracies), ("signal", _signals)) if can_draw() else ():
+        if results.has(figure):
+            drawn += picture(folder / f"figure-{figure}.svg", partial(draw, results=results))
     return drawn
-
-
-def _picture(file: Path, draw: Any, results: Results) -> Path | None:
-    matplotlib = importlib.import_module("matplotlib")
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        canvas = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
-        if not draw(canvas, results):
-            return None
-        canvas.savefig(file, format="svg", metadata=METADATA[".svg"])
-    return file
 
 
 def _accuracies(canvas: Any, results: Results) -> bool:

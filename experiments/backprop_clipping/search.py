@@ -7,24 +7,15 @@ noise is not searched: it follows from the budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
-from clipwise.tune.space import Choice, Dimension, Range, point
+from clipwise.tune.space import Choice, Dimension, Range
 from experiments.backprop_clipping.sets import DIGITS
 from experiments.backprop_clipping.trial import METHODS, Trial
-from experiments.harness.rounds import nearby
+from experiments.harness.search import Effort, Search, evenly
 
 _RATES = {"adam": Range(1e-3, 3e-2, log=True), "sgd": Range(5e-2, 2.0, log=True)}
 _RATES_WITHOUT_NOISE = {"adam": Range(3e-4, 1e-2, log=True), "sgd": Range(1e-2, 0.5, log=True)}
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How many trials every method gets, spread and around the best, and how many runs the best of them."""
-
-    spread: int
-    near: int
-    seeds: int
 
 
 GREY, COLOUR, QUICK = Effort(6, 3, 10), Effort(4, 1, 8), Effort(1, 1, 2)
@@ -44,11 +35,11 @@ class Row:
         return f"{self.data}/{self.method}"
 
 
-def effort_of(data: str, quick: bool) -> Effort:
+def effort_of(row: Row, quick: bool) -> Effort:
     """The same for every method."""
     if quick:
         return QUICK
-    return COLOUR if data == "cifar10" else GREY
+    return COLOUR if row.data == "cifar10" else GREY
 
 
 def space(row: Row) -> dict[str, Dimension]:
@@ -80,32 +71,12 @@ def space(row: Row) -> dict[str, Dimension]:
     return found
 
 
-@cache
-def spread(row: Row, count: int) -> tuple[Trial, ...]:
-    """The first trials."""
-    return tuple(_trial(row, _evenly(i, len(space(row)))) for i in range(1, count + 1))
-
-
-@cache
-def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
-    """Trials around the first trial with this number (from 0)."""
-    dimensions = len(space(row))
-    centre = _evenly(best + 1, dimensions)
-    return tuple(_trial(row, nearby(centre, _evenly(100 + i, dimensions))) for i in range(1, count + 1))
-
-
-def _trial(row: Row, u: list[float]) -> Trial:
-    chosen = point(space(row), u)
-    pace = chosen.pop("pace")  # each optimizer has rates of its own
+def trial(row: Row, chosen: dict[str, Any]) -> Trial:
+    """The setting of a row. Each optimizer has rates of its own, of which `pace` is the place."""
     rates = _RATES_WITHOUT_NOISE if row.epsilon is None else _RATES
-    return Trial(
-        row.data, row.method, row.epsilon, learning_rate=rates[chosen["optimizer"]].at(pace), **chosen
-    )
+    others = {name: value for name, value in chosen.items() if name != "pace"}
+    rate = rates[chosen["optimizer"]].at(chosen["pace"])
+    return Trial(row.data, row.method, row.epsilon, learning_rate=rate, **others)
 
 
-def _evenly(index: int, dimensions: int) -> list[float]:
-    """Points that fill a cube, even the first few: 1/2 + index a mod 1, a = (1/p, 1/p^2, ...) with p^(d+1) = p + 1."""
-    p = 1.0
-    for _ in range(64):
-        p = (1 + p) ** (1 / (dimensions + 1))
-    return [(0.5 + index / p**k) % 1 for k in range(1, dimensions + 1)]
+SEARCH = Search(space, trial, evenly, effort_of)

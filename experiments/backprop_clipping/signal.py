@@ -29,11 +29,12 @@ from clipwise import Adjacency, Unit
 from clipwise.clipping import Site
 from clipwise.layers.clipped import switch, unclipped
 from clipwise.sampling import make_scheme
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping.sets import Images
-from experiments.backprop_clipping.training import Training, judged, losses_of, require_time, strategy
+from experiments.backprop_clipping.training import begun, judged, strategy
 from experiments.backprop_clipping.trial import Trial
+from experiments.harness.limits import Deadline
 from experiments.harness.store import Cell
+from experiments.harness.training import Training, losses_of
 
 POINTS, _ROWS = 12, 1000
 
@@ -63,11 +64,11 @@ class Signal:
 def run(job: Signal, images: Images, seed: int, deadline: Deadline, shared: Path | None = None) -> Cell:
     """Train, and look at points that are spread over the steps, the first step among them."""
     start = time.perf_counter()
-    training = Training(job.trial, images, seed, shared)
+    training = begun(job.trial, images, seed, shared)
     looks = {round(i * (training.steps - 1) / (POINTS - 1)) for i in range(POINTS)}
     curve = []
     for step in range(training.steps):
-        require_time(deadline)
+        deadline.require()
         if step in looks:
             curve.append({"step": step, "layers": measured(training, job.trial, images)})
         training.step()

@@ -1,6 +1,6 @@
 """How far each bound on a layer's gradient is above the gradient: bound / norm, layer by layer.
 
-    python -m experiments.backprop_clipping.tightness --data FOLDER [--examples 64] [--seed 0] [--out FILE]
+    python -m experiments backprop-clipping/tightness --data FOLDER [--examples 64] [--seed 0] [--out FILE]
 
 First the paper's networks at initialization, on training images: the median over examples, and the smallest ratio of
 all, which must not fall below 1. "L12" is the paper's bound; "L2" is sqrt(cover) |x| |g|; "upstream" the smaller of the
@@ -13,10 +13,9 @@ worst as can be. In mode "normalize" one example's gradient is (1 - 2^-10) C |dW
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.environment import environment
 from clipwise import layers
 from clipwise.layers.clipped import unclipped
 from clipwise.layers.clipped.convolution import Convolution
 from clipwise.layers.clipped.linear_map import Seen
 from clipwise.layers.clipped.scales import AIM, lengths
 from experiments import data, models
+from experiments.harness.command import parser_of
+from experiments.harness.environment import environment
 
 NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MNIST, as printed": ("mnist", "backprop_mnist", {}),
@@ -167,7 +167,7 @@ def page(folder: str | None, examples: int, seed: int) -> str:
     """Both tables, and what they were made with."""
     here = environment(torch.device("cpu"))
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    command = f"python -m experiments.backprop_clipping.tightness --examples {examples} --seed {seed}"
+    command = f"python -m experiments backprop-clipping/tightness --examples {examples} --seed {seed}"
     command += f"{' --data FOLDER' if folder else ''} --out FILE"
     lines = [
         "# Bounds over gradients",
@@ -187,22 +187,16 @@ def page(folder: str | None, examples: int, seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the tables, or write them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("python -m experiments backprop-clipping/tightness", __doc__)
     parser.add_argument("--data", default=os.environ.get("CLIPWISE_DATA"), help="the folder of the data sets")
     parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a Markdown file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     text = page(options.data, options.examples, options.seed)
     if options.out is None:
         print(text, end="")
     else:
         options.out.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+
+from experiments.harness.setting import Keyed
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ BACKPROP = (
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Keyed):
     """What is trained, and how.
 
     Attributes:
@@ -76,6 +76,9 @@ class Trial:
         input_norm, grad_norm: C1 and C2, of clipped layers.
     """
 
+    NAMED = ("data", "method")
+    DIGITS = 6
+
     data: str
     method: str
     epsilon: float | None = None
@@ -87,23 +90,7 @@ class Trial:
     input_norm: float = 1.0
     grad_norm: float = 1.0
 
-    @cached_property
-    def key(self) -> str:
-        """A name that no other trial has: what it is, then all that is not as usual."""
-        told = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        named = ("data", "method")
-        unusual = (f"{n}={_short(v)}" for n, (v, usual) in told.items() if n not in named and v != usual)
-        return " ".join([f"{self.data}/{self.method}", *unusual])
-
     @property
     def way(self) -> Method:
         """The method."""
         return METHODS[self.method]
-
-    def but(self, **changes: Any) -> Trial:
-        """The same with some things changed."""
-        return replace(self, **changes)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

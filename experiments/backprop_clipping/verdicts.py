@@ -8,13 +8,14 @@ from collections.abc import Iterable
 
 from experiments.backprop_clipping.claims import CLAIMS
 from experiments.backprop_clipping.grid import EPSILONS, SIGNALS, private_methods, sets, signal_rows
-from experiments.backprop_clipping.records import Difference, Results
+from experiments.backprop_clipping.records import Results
 from experiments.backprop_clipping.search import Row, effort_of, space
 from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, METHODS
 from experiments.backprop_clipping.withdrawn import epsilon_of_last_layer
 from experiments.harness import report
-from experiments.harness.evidence import NOT_TESTED, lacking
+from experiments.harness.results import Measured
 from experiments.harness.store import Cell
+from experiments.harness.verdicts import NOT_TESTED, in_brackets, lacking, survival
 
 CLOSE = 1.0  # points: what counts as "approaches"
 USABLE = 10.0  # points below training without noise: what still counts as usable
@@ -70,16 +71,16 @@ def against_dp_sgd(results: Results) -> list[str]:
             assert difference is not None
             compared += [ours, theirs]
             places = {1: better, -1: worse, 0: open_}[difference.verdict]
-            places.append(f"{data} at {epsilon:g}: {difference}")
+            places.append(f"{data} at {epsilon:g}: {difference.signed(1)}")
     count = len(better) + len(worse) + len(open_)
     if not count:
         return []
     return [
         '"Higher accuracy than DP-SGD at the same or a lower epsilon": '
         f"**{_verdict(results, compared, len(better), count)}.** With the settings that were chosen, at equal epsilon, "
-        f"backpropagation clipping is above DP-SGD in {len(better)} of {count} places{_names(better)}, below it in "
-        f"{len(worse)}{_names(worse)}, and within two standard errors in {len(open_)}{_names(open_)}. Points of "
-        "accuracy."
+        f"backpropagation clipping is above DP-SGD in {len(better)} of {count} places{in_brackets(better)}, below "
+        f"it in {len(worse)}{in_brackets(worse)}, and within two standard errors in "
+        f"{len(open_)}{in_brackets(open_)}. Points of accuracy."
     ]
 
 
@@ -121,8 +122,8 @@ def price_of_clips(results: Results) -> list[str]:
         if difference is not None:
             compared += rows
             printed = 100 * (claim.clipped - claim.plain)
-            kept += difference.points >= printed - 1
-            told.append(f"{data} {difference} points ({printed:+.1f} in the paper)")
+            kept += difference.mean >= printed - 1
+            told.append(f"{data} {difference.signed(1)} points ({printed:+.1f} in the paper)")
     if not told:
         return []
     word = _verdict(results, compared, kept, len(told))
@@ -245,16 +246,16 @@ def _curve(results: Results, method: str) -> list[Cell]:
     return []
 
 
-def _tally(gains: list[Difference]) -> str:
+def _tally(gains: list[Measured]) -> str:
     better, worse = (sum(gain.verdict == sign for gain in gains) for sign in (1, -1))
-    mean = statistics.fmean(gain.points for gain in gains)
+    mean = statistics.fmean(gain.mean for gain in gains)
     return f"{mean:+.1f} points on average over {len(gains)} places; better in {better}, worse in {worse}"
 
 
 def _verdict(results: Results, rows: Iterable[Row], kept: int, count: int) -> str:
     """What is left of a claim, if the settings of these rows were searched well enough to say so."""
     missing = _lacking(results, rows)
-    return f"{NOT_TESTED} ({missing})" if missing else _word(kept, count)
+    return f"{NOT_TESTED} ({missing})" if missing else survival(kept, count)
 
 
 def _lacking(results: Results, rows: Iterable[Row]) -> str:
@@ -262,18 +263,6 @@ def _lacking(results: Results, rows: Iterable[Row]) -> str:
     found = [
         lacking(len(results.tested(row)), effort.spread + effort.near, len(space(row)))
         for row in rows
-        for effort in (effort_of(row.data, results.quick),)
+        for effort in (effort_of(row, results.quick),)
     ]
     return "; ".join(dict.fromkeys(one for one in found if one))
-
-
-def _word(kept: int, count: int) -> str:
-    """What is left of a claim that should hold everywhere."""
-    if kept == count:
-        return "Survives"
-    return "Survives in part" if kept else "Does not survive"
-
-
-def _names(found: Iterable[str]) -> str:
-    listed = ", ".join(found)
-    return f" ({listed})" if listed else ""

@@ -20,18 +20,12 @@ import torch
 
 import clipwise
 from clipwise import accounting, layers
-from clipwise.tune.limits import Deadline
 from experiments.backprop_clipping.claims import CLAIMS, DELTA, Claim
 from experiments.backprop_clipping.sets import DIGITS, Images
-from experiments.backprop_clipping.training import (
-    judged,
-    losses_of,
-    piece_of,
-    plain_network,
-    require_time,
-    spent,
-)
+from experiments.backprop_clipping.training import judged, piece_of, plain_network
+from experiments.harness.limits import Deadline
 from experiments.harness.store import Cell
+from experiments.harness.training import losses_of, spent
 
 KINDS = ("as published", "honest")
 _QUICK = Claim(0, 0, 0, 0, 0, 0, 0.07, 2, 1.0, 0.01, 4, batch_size=200)
@@ -95,7 +89,7 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
     step = private.compiled(partial(losses_of, model))
     for _ in range(claim.epochs):
         for x, y in private.loader.pieces():
-            require_time(deadline)
+            deadline.require()
             step(x, y)
     seconds = round(time.perf_counter() - start, 2)
     accuracy, loss = judged(model, images.held_out)

@@ -11,8 +11,8 @@ from clipwise import accounting
 from experiments import models
 from experiments.batch_clipping import appendix
 from experiments.batch_clipping.figures import FIGURES
-from experiments.harness.setting import Setting
-from experiments.harness.strategies import joint_multiplier, number_of_parts
+from experiments.batch_clipping.setting import Setting
+from experiments.batch_clipping.strategies import joint_multiplier, number_of_parts
 
 RECORDS = {"cifar10": 45_000, "mnist": 54_000}  # without the public tenth
 

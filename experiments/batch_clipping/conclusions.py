@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from experiments.batch_clipping import tuned
 from experiments.batch_clipping.figures import FIGURES
+from experiments.batch_clipping.rows import Rows
 from experiments.harness import report
-from experiments.harness.evidence import lacking
-from experiments.harness.report import Shown
 from experiments.harness.store import Cell
+from experiments.harness.verdicts import lacking
 
 _ERRORS = 2.0  # standard errors of a difference that shows
 _DIMENSIONS = 2  # of a search at equal epsilon: batch size and walk
@@ -166,7 +166,7 @@ EQUAL_CLAIMS = tuple(
 )
 
 
-def sentences(shown: Shown) -> list[str]:
+def sentences(shown: Rows) -> list[str]:
     """Of every claim whose two rows were run: both accuracies, and whether it holds in these runs.
 
     Rows of a figure have the paper's learning rate and no other, so they compare settings, not methods.

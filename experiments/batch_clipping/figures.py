@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from experiments.harness.setting import Setting
+from experiments.batch_clipping.setting import Setting
 
 _TENSORS = 62  # of ResNet-18: the paper's number of layers, L
 _PLAIN_TENSORS = 22  # of ResNet-18 without norms

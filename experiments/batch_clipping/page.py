@@ -7,10 +7,10 @@ from clipwise.privacy import rounded_up
 from experiments.batch_clipping import appendix, conclusions, tuned
 from experiments.batch_clipping.budgets import budgets
 from experiments.batch_clipping.figures import FIGURES, Figure
+from experiments.batch_clipping.rows import Rows, epochs, rows_of, seeds
 from experiments.harness import report
-from experiments.harness.evidence import SEEDS
-from experiments.harness.report import Shown
 from experiments.harness.store import Store
+from experiments.harness.verdicts import SEEDS
 
 
 def markdown(store: Store, quick: bool) -> str:
@@ -29,7 +29,7 @@ def markdown(store: Store, quick: bool) -> str:
         "that is marked so. IC clips each example, BC the mean of a batch; rows with batch norm need BC.",
         "",
     ]
-    shown = report.by_place(store.cells.values(), quick)
+    shown = rows_of(store.cells.values(), quick)
     for figure in FIGURES:
         if any(name == figure.name for name, _, _ in shown):
             lines += [*_figure(figure, shown), ""]
@@ -38,7 +38,7 @@ def markdown(store: Store, quick: bool) -> str:
     return "\n".join([*lines, *_conclusions(shown), *_budgets(), *_appendix()]) + "\n"
 
 
-def _figure(figure: Figure, shown: Shown) -> list[str]:
+def _figure(figure: Figure, shown: Rows) -> list[str]:
     lines = [
         f"## {'Figure ' if figure.name[0].isdigit() else ''}{figure.name}. {figure.title}",
         "",
@@ -54,8 +54,8 @@ def _figure(figure: Figure, shown: Shown) -> list[str]:
             row.label,
             row.paper,
             report.accuracy(cells),
-            report.seeds(cells),
-            report.epochs(cells, row.epochs_in_paper),
+            seeds(cells),
+            epochs(cells, row.epochs_in_paper),
             report.epsilon(cells),
             next((c["adjacency"] for c in cells if "adjacency" in c), ""),
         )
@@ -63,7 +63,7 @@ def _figure(figure: Figure, shown: Shown) -> list[str]:
     return lines
 
 
-def _equal(shown: Shown) -> list[str]:
+def _equal(shown: Rows) -> list[str]:
     """Methods down, budgets across."""
     budgets = sorted({b for name, _, b in shown if name == tuned.NAME and b is not None})
     lines = [
@@ -85,7 +85,7 @@ def _equal(shown: Shown) -> list[str]:
     return lines
 
 
-def _conclusions(shown: Shown) -> list[str]:
+def _conclusions(shown: Rows) -> list[str]:
     found = conclusions.sentences(shown)
     if not found:
         return []

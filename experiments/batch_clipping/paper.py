@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from experiments.batch_clipping import page, plots, tuned
 from experiments.batch_clipping.figures import FIGURES
+from experiments.batch_clipping.setting import Setting
+from experiments.batch_clipping.training import train_task
 from experiments.harness.paper import Options, Paper, Place, Task
-from experiments.harness.setting import Setting
 from experiments.harness.store import Cell
-from experiments.harness.training import train_task
 
 QUICK_FIGURES, QUICK_ROWS, QUICK_TRIALS = ("4", "18", "B"), 5, 2
 QUICK_METHODS = ("IC, flat, group norm", "BC, flat, batch norm", "BC, multipliers (optimal), batch norm")

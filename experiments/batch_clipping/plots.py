@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drawing import can_draw, drawing
 from experiments.batch_clipping import tuned
 from experiments.batch_clipping.conclusions import finals
 from experiments.batch_clipping.figures import FIGURES, Figure
+from experiments.batch_clipping.rows import Rows, rows_of
 from experiments.harness import report
-from experiments.harness.report import Shown
+from experiments.harness.drawing import can_draw, drawing
 from experiments.harness.store import Store
 
 
@@ -18,7 +18,7 @@ def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
     """A picture for each figure that has curves, one of layer norms, one of the page at equal epsilon."""
     if not can_draw():
         return []
-    shown = report.by_place(store.cells.values(), quick)
+    shown = rows_of(store.cells.values(), quick)
     files = []
     for figure in FIGURES:
         rows = [row.label for row in figure.rows if _curve(shown, figure, row.label)]
@@ -32,7 +32,7 @@ def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
     return files
 
 
-def _curves(figure: Figure, rows: list[str], shown: Shown, file: Path) -> Path:
+def _curves(figure: Figure, rows: list[str], shown: Rows, file: Path) -> Path:
     """Accuracy on the public tenth after each epoch, of the first seed."""
     with drawing(file, width=8, height=4) as canvas:
         axes = canvas.add_subplot()
@@ -60,7 +60,7 @@ def _norms(norms: list[dict[str, float]], file: Path) -> Path:
     return file
 
 
-def _equal(shown: Shown, file: Path) -> Path:
+def _equal(shown: Rows, file: Path) -> Path:
     """Means and standard errors: methods down, a colour for each epsilon."""
     methods = [m for m in tuned.METHODS if any((tuned.NAME, m, b) in shown for b in tuned.EPSILONS)]
     with drawing(file, width=7, height=1 + 0.3 * len(methods)) as canvas:
@@ -78,7 +78,7 @@ def _equal(shown: Shown, file: Path) -> Path:
     return file
 
 
-def _curve(shown: Shown, figure: Figure, row: str) -> list[float]:
+def _curve(shown: Rows, figure: Figure, row: str) -> list[float]:
     cells = shown.get((figure.name, row, None), [])
     found: list[float] = next(
         (c["public_accuracy_by_epoch"] for c in cells if "public_accuracy_by_epoch" in c), []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from experiments.harness.setting import Setting
+from experiments.batch_clipping.setting import Setting
 from experiments.harness.store import Cell
 
 NAME = "equal-epsilon"

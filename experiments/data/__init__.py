@@ -4,7 +4,7 @@ from clipwise.recipes.digits import digits
 from experiments.data import tables
 from experiments.data.columns import columns
 from experiments.data.images import Look, images, look
-from experiments.data.split import Split, split
+from experiments.data.split import Split, placed, split
 from experiments.data.tables import Table, cut, table
 from experiments.data.texts import texts
 
@@ -17,6 +17,7 @@ __all__ = [
     "digits",
     "images",
     "look",
+    "placed",
     "split",
     "table",
     "tables",

@@ -46,3 +46,8 @@ def split(dataset: TensorDataset, *, validation: bool = False) -> Split:
 
 def _rows(dataset: TensorDataset, chosen: torch.Tensor) -> TensorDataset:
     return TensorDataset(*(tensor[chosen] for tensor in dataset.tensors))
+
+
+def placed(dataset: TensorDataset, device: torch.device | str) -> TensorDataset:
+    """The data set on a device."""
+    return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))

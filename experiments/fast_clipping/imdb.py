@@ -1,6 +1,6 @@
 """The paper's Transformer on a sample of IMDB: test accuracy at a stated epsilon, and without privacy.
 
-python -m experiments.fast_clipping.imdb --data DIR --device cuda --epsilon 3 --epsilon 8 --seeds 3
+    python -m experiments fast-clipping --data DIR --device cuda --epsilon 3 --epsilon 8 --seeds 3
 
 The settings were chosen before the first run. None was tuned on any text.
 """
@@ -8,6 +8,7 @@ The settings were chosen before the first run. None was tuned on any text.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import clipwise
-from benchmarks.environment import device_of, environment
 from benchmarks.networks.small import Reader
 from benchmarks.shapes import Tokens
-from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.errors import ConfigurationError
+from experiments.harness.command import parser_of
+from experiments.harness.environment import device_of, environment
 
 from . import report
 from .texts import BUCKETS, LENGTH, PADDING, read
@@ -108,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     train, test = (read(options.data, split, device) for split in ("train", "test"))
     require_accepted(device)
     command = (
-        f"python -m experiments.fast_clipping.imdb --data DIR --device {options.device} --seeds {options.seeds} "
+        f"python -m experiments fast-clipping --data DIR --device {options.device} --seeds {options.seeds} "
         f"--epochs {options.epochs} --batch-size {options.batch_size}"
     )
     results: dict[str, Any] = {
@@ -129,9 +131,9 @@ def run(options: argparse.Namespace) -> None:
             print(results["runs"][-1], flush=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("python -m experiments fast-clipping", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of imdb_{train,test}.csv.xz")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--epsilon", type=float, action="append", default=[], help="once for each budget")
@@ -139,11 +141,4 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=512, help="the expected one, where it is private")
     parser.add_argument("--out", type=Path, default=Path("experiments/fast_clipping/results"))
-    try:
-        run(parser.parse_args(arguments))
-    except ClipwiseError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
+    run(parser.parse_args(arguments))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clipwise.tune.limits import Deadline
+from experiments.harness.limits import Deadline
 from experiments.harness.store import Cell, Store
 
 _TABLE = "table-"

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
 
 from clipwise.accounting.composition import SMALLEST_NOISE
 from clipwise.privacy import rounded_up
 from experiments.harness.store import Cell, Store
 
 _NO_PRIVACY = 20.0  # beyond this an epsilon promises nothing that matters
-
-Place = tuple[str, str, float | None]  # figure, row, budget
-Shown = dict[Place, list[Cell]]
 
 
 def in_short(cell: Cell) -> str:
@@ -24,17 +20,6 @@ def in_short(cell: Cell) -> str:
     cost = epsilon([cell])
     cost = f"epsilon {cost}" if cell.get("epsilon") is not None else cost
     return f"{cell['accuracy']:.1%}, {cost}, {cell['seconds']:.0f} s{speed}"
-
-
-def by_place(cells: Iterable[Cell], quick: bool) -> Shown:
-    """The runs of each row; a run may be in several figures. Of runs of several lengths only the longest count."""
-    found: Shown = {}
-    for cell in cells:
-        for place in cell["shown"]:
-            if place["quick"] == quick:
-                key = (place["figure"], place["row"], place.get("budget"))
-                found.setdefault(key, []).append(cell | {"epochs_asked": place["epochs_asked"]})
-    return {key: _longest(runs) for key, runs in found.items()}
 
 
 def accuracy(cells: list[Cell]) -> str:
@@ -75,17 +60,6 @@ def told(value: float, noise_multiplier: float = math.inf) -> str:
     return f"{value:.3g}: none in effect"
 
 
-def epochs(cells: list[Cell], in_paper: int | None) -> str:
-    """How long the runs were, and of how many epochs that is a part."""
-    full = in_paper or cells[0]["epochs_asked"]
-    return f"{cells[0]['epochs']}" + (f" of {full}" if cells[0]["epochs"] < full else "")
-
-
-def seeds(cells: list[Cell]) -> str:
-    """The seeds of the runs that have an accuracy."""
-    return ", ".join(str(seed) for seed in sorted(cell["seed"] for cell in cells if "accuracy" in cell))
-
-
 def how(store: Store) -> list[str]:
     """Commands, hardware and versions."""
     lines = [*(f"    {command}" for command in store.commands), ""]
@@ -100,13 +74,6 @@ def _environment(found: dict[str, object]) -> str:
     machine = f"{found['gpu']}, {found['cores']} cores" if "gpu" in found else f"{found['cpu']}"
     parts = [machine, f"Python {found['python']}", *(f"{name} {v}" for name, v in versions.items())]
     return ", ".join([*parts, "TF32 products"] if found.get("cudnn_allow_tf32") else parts)
-
-
-def _longest(runs: list[Cell]) -> list[Cell]:
-    """Finished runs go before unfinished ones."""
-    finished = [cell for cell in runs if "accuracy" in cell] or runs
-    most = max(cell["epochs"] for cell in finished)
-    return [cell for cell in finished if cell["epochs"] == most]
 
 
 def _why_none(cell: Cell) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from benchmarks.environment import at_its_best, device_of, environment
 from clipwise.errors import ConfigurationError
 from clipwise.ledger.durable_files import replace_file
-from clipwise.tune.limits import Deadline
 from experiments.harness import report
+from experiments.harness.environment import at_its_best, device_of, environment
+from experiments.harness.limits import Deadline
 from experiments.harness.paper import Options, Paper, Task, argument
-from experiments.harness.papers import paper_of
 from experiments.harness.store import Cell, Store
 from experiments.harness.workers import Workers, WorkersLostError
+from experiments.index import paper_of
 
 __all__ = ["Options", "reproduce"]
 

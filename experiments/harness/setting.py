@@ -1,96 +1,35 @@
-"""One training run as data: everything that decides its result but the seed."""
+"""What papers' settings share: a key under which results are stored, and copies with changes."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
-# How the gradient is cut into parts, and whether that needs public data.
-PARTS = {
-    "all": False,  # full-gradient clipping
-    "layerwise": False,  # equal bounds
-    "enhanced": True,  # adaptive, C_h = C e_h / max e
-    "zhang": True,  # adaptive, C_h = e_h
-    "groups": True,  # four groups of layers by norm
-    "multipliers": True,  # the least noise
-    "multipliers-paper": True,
-    "random-layer": False,
-}
-GROUPS = 4
+Kind = TypeVar("Kind", bound="Keyed")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A training run.
+class Keyed:
+    """Base of frozen dataclasses that hold everything that decides the result of a run but the seed.
 
-    Attributes:
-        data, model, norm: by the names of `experiments.data` and `experiments.models`.
-        clip: "none" is training without privacy; "example" clips each example, "batch" the mean of a mini-set.
-        parts: one of `PARTS`.
-        layers: what a layer is: "layer" (a module) or "tensor".
-        max_norm: C; where parts adapt, the master constant.
-        norm_decay: C is multiplied by this after each epoch.
-        sigma: the paper's: on part h the noise has standard deviation 2 C_h sigma, so that the joint multiplier is
-            sigma / sqrt(number of parts); or
-        epsilon: noise is calibrated to this budget.
-        split: how noise is divided over parts.
-        sampling: how batches are drawn.
-        batch_size, mini_sets, epochs, momentum: as they say.
-        learning_rate, decay: the rate, and by what it is multiplied after each epoch; or
-        noise_rate: the rate is such that an update's noise has this standard deviation on a coordinate.
-        augmented: whether images are cropped at random and, if `flipped`, flipped; views: how many views are averaged.
-        sparse_from: entries that go nowhere are frozen at the end of each epoch that begins after so many.
-        local_rate: mini-sets make local SGD steps with momentum 0.9 at this rate, and the change is clipped.
-        watches_norms: note the norms of layers after each epoch.
+    The key has the fields of `NAMED`, then every other field that is not at its default, floats to `DIGITS` digits or
+    in full. Stored results are found by their keys: neither fields nor defaults may change.
     """
 
-    data: str = "cifar10"
-    model: str = "resnet18"
-    norm: str = "batch"
-    clip: str = "batch"
-    parts: str = "enhanced"
-    layers: str = "tensor"
-    max_norm: float = 0.095
-    norm_decay: float = 1.0
-    sigma: float | None = 0.01875
-    epsilon: float | None = None
-    split: str = "equal"
-    sampling: str = "fixed-size"
-    batch_size: int = 64
-    mini_sets: int = 1
-    epochs: int = 50
-    momentum: float = 0.0
-    learning_rate: float = 0.025
-    decay: float = 0.9
-    noise_rate: float | None = None
-    augmented: bool = True
-    flipped: bool = True
-    views: int = 1
-    sparse_from: int | None = None
-    local_rate: float | None = None
-    watches_norms: bool = False
+    NAMED: ClassVar[tuple[str, ...]] = ()
+    DIGITS: ClassVar[int | None] = None
 
-    @property
-    def is_private(self) -> bool:
-        """Whether anything is clipped and noised."""
-        return self.clip != "none"
-
-    @property
+    @cached_property
     def key(self) -> str:
-        """A name that no other setting has: what it is, then all that is not as usual."""
-        named = ("data", "model", "norm", "clip", "parts")
-        told = asdict(self)
-        unusual = (f"{n}={v}" for n, v in told.items() if v != _USUAL[n] and n not in named)
-        return " ".join(["/".join(told[n] for n in named), *unusual])
+        """A name that no other setting has."""
+        unusual = []
+        for f in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, f.name)
+            if f.name not in self.NAMED and value != f.default:
+                is_short = self.DIGITS is not None and isinstance(value, float)
+                unusual.append(f"{f.name}=" + (f"{value:.{self.DIGITS}g}" if is_short else f"{value}"))
+        return " ".join(["/".join(str(getattr(self, name)) for name in self.NAMED), *unusual])
 
-    @property
-    def divisor(self) -> float:
-        """How many clipped vectors a sum is expected to have."""
-        return self.batch_size if self.clip == "example" else self.mini_sets
-
-    def but(self, **changes: Any) -> Setting:
+    def but(self: Kind, **changes: Any) -> Kind:
         """The same with some things changed."""
-        return replace(self, **changes)
-
-
-_USUAL = asdict(Setting())
+        return replace(self, **changes)  # type: ignore[type-var]

@@ -13,14 +13,13 @@ from types import TracebackType
 
 import torch
 
-from benchmarks.environment import at_its_best, device_of
 from clipwise.engine.compiled import CaptureWarning
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline, reason_of
-from experiments.harness.outcome import MissingDataError, OutOfTimeError
+from experiments.harness.environment import at_its_best, device_of
+from experiments.harness.limits import Deadline, MissingDataError, OutOfTimeError, reason_of
 from experiments.harness.paper import Options, Task
-from experiments.harness.papers import paper_of
 from experiments.harness.store import Cell
+from experiments.index import paper_of
 
 UNFINISHED = "unfinished"  # the folder of runs that go on later
 

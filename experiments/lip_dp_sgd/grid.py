@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from clipwise.tune.records import DIGITS, IMAGES
-from clipwise.tune.trial import Trial
-from experiments.harness.rounds import Asked, Rounds
+from experiments.harness.search import Asked
 from experiments.harness.store import Cell
 from experiments.lip_dp_sgd.claims import METHODS, NORMS, TABLES
 from experiments.lip_dp_sgd.jobs import Bias, Times
-from experiments.lip_dp_sgd.search import IMAGE_EFFORT, QUICK_EFFORT, TABLE_EFFORT, Effort, Row, near, spread
+from experiments.lip_dp_sgd.search import SEARCH, Row
+from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
+from experiments.lip_dp_sgd.trial import Trial
 
 FIGURES = ("table-1", "table-5", "1", "2", "3", "4")
 TABLE_SEEDS, IMAGE_SEEDS, QUICK_SEEDS = 10, 3, 3
@@ -33,7 +33,7 @@ def asked(
     for figure in figures or FIGURES:
         if figure.startswith("table-"):
             for row in table_rows(figure, quick):
-                yield from _chosen_and_tested(row, figure, quick, found, seeds_of_tables)
+                yield from SEARCH.chosen_and_tested(row, figure, quick, found, seeds_of_tables)
         elif figure == "1":
             for row in image_rows(quick):
                 yield from _figure_1(row, quick, found, seeds_of_images)
@@ -63,46 +63,17 @@ def image_rows(quick: bool) -> list[Row]:
     return found
 
 
-def effort_of(row: Row, quick: bool) -> Effort:
-    """How many trials a row gets: the same for every method."""
-    if quick:
-        return QUICK_EFFORT
-    return IMAGE_EFFORT if row.data in IMAGES else TABLE_EFFORT
-
-
-def best(row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
-    """The trial that did best on the validation part, when all are there."""
-    return _rounds(row, quick).best(found)
-
-
-def _rounds(row: Row, quick: bool) -> Rounds[Trial]:
-    effort = effort_of(row, quick)
-    return Rounds(spread(row, effort.spread), lambda best: near(row, best, effort.near))
-
-
-def _chosen_and_tested(
-    row: Row, figure: str, quick: bool, found: Mapping[str, Cell], seeds: int
-) -> Iterator[Asked]:
-    """Trials of both rounds, then the best of them on the test part."""
-    yield from _trials(row, figure, quick, found)
-    chosen = best(row, quick, found)
-    if chosen is not None:
-        for seed in range(seeds):
-            yield Asked(chosen, seed, "test", figure, row.label, row.epsilon)
-
-
-def _trials(row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
-    for trial in _rounds(row, quick).begun(found):
-        yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
-
-
 def _figure_1(row: Row, quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[Asked]:
-    yield from _trials(row, "1", quick, found)
-    chosen = best(row, quick, found)
+    yield from SEARCH.trials(row, "1", quick, found)
+    chosen = SEARCH.best(row, quick, found)
     if chosen is not None:
-        for epsilon in EPSILONS[:1] if quick else EPSILONS:
-            for seed in range(seeds):
-                yield Asked(chosen.but(epsilon=epsilon), seed, "test", "1", row.label, epsilon)
+        yield from _at_every_epsilon(row, chosen, "1", quick, seeds)
+
+
+def _at_every_epsilon(row: Row, chosen: Trial, figure: str, quick: bool, seeds: int) -> Iterator[Asked]:
+    for epsilon in EPSILONS[:1] if quick else EPSILONS:
+        for seed in range(seeds):
+            yield Asked(chosen.but(epsilon=epsilon), seed, "test", figure, row.label, epsilon)
 
 
 def _figure_2(quick: bool) -> Iterator[Asked]:
@@ -116,8 +87,8 @@ def _figure_3(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
     """Along the run of DP-SGD that did best."""
     for name in (DIGITS,) if quick else BIASED:
         row = Row(name, "none", "dp-sgd", QUICK_EPSILON if quick else TABLES[name].epsilon)
-        yield from _trials(row, "3", quick, found)
-        chosen = best(row, quick, found)
+        yield from SEARCH.trials(row, "3", quick, found)
+        chosen = SEARCH.best(row, quick, found)
         if chosen is not None:
             yield Asked(Bias(chosen), 0, "validation", "3", name)
 
@@ -126,10 +97,7 @@ def _figure_4(quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[As
     """The best runs of figure 1 with averaged parameters beside the last ones."""
     for row in image_rows(quick):
         if row.norm == "none" and row.data in (AVERAGED_DATA, DIGITS) and row.network is None:
-            yield from _trials(row, "4", quick, found)
-            chosen = best(row, quick, found)
-            for epsilon in (EPSILONS[:1] if quick else EPSILONS) if chosen is not None else ():
-                assert chosen is not None
-                trial = chosen.but(epsilon=epsilon, averaged=AVERAGED)
-                for seed in range(seeds):
-                    yield Asked(trial, seed, "test", "4", row.label, epsilon)
+            yield from SEARCH.trials(row, "4", quick, found)
+            chosen = SEARCH.best(row, quick, found)
+            if chosen is not None:
+                yield from _at_every_epsilon(row, chosen.but(averaged=AVERAGED), "4", quick, seeds)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.tune.limits import Deadline
-from clipwise.tune.records import Folder, Records, records
-from clipwise.tune.training import LateError, Result, Training, judged, run
-from clipwise.tune.trial import Trial
+from experiments.harness.limits import Deadline
+from experiments.harness.store import Cell
+from experiments.lip_dp_sgd.sets import Folder, Records, records
+from experiments.lip_dp_sgd.training import begun, judged, run
+from experiments.lip_dp_sgd.trial import Trial
 
 # Below this many records a validation part is small: trials are judged by the mean over several parts.
 SMALL, CUTS = 5000, 3
@@ -52,55 +54,59 @@ class Bias:
         """As long as its run."""
         return self.trial.epochs
 
+    @property
+    def data(self) -> str:
+        """Of its run."""
+        return self.trial.data
+
 
 Job = Trial | Times | Bias
 
 
-def work(
-    job: Job,
-    seed: int,
-    judged_by: str,
-    folder: Folder,
-    device: torch.device,
-    deadline: Deadline,
-    shared: Path | None = None,
-) -> Result:
+@dataclass(frozen=True)
+class Bench:
+    """Where jobs are done: the folder of data sets, the device, the time, and a folder for calibrated noise."""
+
+    data: Folder
+    device: torch.device
+    deadline: Deadline
+    shared: Path | None = None
+
+
+def work(job: Job, bench: Bench, seed: int, judged_by: str) -> Cell:
     """Do a job."""
+    parts = partial(records, job.data, bench.data, bench.device)
     if isinstance(job, Times):
-        return times(job, records(job.data, folder, device), deadline)
+        return times(job, parts(), bench.deadline)
     if isinstance(job, Bias):
-        return bias(job, records(job.trial.data, folder, device), seed, deadline, shared)
-    whole = records(job.data, folder, device, judged_by=judged_by)
+        return bias(job, parts(), seed, bench.deadline, bench.shared)
+    whole = parts(judged_by=judged_by)
     if judged_by == "test" or len(whole.train) >= SMALL:
-        return run(job, whole, seed, deadline, shared)
-    found = [
-        run(job, records(job.data, folder, device, cut=cut), seed + cut, deadline, shared)
-        for cut in range(CUTS)
-    ]
+        return run(job, whole, seed, bench.deadline, bench.shared)
+    found = [run(job, parts(cut=cut), seed + cut, bench.deadline, bench.shared) for cut in range(CUTS)]
     mean = {name: statistics.fmean(r[name] for r in found) for name in ("accuracy", "loss")}
     # The parts overlap: a choice by their mean is one choice, which is not accounted for either.
     return found[0] | mean | {"seconds": sum(r["seconds"] for r in found), "epsilon": _most(found)}
 
 
-def _most(found: list[Result]) -> float | None:
+def _most(found: list[Cell]) -> float | None:
     spent = [r["epsilon"] for r in found if r["epsilon"] is not None]
     return max(spent) if spent else None
 
 
-def times(job: Times, at_hand: Records, deadline: Deadline) -> Result:
+def times(job: Times, at_hand: Records, deadline: Deadline) -> Cell:
     """Median seconds of a step of each method, step by step in turn, times the steps of an epoch."""
     options: dict[str, Any] = {"batch_size": job.batch_size, "epochs": 1}
     trials = {
         method: Trial(job.data, method, noise_multiplier=None if method == "plain" else 1.0, **options)
         for method in ("plain", "dp-sgd", "lip")
     }
-    runs = {method: Training(trial, at_hand, 0) for method, trial in trials.items()}
+    runs = {method: begun(trial, at_hand, 0) for method, trial in trials.items()}
     device = at_hand.train.tensors[0].device
     seconds: dict[str, list[float]] = {method: [] for method in runs}
     for number in range(_WARM_STEPS + _TIMED_STEPS):
         for method, training in runs.items():
-            if deadline.left() <= 0:
-                raise LateError
+            deadline.require()
             _wait(device)
             start = time.perf_counter()
             training.step()
@@ -114,19 +120,18 @@ def times(job: Times, at_hand: Records, deadline: Deadline) -> Result:
     return {"seconds_of_an_epoch": found, "accuracy": accuracy, "seconds": total, "epsilon": None}
 
 
-def bias(job: Bias, at_hand: Records, seed: int, deadline: Deadline, shared: Path | None = None) -> Result:
+def bias(job: Bias, at_hand: Records, seed: int, deadline: Deadline, shared: Path | None = None) -> Cell:
     """Norms of mean gradients, clipped and not, on the first records, at points along the run.
 
     These norms are read off the records without noise. The data is public; of private records they may not be shown.
     """
-    training = Training(job.trial, at_hand, seed, shared)
+    training = begun(job.trial, at_hand, seed, shared)
     x, y = (tensor[:_INSTANCES] for tensor in at_hand.train.tensors)
     shown = {round(i * (training.steps - 1) / (_POINTS - 1)) for i in range(_POINTS)}
     curve: list[dict[str, float]] = []
     start = time.perf_counter()
     for step in range(training.steps):
-        if deadline.left() <= 0:
-            raise LateError
+        deadline.require()
         training.step()
         if step in shown:
             curve.append({"step": step + 1, **_norms(training.model, x, y, job.trial.max_norm)})

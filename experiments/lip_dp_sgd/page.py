@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from clipwise.tune.records import DIGITS
-from clipwise.tune.trial import TITLES, Trial
 from experiments.data.schemas import SCHEMAS
 from experiments.harness.report import how
 from experiments.harness.store import Store
+from experiments.harness.verdicts import as_list
 from experiments.lip_dp_sgd import verdicts
 from experiments.lip_dp_sgd.claims import CLIPPED_TO_C, CLIPPED_TO_C_TITLE, METHODS, TABLES, contradictions
 from experiments.lip_dp_sgd.grid import (
@@ -14,13 +13,13 @@ from experiments.lip_dp_sgd.grid import (
     EPSILONS,
     TIMED,
     TUNED_AT,
-    best,
-    effort_of,
     image_rows,
     table_rows,
 )
 from experiments.lip_dp_sgd.records import Results, in_words, largest_epsilon
-from experiments.lip_dp_sgd.search import Row
+from experiments.lip_dp_sgd.search import SEARCH, Row, effort_of
+from experiments.lip_dp_sgd.sets import DIGITS
+from experiments.lip_dp_sgd.trial import TITLES, Trial
 
 
 def markdown(store: Store, quick: bool) -> str:
@@ -44,21 +43,21 @@ def markdown(store: Store, quick: bool) -> str:
     ):
         if results.has(figure):
             lines += [f"## {title}", "", *_table(results, figure, quick), ""]
-            lines += _listed(verdicts.verdicts(results, figure))
+            lines += as_list(verdicts.verdicts(results, figure))
     if results.has("table-5"):
-        lines += ["Where the paper's two tables do not agree:", "", *_listed(contradictions())]
+        lines += ["Where the paper's two tables do not agree:", "", *as_list(contradictions())]
     if results.has("1"):
         lines += ["## Figure 1: images", "", *_images(results, quick), ""]
-        lines += _listed(verdicts.image_verdicts(results))
+        lines += as_list(verdicts.image_verdicts(results))
     if results.has("2"):
         lines += ["## Figure 2: seconds of an epoch", "", *_times(results, quick), ""]
-        lines += _listed(verdicts.runtime_verdict(results))
+        lines += as_list(verdicts.runtime_verdict(results))
     if results.has("3"):
         lines += ["## Figure 3: what clipping does to the mean gradient", "", *_bias(results, quick), ""]
-        lines += _listed(verdicts.bias_verdict(results))
+        lines += as_list(verdicts.bias_verdict(results))
     if results.has("4"):
         lines += ["## Figure 4: averaged parameters", "", *_averaged(results, quick), ""]
-        lines += _listed(verdicts.averaging_verdict(results))
+        lines += as_list(verdicts.averaging_verdict(results))
     if any(results.has(figure) for figure in ("table-1", "table-5", "1")):
         lines += ["## Settings that were chosen", "", *_settings(results, quick), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -121,7 +120,7 @@ def _times(results: Results, quick: bool) -> list[str]:
     ]
     for name, sizes in ({DIGITS: (64, 256)} if quick else TIMED).items():
         for size in sizes:
-            for cell in results.other("2", f"{name}/{size}"):
+            for cell in results.at("2", f"{name}/{size}"):
                 seconds = cell.get("seconds_of_an_epoch")
                 if seconds is None:
                     lines.append(f"| {name} | {size} | {cell.get('failed', 'unfinished')} | | | |")
@@ -140,7 +139,7 @@ def _bias(results: Results, quick: bool) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name in (DIGITS,) if quick else BIASED:
-        for cell in results.other("3", name):
+        for cell in results.at("3", name):
             curve = cell.get("curve", [])
             for place in curve[:: max(1, len(curve) // 4)]:
                 told = (f"{place['error']:.4f}", f"{place['clipped']:.4f}", f"{place['share_clipped']:.0%}")
@@ -170,7 +169,7 @@ def _settings(results: Results, quick: bool) -> list[str]:
     ]
     rows = [*table_rows("table-5", quick), *image_rows(quick)]
     for row in rows:
-        chosen = best(row, quick, results.cells)
+        chosen = SEARCH.best(row, quick, results.cells)
         if chosen is not None:
             effort = effort_of(row, quick)
             lines.append(f"| {row.label} | {effort.spread + effort.near} | {_setting(chosen)} |")
@@ -192,7 +191,3 @@ def _setting(trial: Trial) -> str:
 
 def _title(name: str) -> str:
     return SCHEMAS[name].title if name in SCHEMAS else name
-
-
-def _listed(sentences: list[str]) -> list[str]:
-    return [*(f"- {sentence}" for sentence in sentences), ""] if sentences else []

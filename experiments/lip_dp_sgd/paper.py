@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import device_of
-from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
-from clipwise.tune.records import records
-from clipwise.tune.training import LateError
-from experiments.harness.outcome import MissingDataError, OutOfTimeError
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline, reading_data
 from experiments.harness.paper import Options, Paper, Task
 from experiments.harness.store import Cell
 from experiments.lip_dp_sgd import page, plots
 from experiments.lip_dp_sgd.grid import FIGURES, asked
-from experiments.lip_dp_sgd.jobs import work
+from experiments.lip_dp_sgd.jobs import Bench, work
+from experiments.lip_dp_sgd.sets import records
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
@@ -31,16 +28,11 @@ def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) ->
     """One run. It is short: what is stopped in the middle begins again."""
     job: Any = task.setting
     device = device_of(options.device)
-    try:
-        records(job.trial.data if hasattr(job, "trial") else job.data, options.data, device)
-    except ConfigurationError as error:
-        raise MissingDataError(error) from error
+    with reading_data():
+        records(job.data, options.data, device)
     # The search for the fastest convolution pays where shapes repeat: those of Poisson batches do not.
     torch.backends.cudnn.benchmark = False
-    try:
-        return work(job, task.seed, task.judged_by, options.data, device, deadline, unfinished)
-    except LateError:
-        raise OutOfTimeError from None
+    return work(job, Bench(options.data, device, deadline, unfinished), task.seed, task.judged_by)
 
 
 PAPER = Paper(

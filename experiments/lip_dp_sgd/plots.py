@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipwise.report.plots import METADATA, STYLE
-from clipwise.tune.records import DIGITS, IMAGES
-from clipwise.tune.trial import TITLES
+from experiments.harness.drawing import can_draw, picture
 from experiments.harness.store import Store
 from experiments.lip_dp_sgd.grid import BIASED, EPSILONS, TIMED, image_rows
 from experiments.lip_dp_sgd.records import Results, mean_of
+from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
+from experiments.lip_dp_sgd.trial import TITLES
 
 _COLORS = {"dp-sgd": "tab:blue", "lip": "tab:red", "plain": "0.5"}
 
 
 def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
     """Write what can be drawn, and return the files."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        return []
     results = Results(store.cells, quick)
-    drawn = []
-    for name, draw in (("1", _images), ("2", _times), ("3", _bias), ("4", _averaged)):
-        if results.has(name) and (file := _picture(folder / f"figure-{name}.svg", draw, results, quick)):
-            drawn.append(file)
+    drawn: list[Path] = []
+    for name, draw in (("1", _images), ("2", _times), ("3", _bias), ("4", _averaged)) if can_draw() else ():
+        if results.has(name):
+            drawn += picture(folder / f"figure-{name}.svg", partial(draw, results=results, quick=quick))
     return drawn
-
-
-def _picture(file: Path, draw: Any, results: Results, quick: bool) -> Path | None:
-    matplotlib = importlib.import_module("matplotlib")
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        canvas = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
-        if not draw(canvas, results, quick):
-            return None
-        canvas.savefig(file, format="svg", metadata=METADATA[".svg"])
-    return file
 
 
 def _panels(canvas: Any, names: list[str]) -> dict[str, Any]:
@@ -79,7 +65,7 @@ def _times(canvas: Any, results: Results, quick: bool) -> bool:
         found = {
             s: c["seconds_of_an_epoch"]
             for s in sizes
-            for c in results.other("2", f"{name}/{s}")
+            for c in results.at("2", f"{name}/{s}")
             if "failed" not in c
         }
         for method in ("plain", "dp-sgd", "lip") if found else ():
@@ -103,7 +89,7 @@ def _bias(canvas: Any, results: Results, quick: bool) -> bool:
     axes = _panels(canvas, names)
     something = False
     for name in names:
-        for cell in results.other("3", name):
+        for cell in results.at("3", name):
             if curve := cell.get("curve"):
                 something = True
                 steps = [place["step"] for place in curve]

@@ -6,7 +6,7 @@ import math
 import statistics
 
 from clipwise.privacy import rounded_up
-from experiments.harness.shown import Shown
+from experiments.harness.results import Shown
 from experiments.harness.store import Cell
 from experiments.lip_dp_sgd.compare import Comparison, compare
 from experiments.lip_dp_sgd.search import Row
@@ -17,30 +17,23 @@ class Results(Shown):
 
     def tested(self, figure: str, row: Row, epsilon: float | None = None) -> list[Cell]:
         """Runs on the test part, in the order of their seeds."""
-        found = self.at(figure, row.label, row.epsilon if epsilon is None else epsilon)
-        good = [cell for cell in found if cell["judged_by"] == "test" and "accuracy" in cell]
-        return sorted(good, key=lambda cell: int(cell["seed"]))
+        return self.tested_at(figure, row.label, row.epsilon if epsilon is None else epsilon)
 
     def trials(self, figure: str, row: Row) -> list[Cell]:
         """Runs on validation parts."""
         found = self.at(figure, row.label, row.epsilon)
         return [cell for cell in found if cell["judged_by"] == "validation"]
 
-    def other(self, figure: str, row: str) -> list[Cell]:
-        """Runs of figures that are not about accuracy."""
-        return self.at(figure, row)
-
     def compared(
         self, figure: str, first: Row, second: Row, epsilon: float | None = None
     ) -> Comparison | None:
         """Two rows on the seeds that both have."""
-        one, two = (self._by_seed(self.tested(figure, row, epsilon)) for row in (first, second))
+        one, two = (
+            {int(cell["seed"]): float(cell["accuracy"]) for cell in self.tested(figure, row, epsilon)}
+            for row in (first, second)
+        )
         seeds = sorted(one.keys() & two.keys())
         return compare([one[s] for s in seeds], [two[s] for s in seeds])
-
-    @staticmethod
-    def _by_seed(cells: list[Cell]) -> dict[int, float]:
-        return {int(cell["seed"]): float(cell["accuracy"]) for cell in cells}
 
 
 def mean_of(cells: list[Cell], what: str = "accuracy") -> float | None:

@@ -11,24 +11,15 @@ those of tables: with more noise than signal, Adam's steps are mostly noise, and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
-from clipwise.tune.records import DIGITS, IMAGES
-from clipwise.tune.space import Choice, Dimension, Range, point
-from clipwise.tune.trial import TITLES, Trial
-from experiments.harness.rounds import nearby
+from clipwise.tune.space import Choice, Dimension, Range
+from experiments.harness.search import Effort, Search, halton
+from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
+from experiments.lip_dp_sgd.trial import TITLES, Trial
 
-_PRIMES = (2, 3, 5, 7, 11)
 # Below 5,000 records, where 1/64 of them would be a batch of a few.
 _FEW = ("breast_cancer", "german_credit", "students_dropout")
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How many trials every method gets: spread, and around the best."""
-
-    spread: int
-    near: int
 
 
 TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(20, 10), Effort(8, 4), Effort(2, 1)
@@ -80,36 +71,19 @@ def space(row: Row) -> dict[str, Dimension]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def spread(row: Row, count: int) -> tuple[Trial, ...]:
-    """The first trials."""
-    return tuple(_trial(row, _halton(i, len(space(row)))) for i in range(1, count + 1))
-
-
-@lru_cache(maxsize=4096)
-def near(row: Row, best: int, count: int) -> tuple[Trial, ...]:
-    """Trials around the first trial with this number (from 0)."""
-    dimensions = len(space(row))
-    centre = _halton(best + 1, dimensions)
-    return tuple(_trial(row, nearby(centre, _halton(100 + i, dimensions))) for i in range(1, count + 1))
-
-
-def _trial(row: Row, u: list[float]) -> Trial:
-    chosen = point(space(row), u)
+def trial(row: Row, chosen: dict[str, Any]) -> Trial:
+    """The setting of a row."""
     first = "orthogonal" if row.data in IMAGES else "usual"
     return Trial(
         row.data, row.method, row.norm, row.epsilon, first_weights=first, network=row.network, **chosen
     )
 
 
-def _halton(index: int, dimensions: int) -> list[float]:
-    """A point of the Halton sequence: the digits of the index in base p, mirrored at the point, for primes p."""
-    found = []
-    for base in _PRIMES[:dimensions]:
-        value, share, rest = 0.0, 1.0, index
-        while rest:
-            share /= base
-            value += share * (rest % base)
-            rest //= base
-        found.append(value)
-    return found
+def effort_of(row: Row, quick: bool) -> Effort:
+    """How many trials a row gets: the same for every method."""
+    if quick:
+        return QUICK_EFFORT
+    return IMAGE_EFFORT if row.data in IMAGES else TABLE_EFFORT
+
+
+SEARCH = Search(space, trial, halton, effort_of)

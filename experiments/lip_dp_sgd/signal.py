@@ -1,6 +1,6 @@
 """Gradient over noise at the first weights: whether weight clipping can learn anything at all.
 
-    python -m experiments.lip_dp_sgd.signal --data DIR [--records 1500] [--batch 3000]
+    python -m experiments lip-dp-sgd/signal --data DIR [--records 1500] [--batch 3000]
 
 For networks on Fashion-MNIST with weights that no limit clips: the length of the mean gradient times the expected
 batch, over the length of the noise of one step with multiplier 1. DP-SGD clips each gradient to 0.1. The gradients are
@@ -9,8 +9,8 @@ read off the records without noise. The data is public; of private records they 
 
 from __future__ import annotations
 
-import argparse
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, trace
 from clipwise.lipschitz.balance import noise_of
 from clipwise.lipschitz.rule import Effort
 from experiments import data, models
-from experiments.models.first_weights import make_orthogonal_
+from experiments.harness.command import parser_of
+from experiments.models import make_orthogonal_
 
 INPUT_NORM, CLIP = 12.0, 0.1
 NETWORKS = ("convnet3", "convnet6", "patch_convnet6")
@@ -55,13 +56,13 @@ def of_gradient_clipping(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> 
     return batch * float(total.norm()) / len(x) / (CLIP * math.sqrt(len(total)))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("python -m experiments lip-dp-sgd/signal", __doc__)
     parser.add_argument("--data", help="the folder of data sets, or CLIPWISE_DATA")
     parser.add_argument("--records", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=3000)
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     x, y = (t[: asked.records] for t in data.images("fashion_mnist", True, asked.data).tensors)
     print(
         "| network | first weights | weight clipping | with tight bounds | DP-SGD |\n|---|---|---:|---:|---:|"
@@ -73,7 +74,3 @@ def main() -> None:
             found.append(of_gradient_clipping(model, x, y, asked.batch))
             first = "orthogonal" if is_orthogonal else "torch's"
             print(f"| {name} | {first} | " + " | ".join(f"{value:.2g}" for value in found) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How far the certified bounds are above true gradients: bound / norm, parameter by parameter.
 
-python -m experiments.lip_dp_sgd.tightness [--effort tight] [--ascent 50] [--seed 0] [--trained]
+    python -m experiments lip-dp-sgd/tightness [--effort tight] [--ascent 50] [--seed 0] [--trained]
 
 For networks at initialization, with weights clipped to norm 1: the largest norm over random examples, and after
 steps uphill on it. With --trained: for a network that was trained privately on the digits, on digits that it was not
@@ -9,9 +9,8 @@ trained on. A ratio above 1e4 is a failure, and is marked as one.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 from clipwise.layers.bounded import BoundedGroupNorm, ClipInput
 from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, tightness, trace
 from clipwise.lipschitz.rule import Effort
-from clipwise.tune import training
-from clipwise.tune.records import records
-from clipwise.tune.trial import Trial
 from experiments import models
-from experiments.models.first_weights import make_orthogonal_
+from experiments.harness.command import parser_of
+from experiments.lip_dp_sgd import training
+from experiments.lip_dp_sgd.sets import records
+from experiments.lip_dp_sgd.trial import Trial
+from experiments.models import make_orthogonal_
 
 EXAMPLES = 64
 
@@ -106,14 +106,14 @@ def _uphill(
     return (x + 0.05 * x.norm() * up / up.norm()).detach(), float(norm.detach())
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = parser_of("python -m experiments lip-dp-sgd/tightness", __doc__)
     parser.add_argument("--effort", default="spectral", choices=("frobenius", "spectral", "tight"))
     parser.add_argument("--ascent", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trained", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     print("| network | parameter | bound | largest found | bound / found |\n|---|---|---|---|---|")
     for name, model, loss, x in _trained(options.seed) if options.trained else _untrained(options.seed):
         for parameter, bound, norm in rows(model, loss, x, options.effort, options.ascent):
@@ -146,11 +146,7 @@ def _trained(seed: int) -> Iterator[Case]:
         learning_rate=1e-2,
     )
     at_hand = records(trial.data, None, torch.device("cpu"))
-    model = training.trained(trial, at_hand, seed).model
+    model = training.begun(trial, at_hand, seed).all_steps().model
     accuracy, _ = training.judged(model, at_hand.held_out)
     name = f"mlp2, trained on digits to {accuracy:.1%}"
     yield name, model, SoftmaxCrossEntropy(trial.temperature), at_hand.held_out.tensors[0][:EXAMPLES]
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from clipwise.tune.records import IMAGES
-from clipwise.tune.trial import TITLES
 from experiments.data.schemas import SCHEMAS
-from experiments.harness.evidence import NOT_TESTED, SEEDS
+from experiments.harness.verdicts import NOT_TESTED, SEEDS, in_brackets, survival
 from experiments.lip_dp_sgd.claims import METHODS, NORM_TITLES, TABLES
 from experiments.lip_dp_sgd.grid import AVERAGED_DATA, BIASED, EPSILONS, TIMED, TUNED_AT, image_rows
 from experiments.lip_dp_sgd.records import Results, mean_of
 from experiments.lip_dp_sgd.search import Row
+from experiments.lip_dp_sgd.sets import IMAGES
+from experiments.lip_dp_sgd.trial import TITLES
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,16 @@ class Tally:
     def sentence(self, first: str, second: str) -> str:
         """The tally in words."""
         parts = [
-            f"{first} is better than {second} on {len(self.better)} of {self.count}{_names(self.better)}",
-            f"worse on {len(self.worse)}{_names(self.worse)}",
-            f"and not to be told apart (p of at least 0.05) on {len(self.undecided)}{_names(self.undecided)}",
+            f"{first} is better than {second} on {len(self.better)} of {self.count}{in_brackets(self.better)}",
+            f"worse on {len(self.worse)}{in_brackets(self.worse)}",
+            f"and not to be told apart (p of at least 0.05) on {len(self.undecided)}{in_brackets(self.undecided)}",
         ]
         return ", ".join(parts) + "."
 
     @property
     def word(self) -> str:
         """What is left of a claim that the first is better everywhere."""
-        if not self.count:
-            return "Not run"
-        if len(self.better) == self.count:
-            return "Survives"
-        if not self.better:
-            return "Does not survive"
-        return "Survives in part"
+        return survival(len(self.better), self.count) if self.count else "Not run"
 
 
 def verdicts(results: Results, figure: str) -> list[str]:
@@ -90,11 +84,11 @@ def image_verdicts(results: Results) -> list[str]:
                 if lip is not None and dp is not None:
                     (better if lip >= dp else worse).append(f"{name} at {epsilon:g}")
         if better or worse:
-            word = "Survives" if not worse else "Does not survive" if not better else "Survives in part"
+            word = survival(len(better), len(better) + len(worse))
             found.append(
                 f'"Lip-DP-SGD is as good as DP-SGD or better on images", {NORM_TITLES[norm]}: **{word}.** The mean '
                 f"of Lip-DP-SGD is at least that of DP-SGD in {len(better)} of {len(better) + len(worse)} "
-                f"places{_names(better)}. Seeds are few: this is no test."
+                f"places{in_brackets(better)}. Seeds are few: this is no test."
             )
     for method in ("dp-sgd", "lip"):
         gains = []
@@ -108,13 +102,7 @@ def image_verdicts(results: Results) -> list[str]:
                     gains.append(with_norm - without)
         if gains:
             helped = sum(gain > 0 for gain in gains)
-            word = (
-                "Survives"
-                if helped == len(gains)
-                else "Does not survive"
-                if not helped
-                else "Survives in part"
-            )
+            word = survival(helped, len(gains))
             found.append(
                 f'"Group norm helps on images", {TITLES[method]}: **{word}.** In {helped} of {len(gains)} places; by '
                 f"{100 * sum(gains) / len(gains):+.1f} points on average."
@@ -148,7 +136,7 @@ def runtime_verdict(results: Results) -> list[str]:
     ratios: list[float] = []
     for name, sizes in TIMED.items():
         for size in sizes:
-            for cell in results.other("2", f"{name}/{size}"):
+            for cell in results.at("2", f"{name}/{size}"):
                 seconds = cell.get("seconds_of_an_epoch")
                 if seconds:
                     ratios.append(seconds["lip"] / seconds["dp-sgd"])
@@ -156,12 +144,10 @@ def runtime_verdict(results: Results) -> list[str]:
                         slower.append(f"{name} at {size}")
     if not ratios:
         return []
-    word = (
-        "Survives" if len(slower) == len(ratios) else "Does not survive" if not slower else "Survives in part"
-    )
+    word = survival(len(slower), len(ratios))
     return [
         f'"Lip-DP-SGD is slightly slower than DP-SGD": **{word}.** It is slower in {len(slower)} of {len(ratios)} '
-        f"places{_names(slower)}; its epoch takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
+        f"places{in_brackets(slower)}; its epoch takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
     ]
 
 
@@ -170,7 +156,7 @@ def bias_verdict(results: Results) -> list[str]:
     told, grown = [], 0
     seeds: list[int] = []
     for name in BIASED:
-        curves = [cell["curve"] for cell in results.other("3", name) if cell.get("curve")]
+        curves = [cell["curve"] for cell in results.at("3", name) if cell.get("curve")]
         for curve in curves:
             first, last = curve[0]["error"], curve[-1]["error"]
             grown += last > first
@@ -179,7 +165,7 @@ def bias_verdict(results: Results) -> list[str]:
             seeds.append(len(curves))
     if not told:
         return []
-    word = "Survives" if grown == len(told) else "Does not survive" if not grown else "Survives in part"
+    word = survival(grown, len(told))
     if min(seeds) < SEEDS:
         word = f"{NOT_TESTED} (fewer than {SEEDS} seeds)"
     return [
@@ -218,10 +204,6 @@ def _against_print(results: Results, figure: str) -> list[str]:
         return []
     return [
         f"DP-SGD, tuned with the same trials, is above the number that the paper prints for Lip-DP-SGD on "
-        f"{len(passed)} of {compared}{_names(passed)}. Splits and encodings are not the paper's, so this is no test."
+        f"{len(passed)} of {compared}{in_brackets(passed)}. Splits and encodings are not the paper's, so this is no "
+        "test."
     ]
-
-
-def _names(found: Iterable[str]) -> str:
-    listed = ", ".join(found)
-    return f" ({listed})" if listed else ""

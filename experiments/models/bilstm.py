@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experiments.models.normalized import without_norm
-from experiments.models.norms import norm_of
+from experiments.models.norms import norm_of, without_norm
 
 PADDING = 0
 

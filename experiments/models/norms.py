@@ -1,9 +1,9 @@
-"""The normalization of a model, by name."""
+"""The normalization of a model by name, and where in a stack of layers there is one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -52,3 +52,43 @@ def norm_of(name: str, *, positions: bool = True) -> Norm:
     """From channels to a layer, for images or, without `positions`, for the units of a linear layer."""
     require_known("norm", name, NORMS)
     return NORMS[name] if positions else _WITHOUT_POSITIONS.get(name, NORMS[name])
+
+
+# How many of the last trainable layers have no norm behind them.
+PLACEMENTS = {
+    "every": 0,  # a norm behind each of them, the layer that gives the scores too
+    "hidden": 1,  # none behind the scores, as networks usually are
+    "mod": 2,  # the last one of these removed as well
+}
+
+
+def without_norm(placement: str) -> int:
+    """How many layers at the end have no norm."""
+    require_known("placement", placement, PLACEMENTS)
+    return PLACEMENTS[placement]
+
+
+def normalized(plain: Sequence[nn.Module], norm: str, placement: str) -> nn.Sequential:
+    """The layers in their order, with a norm right behind each linear and convolutional one.
+
+    A bias in front of batch normalization changes nothing, yet would be clipped and noised: it is left out.
+
+    Args:
+        plain: layers, activations and pools.
+        norm: by name; "none" leaves the layers as they are.
+        placement: one of `PLACEMENTS`.
+    """
+    trainable = [m for m in plain if isinstance(m, (nn.Linear, nn.Conv2d))]
+    followed = trainable[: len(trainable) - without_norm(placement)]
+    found: list[nn.Module] = []
+    for layer in plain:
+        found.append(layer)
+        if layer not in followed or norm == "none":
+            continue
+        if isinstance(layer, nn.Conv2d):
+            found.append(norm_of(norm)(layer.out_channels))
+        elif isinstance(layer, nn.Linear):
+            found.append(norm_of(norm, positions=False)(layer.out_features))
+        if norm == "batch":
+            layer.register_parameter("bias", None)
+    return nn.Sequential(*found)

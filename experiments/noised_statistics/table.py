@@ -1,18 +1,17 @@
 """What noised running statistics are worth on MNIST, beside public ones and beside no batch norm at all.
 
-`python experiments/noised_statistics/table.py --data DIR` writes results/table.json and results/table.md beside this
+`python -m experiments noised-statistics --data DIR` writes results/table.json and results/table.md beside this
 file. A small network, 400 steps, accuracy on the last 10,000 training images, which are not trained on: the test part
 is not read. `--steps` and `--seeds` make it shorter or longer.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, NoisedStatistics, PerExample, Private, layers, make_private
 from experiments import data
+from experiments.harness.command import parser_of
 
 HERE = Path(__file__).parent
 BATCH_SIZE, PUBLIC, HELD_OUT = 512, 1000, 10_000
@@ -39,16 +39,14 @@ NORMS = ("none", "group", "public-exact", "released")
 RATES = (1.0, 2.0, 4.0)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run everything, and write."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = parser_of("python -m experiments noised-statistics", __doc__)
     options.add_argument("--data", default=None, help="the folder of the data sets")
     options.add_argument("--steps", type=int, default=400)
     options.add_argument("--seeds", type=int, default=2)
     options.add_argument("--out", type=Path, default=HERE / "results")
-    given = options.parse_args()
+    given = options.parse_args(arguments)
     x, y = data.images("mnist", True, given.data).tensors
     x = x.float().flatten(1) / float(x.max())
     seeds = range(given.seeds)
@@ -199,7 +197,3 @@ def mean_of(values: list[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.3f}"
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"
-
-
-if __name__ == "__main__":
-    main()

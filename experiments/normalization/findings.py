@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clipwise.layers.public_batchnorm import PUBLIC_KINDS
+from experiments.harness.results import CLEAR, Measured, measured
 from experiments.normalization.claims import number
-from experiments.normalization.measured import CLEAR, Measured, measured
 from experiments.normalization.records import Results
 from experiments.normalization.tables import Table
 
@@ -41,7 +41,7 @@ def _survival(table: Table, found: Results, family: str, method: str) -> str:
             claim = claimed_gain(table, family, method, value)
             beside = "" if claim is None else f", paper {claim:+.2f}"
             by_verdict.setdefault(verdict(gain, claim), []).append(
-                f"epsilon {value:g} ({gain.signed}{beside})"
+                f"epsilon {value:g} ({gain.signed()}{beside})"
             )
     told = (f"{word} at {', '.join(places)}" for word, places in by_verdict.items())
     return f"{family}, {method} against no norm: " + "; ".join(told) + "." if by_verdict else ""
@@ -76,7 +76,7 @@ def _best(table: Table, found: Results, family: str) -> Iterator[str]:
         for value in table.values:
             gain = _gain(found, family, kind, "group norm", value)
             if gain is not None:
-                told.append(f"{gain.signed} at epsilon {value:g}")
+                told.append(f"{gain.signed()} at epsilon {value:g}")
         if told:
             yield f"{family}, {kind} against group norm: {', '.join(told)}."
 

@@ -7,19 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from clipwise import layers
 from experiments import models
+from experiments.harness.training import losses_of
 from experiments.normalization.setting import TEXT_MODELS, Setting
 
 PRETRAINING_EPOCHS, PRETRAINING_BATCH, PRETRAINING_RATE = 20, 128, 1e-3
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One loss an example."""
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def network(
@@ -76,7 +71,7 @@ def _trained_openly(
         for chosen in torch.randperm(len(x)).to(x.device).split(PRETRAINING_BATCH):  # type: ignore[no-untyped-call]
             if len(chosen) > 1:
                 optimizer.zero_grad()
-                losses(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
+                losses_of(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
     kept = model.state_dict()
     fresh = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

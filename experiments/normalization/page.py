@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from clipwise.privacy import rounded_up
 from experiments.harness import report
+from experiments.harness.results import CLEAR, measured
 from experiments.harness.store import Cell, Store
 from experiments.normalization import speed
 from experiments.normalization.findings import findings
-from experiments.normalization.measured import CLEAR, measured
 from experiments.normalization.records import Results, results, tables_of
 from experiments.normalization.tables import FIGURE_1, Table
 from experiments.normalization.training import DELTA, MAX_NORM, MINI_SET, MOMENTUM

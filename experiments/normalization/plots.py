@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drawing import can_draw, drawing
+from experiments.harness.drawing import can_draw, drawing
+from experiments.harness.results import measured
 from experiments.harness.store import Store
-from experiments.normalization.measured import measured
 from experiments.normalization.records import Results, results, tables_of
 from experiments.normalization.speed import curves
 from experiments.normalization.tables import FIGURE_1, Table

@@ -56,7 +56,7 @@ def load(
     held_out = validation if judged_by == "validation" else _read(name, False, side, folder)
     if trains_on_all and judged_by == "test":
         train, validation = _joined(train, validation), _none_of(validation)
-    return Sets(*(_placed(part, device) for part in (train, validation, held_out, public)))
+    return Sets(*(data.placed(part, device) for part in (train, validation, held_out, public)))
 
 
 def public_rows(name: str, side: int, folder: Path | None, device: torch.device) -> Tensor:
@@ -97,7 +97,3 @@ def _joined(*parts: TensorDataset) -> TensorDataset:
 
 def _none_of(part: TensorDataset) -> TensorDataset:
     return TensorDataset(*(tensor[:0] for tensor in part.tensors))
-
-
-def _placed(part: TensorDataset, device: torch.device) -> TensorDataset:
-    return TensorDataset(*(tensor.to(device) for tensor in part.tensors))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from clipwise.layers.public_batchnorm import PUBLIC_KINDS
+from experiments.harness.setting import Keyed
 
 SIDES = {"lenet_300_100": 28, "lenet5": 28, "tutorial_cnn": 24}  # of images; 32 for all others
 TEXT_MODELS = ("bilstm",)
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Keyed):
     """A training run.
 
     Attributes:
@@ -31,6 +31,8 @@ class Setting:
         batch_size: the expected one, where it is private.
         epochs, learning_rate: as they say. Private runs use SGD with momentum, others Adam.
     """
+
+    NAMED = ("data", "model", "norm", "placement")
 
     data: str = "mnist"
     model: str = "lenet5"
@@ -81,18 +83,3 @@ class Setting:
     def side(self) -> int:
         """Height and width of the images; 0 for texts."""
         return 0 if self.model in TEXT_MODELS else SIDES.get(self.model, 32)
-
-    @property
-    def key(self) -> str:
-        """A name that no other setting has: what it is, then all that is not as usual."""
-        named = ("data", "model", "norm", "placement")
-        told = asdict(self)
-        unusual = (f"{n}={v}" for n, v in told.items() if v != _USUAL[n] and n not in named)
-        return " ".join(["/".join(told[n] for n in named), *unusual])
-
-    def but(self, **changes: Any) -> Setting:
-        """The same with some things changed."""
-        return replace(self, **changes)
-
-
-_USUAL = asdict(Setting())

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipwise
-from benchmarks.environment import device_of
 from clipwise import layers
 from clipwise.clipping.base import Strategy
-from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.tune.limits import Deadline
-from experiments.harness.outcome import MissingDataError, OutOfTimeError
+from experiments.harness.environment import device_of
+from experiments.harness.limits import Deadline, reading_data
 from experiments.harness.paper import Options, Task
 from experiments.harness.store import Cell
-from experiments.normalization.networks import losses, network
+from experiments.harness.training import losses_of
+from experiments.normalization.networks import network
 from experiments.normalization.sets import Sets, load, public_rows
 from experiments.normalization.setting import Setting
 
@@ -36,11 +35,9 @@ def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Pat
     setting, device = task.setting, device_of(options.device)
     assert isinstance(setting, Setting)
     of_data = setting.data, setting.side, options.data, device
-    try:
+    with reading_data():
         parts = _sets(*of_data, task.judged_by, setting.is_private)
         rows = _rows(*of_data) if setting.needs_public_rows else None
-    except ConfigurationError as error:
-        raise MissingDataError(error) from error
     # The search for the fastest convolution pays where shapes repeat: those of private batches do not.
     torch.backends.cudnn.benchmark = not setting.is_private
     return train(setting, parts, rows, task.seed, deadline)
@@ -97,9 +94,9 @@ def _openly(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) 
         model.train()
         for chosen in torch.randperm(len(x)).to(x.device).split(setting.batch_size):  # type: ignore[no-untyped-call]
             if len(chosen) > 1:  # batch norm cannot take one
-                _require_time(deadline)
+                deadline.require()
                 optimizer.zero_grad()
-                losses(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
+                losses_of(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         curve.append(round(_accuracy(model, sets.validation), 4))
     return {"validation_accuracy_by_epoch": curve, "epsilon": None, "why_no_epsilon": "no privacy"}
@@ -120,11 +117,11 @@ def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadlin
         delta=DELTA,
     )
     with private:
-        step = private.compiled(partial(losses, model))
+        step = private.compiled(partial(losses_of, model))
         for _ in range(setting.epochs):
             model.train()
             for x, y in private.loader.pieces():
-                _require_time(deadline)
+                deadline.require()
                 step(x, y)
         spent = private.spent()
         return {
@@ -160,8 +157,3 @@ def _accuracy(model: nn.Module, dataset: TensorDataset) -> float:
     pieces: Callable[[int], tuple[Tensor, ...]] = x.split
     found = torch.cat([model(some).argmax(1) for some in pieces(_ROWS)])
     return float((found == y).double().mean())
-
-
-def _require_time(deadline: Deadline) -> None:
-    if deadline.left() <= 0:
-        raise OutOfTimeError

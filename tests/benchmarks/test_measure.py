@@ -14,7 +14,7 @@ from benchmarks.methods import all_methods, available_methods, steps_by
 from benchmarks.timing import Contender, Effort, interleave, settled
 from benchmarks.workload import Setting, make_workload
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline, TooSlow, reason_of, time_limit
+from experiments.harness.limits import Deadline, TooSlow, reason_of, time_limit
 
 CPU = torch.device("cpu")
 SMALL = Setting("mlp-2", "mnist", 4)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks import runner, suite
-from benchmarks.environment import at_its_best
 from benchmarks.graphs import compiled_steps
 from benchmarks.memory import NoMemoryFigure
 from benchmarks.methods import AUTO, COMPILED, FLOOR, GRAPHED, REFERENCE, REWEIGHT, steps_by
@@ -25,7 +24,8 @@ from benchmarks.timing import Effort
 from benchmarks.workload import Setting, make_workload
 from clipwise.engine.compiled import CaptureWarning
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import TooSlow
+from experiments.harness.environment import at_its_best
+from experiments.harness.limits import TooSlow
 
 CPU = torch.device("cpu")
 TINY = Row("tiny", "Tiny", Setting("mlp-2", "mnist", 4), (Bar(AUTO, 1.5),))
@@ -396,6 +396,5 @@ def test_the_baseline_is_compared(plain, monkeypatch, tmp_path, capsys, seconds,
     columns = {} if seconds is None else {REFERENCE: {"seconds": seconds}}
     file = tmp_path / "results.json"
     file.write_text(json.dumps({"cells": {"mlp": {"columns": columns}}}))
-    monkeypatch.setattr("sys.argv", ["plain.py", "--quick", "--row", "mlp", "--compare", str(file)])
-    assert plain.main() == code
+    assert plain.main(["--quick", "--row", "mlp", "--compare", str(file)]) == code
     assert "1000.000 ms" in capsys.readouterr().out

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks import grid, runner
-from benchmarks.__main__ import main
+from benchmarks.__main__ import SCRIPTS, main
 from benchmarks.grid import GRID, Figure, figures
 from benchmarks.methods import all_methods
 from benchmarks.networks import names
-from benchmarks.options import Options
+from benchmarks.options import SUITES, Options
 from benchmarks.records import Results
 from benchmarks.shapes import shape_of
 from benchmarks.workload import Setting
@@ -278,6 +278,14 @@ def test_the_command_line_asks_for(asked, arguments, options, tmp_path, monkeypa
     (found,) = asked
     assert {name: getattr(found, name) for name in options} == options
     assert found.suite == options.get("suite", "paper")
+
+
+@pytest.mark.parametrize("name", [*SUITES, *SCRIPTS])
+def test_every_suite_and_script_has_options_of_its_own(name, capsys):
+    assert main(["--help"]) == 0 and f"  {name} " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0 and f"usage: python -m benchmarks {name}" in capsys.readouterr().out
 
 
 def test_the_command_line_renders(asked):

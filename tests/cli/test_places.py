@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clipwise.cli.app import app
-from clipwise.cli.places import require_folder, require_picture, require_results
+from clipwise.cli.places import require_folder, require_picture
 from clipwise.errors import ConfigurationError
 
 
@@ -58,13 +58,6 @@ def test_a_folder_that_cannot_be_made_is_refused_whatever_the_permissions(tmp_pa
 
 
 on_linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
-
-
-def test_results_to_take_over_must_be_there(tmp_path: Path, file: Path) -> None:
-    require_results([], "results.json")
-    for folder in (tmp_path, tmp_path / "nowhere", file):
-        with pytest.raises(ConfigurationError, match=r"--take .*: there is no results\.json in it"):
-            require_results([folder], "results.json")
 
 
 PLANNED = ("--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3)

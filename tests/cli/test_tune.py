@@ -23,6 +23,22 @@ def test_a_script_gets_its_front_and_the_cost_is_told(tmp_path):
     assert (tmp_path / "out" / "front.md").exists()
 
 
+def test_the_function_of_a_script_may_have_another_name(tmp_path):
+    pytest.importorskip("optuna")
+    (tmp_path / "mine.py").write_text(SCRIPT.replace("def train", "def other"))
+    found = call(f"{tmp_path / 'mine.py'}:other", "--trials", 1, "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    found = call(tmp_path / "mine.py", "--trials", 1, "--out", tmp_path / "out")
+    assert found.exit_code == 2 and "train(settings), which returns" in found.output.replace("\n", " ")
+
+
+def test_a_recipe_is_tuned_and_its_runs_compose(tmp_path):
+    pytest.importorskip("optuna")
+    found = call("digits", "--trials", 2, "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    assert "to show all 2 models would cost epsilon" in found.output.replace("\n", " ")
+
+
 def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp_path, monkeypatch):
     from clipwise.accounting import Repetitions
 
@@ -39,27 +55,19 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("iris",), "'iris' is no data set and no script"),
-        (("digits", "--method", "sgd"), "method='sgd' is not known"),
-        (("digits", "--norm", "batch"), "norm='batch' is not known: use one of 'none'"),
-        (("digits", "--method", "lip", "--norm", "group"), "use norm='bounded'"),
-        (("digits", "--accounted", "--method", "fix-lip", "--norm", "group"), "use norm='bounded'"),
+        (("iris",), "'iris' is no recipe and no script: give digits, or a file that ends in .py"),
         (("digits", "--epsilon", 2), "--epsilon goes with --accounted"),
         (("digits", "--epochs", 2), "--epochs goes with --accounted"),
         (("digits", "--accounted", "--trials", 5), "--trials does not go with --accounted"),
         (("digits", "--seed", -1), "--seed"),
-        (("mine.py", "--accounted"), "takes a data set by name"),
-        (("mine.py", "--method", "dp-sgd"), "--method goes with a data set by name: mine.py chooses"),
-        (("mine.py", "--norm", "none"), "--norm goes with a data set by name"),
-        (("mine.py", "--data", "folder"), "--data goes with a data set by name"),
-        (("mine.py", "--device", "cpu"), "--device goes with a data set by name"),
+        (("mine.py", "--accounted"), "takes a recipe"),
+        (("mine.py:train", "--accounted"), "takes a recipe"),
+        (("mine.py:train",), "does not exist"),
         (("digits", "--accounted", "--mean-runs", 1), "mean_runs=1.0 is not possible"),
         (("digits", "--accounted", "--mean-runs", "nan"), "mean_runs=nan is not possible"),
         (("digits", "--accounted", "--mean-runs", "inf"), "mean_runs=inf is not possible"),
         (("digits", "--accounted", "--epsilon", "nan"), "epsilon=nan is not possible: it must be a number"),
         (("digits", "--accounted", "--epsilon", "inf"), "epsilon=inf is not possible: it must be a number"),
-        (("digits", "--accounted", "--method", "sgd"), "method='sgd' is not known"),
-        (("digits", "--accounted", "--norm", "batch"), "norm='batch' is not known"),
         (("digits", "--accounted", "--sample-rate", 0), "sample_rate=0.0 is not possible"),
         (("digits", "--accounted", "--sample-rate", 1.5), "sample_rate=1.5 is not possible"),
         (("digits", "--accounted", "--sample-rate", "nan"), "sample_rate=nan is not possible"),

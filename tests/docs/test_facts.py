@@ -81,7 +81,7 @@ def test_commands_exist_with_their_options() -> None:
 def test_profiles_are_made_by_commands_that_run() -> None:
     """`--row`, which must be a row of that device, and `--out` are required."""
     text = (DOCS / "concepts" / "cost.md").read_text()
-    commands = re.findall(r"benchmarks/breakdown\.py (.*)", text)
+    commands = re.findall(r"python -m benchmarks breakdown (.*)", text)
     assert len(commands) == 4
     for command in commands:
         words = command.split()

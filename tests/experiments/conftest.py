@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from experiments.batch_clipping import tuned
-from experiments.harness import training
-from experiments.harness.pictures import pictures
+from experiments.batch_clipping import training, tuned
+from experiments.batch_clipping.pictures import pictures
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,9 @@ def test_recovery_measures_only_when_it_is_told_to(
 ) -> None:
     monkeypatch.setattr(recovery, "PAGE", tmp_path / "audit.md")
     monkeypatch.setattr(recovery, "ATTACKS", {})
-    monkeypatch.setattr("sys.argv", ["recovery.py", *arguments])
     with pytest.raises(SystemExit) as end:
-        recovery.main()
-    assert end.value.code == code and "usage: recovery.py" in "".join(capsys.readouterr())
+        recovery.main(arguments)
+    assert end.value.code == code and "usage: python -m experiments audit/recovery" in "".join(
+        capsys.readouterr()
+    )
     assert not (tmp_path / "audit.md").exists()

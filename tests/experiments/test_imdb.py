@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import clipwise
+from experiments.__main__ import main
 from experiments.fast_clipping import imdb, texts
 from experiments.fast_clipping.texts import BUCKETS, PADDING, encode, read
 
@@ -117,8 +118,7 @@ def test_it_runs(folder, monkeypatch):
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        imdb.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert main(["fast-clipping", "--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "imdb_train.csv.xz" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Spaces: every point lies in its range, and table 3 is as the paper prints it."""
+"""Spaces: every point lies in its range."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipwise.errors import ConfigurationError
-from clipwise.tune import Choice, Range, paper_space, point
+from clipwise.tune import Choice, Range, point
 from clipwise.tune.space import described
 
 UNIT = st.floats(0, 1)
@@ -47,16 +47,6 @@ def test_every_value_can_be_chosen():
 def test_a_point_has_a_value_for_every_name():
     found = point({"rate": Range(0, 1), "size": Choice((3,))}, [0.25, 0.9])
     assert found == {"rate": 0.25, "size": 3}
-
-
-def test_table_3():
-    space = paper_space("bounded", group_size=4)
-    assert (space["noise_multiplier"].low, space["noise_multiplier"].high) == (0.4, 5)
-    assert (space["max_norm"].low, space["max_norm"].high) == (1, 15)
-    assert (space["batch_size"].low, space["batch_size"].high) == (32, 512)
-    assert (space["learning_rate"].low, space["learning_rate"].high) == (1e-4, 1e-2)
-    assert math.isclose(space["alpha"].low, 0.025) and math.isclose(space["alpha"].high, 0.25)
-    assert set(paper_space()) == set(space) - {"alpha", "groups"}
 
 
 @pytest.mark.parametrize(

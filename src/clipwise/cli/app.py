@@ -14,7 +14,7 @@ from clipwise.cli.check import check
 from clipwise.cli.demo import demo
 from clipwise.cli.epsilon import epsilon
 from clipwise.cli.noise import noise
-from clipwise.cli.output import complain, say
+from clipwise.cli.output import remark, say
 from clipwise.cli.statement import statement
 from clipwise.cli.tradeoff import tradeoff
 from clipwise.cli.tune import tune
@@ -26,11 +26,11 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: complain("warning", str(message), "yellow")
+            warnings.showwarning = lambda message, *_, **__: remark(f"warning: {message}", "yellow")
             try:
                 return super().invoke(ctx)
             except ClipwiseError as error:
-                complain("error", str(error), "red")
+                remark(f"error: {error}", "red")
                 raise typer.Exit(2) from error
 
 

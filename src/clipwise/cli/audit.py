@@ -82,9 +82,20 @@ def audit(
     """
     file = run / LEDGER if run.is_dir() else run
     claimed = ledger.read(file)
-    target = subject if subject is not None else _usual_subject(file.parent / SUBJECT)
-    _require_kind(kind)
-    _require_runs(runs, kind)
+    usual = file.parent / SUBJECT
+    if subject is None and not usual.is_file():
+        raise ConfigurationError(
+            f"There is no file {usual}: name by --subject path/to/file.py:function a function that returns "
+            "(make_run, dataset)."
+        )
+    target = f"{usual}:subject" if subject is None else subject
+    if kind not in KINDS:
+        raise ConfigurationError(f"--kind {kind} is not known: use one of {', '.join(KINDS)}.")
+    if 0 < runs < least_runs(kind):
+        raise ConfigurationError(
+            f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 for no such "
+            "attack."
+        )
     require_confidence(confidence, "--confidence")
     require_picture(plot)
     if plot is not None and not (runs or canaries):
@@ -103,30 +114,16 @@ def audit(
             "loss(model, *batch) gives one loss an example."
         )
     reports: list[AuditReport] = []
+    common: dict[str, Any] = {"delta": delta, "confidence": confidence, "seed": seed}
     with running(target):
         compared = auditing.neighbours(make_run, dataset, seed=seed)
         _require_same_run(claimed.history, compared.history, target)
         if runs:
             remark(f"Training {runs} times with a canary and {runs} times without.")
-            reports.append(
-                auditing.canary(
-                    make_run,
-                    dataset,
-                    kind=kind,
-                    loss=loss,
-                    runs=runs,
-                    delta=delta,
-                    confidence=confidence,
-                    seed=seed,
-                )
-            )
+            reports.append(auditing.canary(make_run, dataset, kind=kind, loss=loss, runs=runs, **common))
         if canaries:
             remark(f"Training once with {canaries} canaries.")
-            reports.append(
-                auditing.one_run(
-                    make_run, dataset, canaries=canaries, delta=delta, confidence=confidence, seed=seed
-                )
-            )
+            reports.append(auditing.one_run(make_run, dataset, canaries=canaries, **common))
     if plot is not None:
         max(reports, key=lambda report: report.measured.mu).draw(plot)
         remark(f"Drawn to {plot}")
@@ -155,28 +152,6 @@ def audit(
     raise typer.Exit(0 if ok else 1)
 
 
-def _usual_subject(path: Path) -> str:
-    if not path.is_file():
-        raise ConfigurationError(
-            f"There is no file {path}: say by --subject path/to/file.py:function who returns (make_run, dataset)."
-        )
-    return f"{path}:subject"
-
-
-def _require_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ConfigurationError(f"--kind {kind} is not known: use one of {', '.join(KINDS)}.")
-
-
-def _require_runs(runs: int, kind: str) -> None:
-    """Refuse fewer runs than the attack takes; 0 is no attack."""
-    if 0 < runs < least_runs(kind):
-        raise ConfigurationError(
-            f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 for no such "
-            "attack."
-        )
-
-
 def _subject(target: str) -> tuple[Any, Any, Any]:
     """make_run, the data set, and the loss or None."""
     function = load(target, "--subject")
@@ -194,12 +169,10 @@ def _subject(target: str) -> tuple[Any, Any, Any]:
 
 def _require_same_run(ours: Sequence[Entry], theirs: Sequence[Entry], target: str) -> None:
     """What is attacked must claim just what the ledger claims."""
-    counts = []
-    for history in (ours, theirs):
-        count: Counter[str] = Counter()
+    counts: list[Counter[str]] = [Counter(), Counter()]
+    for count, history in zip(counts, (ours, theirs), strict=True):
         for entry in history:
             count[json.dumps(entry.event.to_dict(), sort_keys=True)] += entry.count
-        counts.append(count)
     if counts[0] != counts[1]:
         raise ConfigurationError(
             f"{target} makes another run than the ledger's: it must charge the same events equally often (sampling, "

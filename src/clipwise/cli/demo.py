@@ -60,7 +60,7 @@ def demo(
 
 
 def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) -> Result:
-    """One run under a live bar; or, where nobody watches, with a line when it is done."""
+    """One run under a live bar; or, without a terminal, with a line when it is done."""
     if not console.is_terminal:
         result = run(recipe, folder, seed=seed, watch=lambda _: None)
         say(
@@ -68,12 +68,8 @@ def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) ->
             console=console,
         )
         return result
-    with Progress(
-        TextColumn("{task.description:<15}"),
-        BarColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=console,
-    ) as bar:
+    columns = (TextColumn("{task.description:<15}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(recipe.name, total=None, figures="")
 
         def watch(moment: Moment) -> None:
@@ -90,12 +86,8 @@ def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) ->
 def _table(results: list[Result]) -> Table:
     """The runs side by side; the first one, without privacy, is what times are measured by."""
     table = Table("run", title="What privacy costs", title_justify="left")
-    for heading in (
-        "test accuracy",
-        f"epsilon (PLD)\nat delta {DELTA:g}",
-        "median time\na step",
-        "relative\ntime",
-    ):
+    epsilon = f"epsilon (PLD)\nat delta {DELTA:g}"
+    for heading in ("test accuracy", epsilon, "median time\na step", "relative\ntime"):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(

@@ -12,12 +12,13 @@ import typer
 from clipwise import accounting
 from clipwise.accounting import arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
-from clipwise.cli import accountants, plan, subject
 from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
+from clipwise.cli.releases import releases_of, table_of
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, takes_run_options
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import multi_run
-from clipwise.privacy import Entry, Sampling, Unit
+from clipwise.privacy import Entry
 from clipwise.report import plots
 
 
@@ -28,20 +29,10 @@ class Picture(str, Enum):
     PROFILE = "profile"
 
 
+@takes_run_options
 def epsilon(
-    noise_multiplier: plan.NoiseMultiplier = None,
-    sample_rate: plan.SampleRate = None,
-    batch_size: plan.BatchSize = None,
-    dataset_size: plan.DatasetSize = None,
-    steps: plan.Steps = None,
-    epochs: plan.Epochs = None,
-    delta: plan.Delta = 1e-5,
-    sampling: plan.HowSampled = Sampling.POISSON,
-    adjacency: plan.Neighbours = None,
-    unit: plan.Protected = Unit.RECORD,
-    max_batch_size: plan.MaxBatchSize = None,
-    mini_sets: plan.MiniSets = None,
-    ledger: subject.Ledgers = None,
+    options: RunOptions,
+    ledger: Ledgers = None,
     at_epsilon: Annotated[float | None, typer.Option(help="Tell the delta for this epsilon as well.")] = None,
     repetitions: Annotated[
         float | None,
@@ -55,7 +46,7 @@ def epsilon(
             help="How that number is drawn: 1 is geometric (the default), 0 logarithmic, inf Poisson."
         ),
     ] = None,
-    second_opinion: accountants.SecondOpinion = False,
+    second_opinion: SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Draw to this file, which ends in .png or .svg.")] = None,
     plot_kind: Annotated[
         Picture | None,
@@ -86,25 +77,20 @@ def epsilon(
     _require_search(repetitions, repetitions_shape)
     if at_epsilon is not None:
         arguments.number("--at-epsilon", at_epsilon, above=0, below=math.inf, open_end=False)
-    asked = plan.Asked(
-        sampling=sampling,
-        adjacency=adjacency,
-        unit=unit,
-        sample_rate=sample_rate,
-        batch_size=batch_size,
-        dataset_size=dataset_size,
-        max_batch_size=max_batch_size,
-        mini_sets=mini_sets,
-        steps=steps,
-        epochs=epochs,
-    )
-    about = subject.subject_of(ledger, noise_multiplier, asked, delta)
+    delta = options.delta
+    about = releases_of(ledger, options)
     if plot is not None:  # first, because a file that cannot be drawn is refused at once
-        _draw(about, delta, plot_kind or Picture.STEPS, plot)
+        if plot_kind is Picture.PROFILE:
+            plots.delta_profile(about.history, plot)
+        else:
+            plots.epsilon_over_steps(about.history, delta, plot)
+        remark(f"Drawn to {plot}")
     about.describe()
-    stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+    stdout().print(table_of(about.history, delta, second_opinion, about.plan))
     about.explain_runs()
-    _print_each_run(about, delta)
+    for run in about.runs if len(about.runs) > 1 else ():  # beside the total
+        alone = accounting.epsilon_of(run.found.history, delta)
+        say(f"{run.path} alone: epsilon {rounded_up(alone)} (PLD)")
     if at_epsilon is not None:
         found = accounting.delta_of(about.history, at_epsilon)
         assumption = f", {about.assumption}" if about.assumption else ""
@@ -114,9 +100,7 @@ def epsilon(
     if not about.is_seeded:
         say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
     if repetitions is not None:
-        _print_search(
-            about.history, delta, repetitions, 1.0 if repetitions_shape is None else repetitions_shape
-        )
+        _print_search(about.history, delta, repetitions, repetitions_shape)
 
 
 def _require_search(mean: float | None, shape: float | None) -> None:
@@ -133,22 +117,8 @@ def _require_search(mean: float | None, shape: float | None) -> None:
     arguments.number("--repetitions", mean, above=0 if shape == math.inf else 1, below=LARGEST_MEAN)
 
 
-def _draw(about: subject.Subject, delta: float, kind: Picture, file: Path) -> None:
-    if kind is Picture.STEPS:
-        plots.epsilon_over_steps(about.history, delta, file)
-    else:
-        plots.delta_profile(about.history, file)
-    remark(f"Drawn to {file}")
-
-
-def _print_each_run(about: subject.Subject, delta: float) -> None:
-    """Beside the total: what each run would cost if it were the only one."""
-    for run in about.runs if len(about.runs) > 1 else ():
-        alone = accounting.epsilon_of(run.found.history, delta)
-        say(f"{run.path} alone: epsilon {rounded_up(alone)} (PLD)")
-
-
-def _print_search(history: list[Entry], delta: float, mean: float, shape: float) -> None:
+def _print_search(history: list[Entry], delta: float, mean: float, given_shape: float | None) -> None:
+    shape = 1.0 if given_shape is None else given_shape
     try:
         whole = accounting.search(history, mean=mean, shape=shape, delta=delta)
     except ImportError as error:

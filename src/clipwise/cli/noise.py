@@ -5,36 +5,33 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from clipwise import accounting
-from clipwise.cli import accountants, plan
-from clipwise.cli.naming import naming_options
 from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
+from clipwise.cli.releases import table_of
+from clipwise.cli.run_options import (
+    Plan,
+    RunOptions,
+    SecondOpinion,
+    naming_options,
+    plan_of,
+    takes_run_options,
+)
 from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
-from clipwise.privacy import Sampling, Unit
+from clipwise.privacy import Sampling
 from clipwise.report import plots
 
 
+@takes_run_options
 def noise(
     epsilon: Annotated[float, typer.Option(help="The privacy budget: what the whole run may cost.")],
-    noise_multiplier: plan.NoiseMultiplier = None,
-    sample_rate: plan.SampleRate = None,
-    batch_size: plan.BatchSize = None,
-    dataset_size: plan.DatasetSize = None,
-    steps: plan.Steps = None,
-    epochs: plan.Epochs = None,
-    delta: plan.Delta = 1e-5,
-    sampling: plan.HowSampled = Sampling.POISSON,
-    adjacency: plan.Neighbours = None,
-    unit: plan.Protected = Unit.RECORD,
-    max_batch_size: plan.MaxBatchSize = None,
-    mini_sets: plan.MiniSets = None,
-    second_opinion: accountants.SecondOpinion = False,
+    options: RunOptions,
+    second_opinion: SecondOpinion = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw epsilon over the steps of that run to this file: .png or .svg.")
     ] = None,
@@ -56,44 +53,31 @@ def noise(
     answer is checked with the PLD accountant; `make_private(epsilon=...)` asks the first question.
     """
     require_picture(plot)
-    asked = plan.Asked(
-        sampling=sampling,
-        adjacency=adjacency,
-        unit=unit,
-        sample_rate=sample_rate,
-        batch_size=batch_size,
-        dataset_size=dataset_size,
-        max_batch_size=max_batch_size,
-        mini_sets=mini_sets,
-        steps=steps,
-        epochs=epochs,
-    )
     with naming_options():
-        answer, run, multiplier = _solve(asked, epsilon, delta, noise_multiplier)
+        answer, run, multiplier = _solve(options, epsilon)
         history = run.history(multiplier)
-    reached = accounting.epsilon_of(history, delta)
+    reached = accounting.epsilon_of(history, options.delta)
     if plot is not None:
-        plots.epsilon_over_steps(history, delta, plot)
+        plots.epsilon_over_steps(history, options.delta, plot)
         remark(f"Drawn to {plot}")
     say(f"{run}, noise multiplier {multiplier:g}")
     say(answer, style="bold")
-    stdout().print(accountants.table_of(history, delta, second_opinion))
-    say(in_words(reached, delta, run.adjacency, run.unit, accounting.tradeoff_of(history)))
+    stdout().print(table_of(history, options.delta, second_opinion))
+    say(in_words(reached, options.delta, run.adjacency, run.unit, accounting.tradeoff_of(history)))
 
 
-def _solve(
-    asked: plan.Asked, epsilon: float, delta: float, noise_multiplier: float | None
-) -> tuple[str, plan.Plan, float]:
-    """The answer in words, and the run that it makes definite."""
-    missing = [
-        name
-        for name, given in (
-            ("--noise-multiplier", noise_multiplier is not None),
-            ("--steps or --epochs", asked.has_length),
-            ("--sample-rate or --batch-size", asked.has_rate),
-        )
-        if not given
-    ]
+Solved = tuple[
+    str, Plan, float
+]  # the answer in words, the run that it makes definite, and its noise multiplier
+
+
+def _solve(options: RunOptions, epsilon: float) -> Solved:
+    given = {
+        "--noise-multiplier": options.noise_multiplier is not None,
+        "--steps or --epochs": options.has_length,
+        "--sample-rate or --batch-size": options.has_rate,
+    }
+    missing = [name for name, is_given in given.items() if not is_given]
     if not missing:
         raise ConfigurationError(
             "Noise, length and batch size are all given: leave out the one that --epsilon shall decide, or ask "
@@ -104,77 +88,72 @@ def _solve(
             f"Give all but one of noise, length and batch size. Left out are {' and '.join(missing)}; the batch "
             "size may be given as --sample-rate, or as --batch-size with --dataset-size."
         )
-    if noise_multiplier is None:
-        return _least_noise(asked, epsilon, delta)
-    if not asked.has_length:
-        return _most_steps(asked, epsilon, delta, noise_multiplier)
-    return _largest_batches(asked, epsilon, delta, noise_multiplier)
+    if options.noise_multiplier is None:
+        return _least_noise(options, epsilon)
+    if not options.has_length:
+        return _most_steps(options, epsilon, options.noise_multiplier)
+    return _largest_batches(options, epsilon, options.noise_multiplier)
 
 
-def _least_noise(asked: plan.Asked, epsilon: float, delta: float) -> tuple[str, plan.Plan, float]:
-    run = plan.plan_of(asked, delta)
-    found = accounting.noise_multiplier(epsilon=epsilon, delta=delta, steps=run.steps, **run.arguments())
+def _least_noise(options: RunOptions, epsilon: float) -> Solved:
+    run = plan_of(options)
+    found = accounting.noise_multiplier(
+        epsilon=epsilon, delta=options.delta, steps=run.steps, **run.arguments()
+    )
     shown = rounded_up(found, 6)  # more noise than found, if anything
     return f"Least noise: a multiplier of {shown}", run, float(shown)
 
 
-def _most_steps(asked: plan.Asked, epsilon: float, delta: float, z: float) -> tuple[str, plan.Plan, float]:
-    run = plan.plan_of(asked, delta, steps=1)
-    found = accounting.steps(epsilon=epsilon, delta=delta, noise_multiplier=z, **run.arguments())
+def _most_steps(options: RunOptions, epsilon: float, z: float) -> Solved:
+    run = plan_of(options, steps=1)
+    found = accounting.steps(epsilon=epsilon, delta=options.delta, noise_multiplier=z, **run.arguments())
     run = replace(run, steps=found)
     # Rounded down: so many epochs fit.
     epochs = math.floor(100 * found / run.scheme.steps_per_epoch) / 100
     return f"Most steps: {found}, which is {epochs:g} epochs", run, z
 
 
-def _largest_batches(
-    asked: plan.Asked, epsilon: float, delta: float, z: float
-) -> tuple[str, plan.Plan, float]:
-    if asked.sampling not in (Sampling.POISSON, Sampling.FIXED_SIZE):
+def _largest_batches(options: RunOptions, epsilon: float, z: float) -> Solved:
+    if options.sampling not in (Sampling.POISSON, Sampling.FIXED_SIZE):
         raise ConfigurationError(
-            f"The batch size cannot be left out with --sampling {asked.sampling}: give --batch-size and leave out "
+            f"The batch size cannot be left out with --sampling {options.sampling}: give --batch-size and leave out "
             "the noise or the length."
         )
-    length: dict[str, Any] = {"steps": asked.steps} if asked.epochs is None else {"epochs": asked.epochs}
-    if asked.epochs is not None and asked.steps is not None:
+    if options.epochs is not None and options.steps is not None:
         raise ConfigurationError("Give --epochs or --steps, not both.")
     rate = accounting.sample_rate(
         epsilon=epsilon,
-        delta=delta,
+        delta=options.delta,
         noise_multiplier=z,
-        sampling=str(asked.sampling),
-        adjacency=str(adjacency_of(asked.adjacency, asked.sampling)),
-        unit=str(asked.unit),
-        **length,
+        sampling=str(options.sampling),
+        adjacency=str(adjacency_of(options.adjacency, options.sampling)),
+        unit=str(options.unit),
+        **({"steps": options.steps} if options.epochs is None else {"epochs": options.epochs}),
     )
-    if asked.dataset_size is None:
-        if asked.sampling is Sampling.FIXED_SIZE:
+    if options.dataset_size is None:
+        if options.sampling is Sampling.FIXED_SIZE:
             raise ConfigurationError(
                 "--sampling fixed-size needs --dataset-size: its batches have whole sizes."
             )
-        if asked.epochs is not None:
+        if options.epochs is not None:
             rate = 1 / math.ceil(1 / rate)  # an epoch has a whole number of steps
-        run = plan.plan_of(replace(asked, sample_rate=rate), delta)
-        return f"Largest batches: a rate of {rate:.6g}", run, z
-    run = _of_whole_size(asked, epsilon, delta, z, rate)
-    return (
-        f"Largest batches: {run.scheme.expected_size:g} records, a rate of {run.scheme.sample_rate:.6g}",
-        run,
-        z,
-    )
+        return f"Largest batches: a rate of {rate:.6g}", plan_of(replace(options, sample_rate=rate)), z
+    run = _of_whole_size(options, epsilon, z, rate)
+    size, rate = run.scheme.expected_size, run.scheme.sample_rate
+    return f"Largest batches: {size:g} records, a rate of {rate:.6g}", run, z
 
 
-def _of_whole_size(asked: plan.Asked, epsilon: float, delta: float, z: float, rate: float) -> plan.Plan:
+def _of_whole_size(options: RunOptions, epsilon: float, z: float, rate: float) -> Plan:
     """The run with the largest batch size near `rate` that fits: sizes are whole, and so are steps in an epoch."""
-    assert asked.dataset_size is not None
+    assert options.dataset_size is not None
 
-    def of_size(size: int) -> plan.Plan:
-        return plan.plan_of(replace(asked, batch_size=size), delta)
+    def of_size(size: int) -> Plan:
+        return plan_of(replace(options, batch_size=size))
 
     def fits(size: int) -> bool:
-        return accounting.epsilon_of(of_size(size).history(z), delta) <= epsilon
+        return accounting.epsilon_of(of_size(size).history(z), options.delta) <= epsilon
 
-    size = math.floor(rate * asked.dataset_size)
+    size = math.floor(rate * options.dataset_size)
     while size > 0 and not fits(size):
         size -= 1
     if size == 0:
@@ -182,6 +161,6 @@ def _of_whole_size(asked: plan.Asked, epsilon: float, delta: float, z: float, ra
             f"--epsilon {epsilon:g} allows a rate of {rate:.3g} at most: less than one record in a batch. Give more "
             "noise, fewer steps or a larger budget."
         )
-    while size < asked.dataset_size and fits(size + 1):
+    while size < options.dataset_size and fits(size + 1):
         size += 1
     return of_size(size)

@@ -1,4 +1,4 @@
-"""How commands speak: tables and plain lines on stdout, warnings and errors on stderr."""
+"""What commands print: tables and plain lines on stdout, warnings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -28,14 +28,9 @@ def say(text: str, *, console: Console | None = None, style: str = "") -> None:
     (console or stdout()).print(Text(text, style=style), soft_wrap=True)
 
 
-def complain(kind: str, message: str, style: str) -> None:
-    """One line on stderr."""
-    say(f"{kind}: {message}", console=Console(stderr=True, highlight=False), style=style)
-
-
-def remark(text: str) -> None:
-    """A line beside the results, which may be read by a machine: on stderr."""
-    say(text, console=Console(stderr=True, highlight=False))
+def remark(text: str, style: str = "") -> None:
+    """A line on stderr: stdout holds results, which may be read by a machine."""
+    say(text, console=Console(stderr=True, highlight=False), style=style)
 
 
 def rounded_up(value: float, digits: int = 4) -> str:

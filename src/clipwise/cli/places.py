@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from clipwise.errors import ConfigurationError
@@ -42,12 +41,3 @@ def require_folder(folder: Path) -> None:
             f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). "
             "Give another folder."
         ) from error
-
-
-def require_results(folders: Sequence[Path], name: str) -> None:
-    """Refuse a folder for --take without results in it."""
-    for folder in folders:
-        if not (folder / name).is_file():
-            raise ConfigurationError(
-                f"--take {folder}: there is no {name} in it. Give a folder of earlier results."
-            )

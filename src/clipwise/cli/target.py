@@ -24,19 +24,21 @@ def load(target: str, argument: str = "TARGET") -> Callable[[], Any]:
             f"{argument} is {target!r}: it must look like path/to/file.py:function or package.module:function."
         )
     with running(target):
-        module = _from_file(Path(place), argument) if place.endswith(".py") else _from_package(place)
+        if place.endswith(".py"):
+            module = _from_file(Path(place), argument)
+        else:
+            _look_in(Path.cwd())
+            module = importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigurationError(
-            f"{place} has no function {name!r}: name one that returns what is asked for."
-        )
+        raise ConfigurationError(f"{place} has no function {name!r}: name one that it has.")
     made: Callable[[], Any] = function
     return made
 
 
 @contextmanager
 def running(target: str) -> Iterator[None]:
-    """The user's code runs here: what it raises is told in one line, with the place where it happened."""
+    """The user's code runs here: what it raises is reported in one line, with the place where it happened."""
     try:
         yield
     except ClipwiseError:
@@ -49,13 +51,8 @@ def running(target: str) -> Iterator[None]:
 
 
 def _is_foreign(filename: str) -> bool:
-    folders = (
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(os.__file__),
-        sys.prefix,
-        "<frozen",
-    )
-    return filename.startswith(folders)
+    package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)
+    return filename.startswith((package, library, sys.prefix, "<frozen"))
 
 
 def _from_file(path: Path, argument: str) -> ModuleType:
@@ -69,11 +66,6 @@ def _from_file(path: Path, argument: str) -> ModuleType:
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module
-
-
-def _from_package(name: str) -> ModuleType:
-    _look_in(Path.cwd())
-    return importlib.import_module(name)
 
 
 def _look_in(folder: Path) -> None:

@@ -10,31 +10,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from clipwise.cli import accountants, plan, subject
 from clipwise.cli.output import remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
-from clipwise.privacy import Sampling, Unit
+from clipwise.cli.releases import releases_of, table_of
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, takes_run_options
 from clipwise.report import plots
 from clipwise.report.risk import Risk
 from clipwise.report.run_description import plain
 from clipwise.report.wording import neighbours
 
 
+@takes_run_options
 def tradeoff(
-    noise_multiplier: plan.NoiseMultiplier = None,
-    sample_rate: plan.SampleRate = None,
-    batch_size: plan.BatchSize = None,
-    dataset_size: plan.DatasetSize = None,
-    steps: plan.Steps = None,
-    epochs: plan.Epochs = None,
-    delta: plan.Delta = 1e-5,
-    sampling: plan.HowSampled = Sampling.POISSON,
-    adjacency: plan.Neighbours = None,
-    unit: plan.Protected = Unit.RECORD,
-    max_batch_size: plan.MaxBatchSize = None,
-    mini_sets: plan.MiniSets = None,
-    ledger: subject.Ledgers = None,
-    second_opinion: accountants.SecondOpinion = False,
+    options: RunOptions,
+    ledger: Ledgers = None,
+    second_opinion: SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
 ) -> None:
@@ -51,23 +41,11 @@ def tradeoff(
     whatever the attack. 1% detected at 1% false alarms is blind guessing.
     """
     require_picture(plot)
-    asked = plan.Asked(
-        sampling=sampling,
-        adjacency=adjacency,
-        unit=unit,
-        sample_rate=sample_rate,
-        batch_size=batch_size,
-        dataset_size=dataset_size,
-        max_batch_size=max_batch_size,
-        mini_sets=mini_sets,
-        steps=steps,
-        epochs=epochs,
-    )
-    about = subject.subject_of(ledger, noise_multiplier, asked, delta)
+    about = releases_of(ledger, options)
     if plot is not None:  # first, because a file that cannot be drawn is refused at once
         plots.tradeoff_curve(about.history, plot)
         remark(f"Drawn to {plot}")
-    risk = Risk.of(about.history, sorted({delta, 1e-3, 1e-7}, reverse=True))
+    risk = Risk.of(about.history, sorted({options.delta, 1e-3, 1e-7}, reverse=True))
     event = about.event
     if as_json:
         content = {
@@ -84,7 +62,7 @@ def tradeoff(
         about.describe()
         say(f"Two data sets to tell apart: {neighbours(event.adjacency, event.unit)}.")
         stdout().print(_table(risk))
-        stdout().print(accountants.table_of(about.history, delta, second_opinion, about.plan))
+        stdout().print(table_of(about.history, options.delta, second_opinion, about.plan))
         about.explain_runs()
         say(_in_terms_of_mu(risk.mu))
 

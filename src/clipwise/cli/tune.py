@@ -1,46 +1,33 @@
-"""`clipwise tune`: settings for a data set or a script, and what the search costs."""
+"""`clipwise tune`: settings for a recipe or a script, and the privacy cost of the search."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 from safetensors.torch import save_file
 
-from benchmarks.environment import device_of
 from clipwise.cli.output import rounded_up, say, stdout
 from clipwise.cli.places import require_folder
 from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
-from clipwise.tune import accounted, report, study, subject
+from clipwise.recipes.tuning import RECIPES
+from clipwise.tune import Recipe, Subject, report, selection, study
 from clipwise.tune.front import Point, front
-from clipwise.tune.selection import composed_epsilon
+from clipwise.tune.subject import of_script
 
 
 def tune(
-    what: Annotated[str, typer.Argument(help="A data set by name, or a script that ends in .py.")],
-    method: Annotated[
-        str | None, typer.Option(help="For a data set: dp-sgd, lip or fix-lip; dp-sgd if left out.")
-    ] = None,
-    norm: Annotated[
-        str | None,
-        typer.Option(
-            help="For a data set: none, group, or bounded, a group norm with a floor; none if left out."
-        ),
-    ] = None,
+    what: Annotated[
+        str,
+        typer.Argument(help="A recipe (digits), or a script: path/to/file.py or path/to/file.py:function."),
+    ],
     trials: Annotated[
         int | None, typer.Option(min=1, help="Finished runs that the study shall have; 30 if left out.")
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="For a data set: the folder of data sets; if left out, CLIPWISE_DATA names it."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="For a data set: cpu or cuda; cpu if left out.")] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Of the search and of first weights, not of any noise.")
     ] = 0,
@@ -69,7 +56,7 @@ def tune(
 ) -> None:
     """Search settings for high accuracy and a small epsilon at once, and show the Pareto front.
 
-    For example, on the digits that ship with clipwise:
+    For example, the demo's network on the digits that ship with clipwise:
 
         clipwise tune digits --trials 20
 
@@ -85,104 +72,72 @@ def tune(
     Where it has results of another study, the last three go into a folder below, named after the study. With
     --accounted it gets best.safetensors, the weights of the best run, if --out is given.
     """
-    is_script = what.endswith(".py")
-    if is_script:
-        _require_data_set(what, {"method": method, "norm": norm, "data": data, "device": device})
-    method = "dp-sgd" if method is None else method
-    norm = "none" if norm is None else norm
-    place = device_of("cpu" if device is None else device)
-    if is_accounted:
-        if trials is not None:
-            raise ConfigurationError(
-                "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
-                "--mean-runs, how many there are on average."
-            )
-        _accounted(
-            what,
-            method,
-            norm,
-            data,
-            place,
-            seed,
-            3.0 if epsilon is None else epsilon,
-            10.0 if mean_runs is None else mean_runs,
-            0.05 if sample_rate is None else sample_rate,
-            10 if epochs is None else epochs,
-            out,
+    path, _, function = what.partition(".py:")
+    is_script = bool(function) or what.endswith(".py")
+    if not is_script and what not in RECIPES:
+        raise ConfigurationError(
+            f"{what!r} is no recipe and no script: give {', '.join(RECIPES)}, or a file that ends in .py."
         )
+    of_accounted = {
+        "epsilon": epsilon,
+        "mean_runs": mean_runs,
+        "sample_rate": sample_rate,
+        "epochs": epochs,
+    }
+    given = {name: value for name, value in of_accounted.items() if value is not None}
+    if is_accounted and is_script:
+        raise ConfigurationError(
+            "--accounted takes a recipe: it has to know what every run releases. For a script of your own, "
+            "call clipwise.tune.selection.plan and select."
+        )
+    if is_accounted:
+        search_accounted(RECIPES[what], given, trials, out, seed)
         return
-    _require_accounted(
-        {"epsilon": epsilon, "mean-runs": mean_runs, "sample-rate": sample_rate, "epochs": epochs}
-    )
+    require_no_options_of_accounted(given)
+    with running(what) if is_script else nullcontext():
+        if is_script:
+            file = Path(f"{path}.py" if function else path)
+            subject = of_script(file, function or "train")
+        else:
+            subject = RECIPES[what].subject(seed)
+        search_openly(subject, trials, out, seed)
+
+
+def require_no_options_of_accounted(given: dict[str, float]) -> None:
+    """Refuse options that would be ignored."""
+    for name in given:
+        raise ConfigurationError(
+            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and length "
+            "by itself."
+        )
+
+
+def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: int) -> None:
+    """Search, print the Pareto front and write it to a folder."""
     folder = out or Path("runs/tune")
     require_folder(folder)
-    with running(what) if is_script else nullcontext():
-        about = (
-            subject.of_script(Path(what))
-            if is_script
-            else subject.named(what, method, norm, data, place, seed)
-        )
-        found = study.search(about, 30 if trials is None else trials, folder, say, seed=seed)
+    found = study.search(subject, 30 if trials is None else trials, folder, say, seed=seed)
     stdout().print(_table([p for p, _ in found]))
-    for file in report.write(about.name, found, folder):
+    for file in report.write(subject.name, found, folder):
         say(f"wrote {file}")
-    for sentence in report.cost_in_words(len(found), composed_epsilon([s for _, s in found])):
+    for sentence in report.cost_in_words([s for _, s in found]):
         say(sentence)
 
 
-def _require_data_set(script: str, given: Mapping[str, object]) -> None:
-    """Refuse options of named data sets, which a script would not be told of."""
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigurationError(
-                f"--{name} goes with a data set by name: {Path(script).name} chooses for itself, so leave it out and "
-                "say it in train(settings)."
-            )
-
-
-def _require_accounted(given: dict[str, float | None]) -> None:
-    """Refuse options that would not be looked at."""
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigurationError(
-                f"--{name} goes with --accounted: an ordinary search chooses noise, batches and length by itself."
-            )
-
-
-def _accounted(
-    what: str,
-    method: str,
-    norm: str,
-    data: Path | None,
-    device: torch.device,
-    seed: int,
-    epsilon: float,
-    mean_runs: float,
-    sample_rate: float,
-    epochs: int,
-    out: Path | None,
+def search_accounted(
+    recipe: Recipe, given: dict[str, float], trials: int | None, out: Path | None, seed: int
 ) -> None:
-    if what.endswith(".py"):
+    """Search with a secret number of runs, and print and keep the best."""
+    if trials is not None:
         raise ConfigurationError(
-            "--accounted takes a data set by name: it has to know what every run releases. For a script of your own, "
-            "call clipwise.tune.selection.plan and select."
+            "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
+            "--mean-runs, how many there are on average."
         )
-    accounted.require_possible(method, norm, epsilon, mean_runs, sample_rate)
+    options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types
     if out is not None:
         require_folder(out)
-        out.mkdir(parents=True, exist_ok=True)  # before the search: what it found cannot be found again
-    found = accounted.search(
-        what,
-        method,
-        norm,
-        data,
-        device,
-        epsilon=epsilon,
-        mean_runs=mean_runs,
-        sample_rate=sample_rate,
-        epochs=epochs,
-        seed=seed,
-    )
+        out.mkdir(parents=True, exist_ok=True)  # before the search, whose result cannot be found again
+    found = selection.search(recipe, options, seed)
     for sentence in found.in_words():
         say(sentence)
     if found.released is not None and out is not None:
@@ -192,10 +147,10 @@ def _accounted(
 
 def _table(points: list[Point]) -> Table:
     best = front(points)
-    names: list[Any] = list(best[0].settings) if best else []
+    names = list(best[0].settings) if best else []
     table = Table("epsilon", "accuracy", *names, title="Runs that no other beats", title_justify="left")
     for p in best:
-        values = (p.settings.get(n) for n in names)
-        told = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)
-        table.add_row(rounded_up(p.epsilon), f"{p.accuracy:.2%}", *told)
+        table.add_row(
+            rounded_up(p.epsilon), f"{p.accuracy:.2%}", *(report.short(p.settings.get(n)) for n in names)
+        )
     return table

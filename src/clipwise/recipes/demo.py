@@ -113,7 +113,7 @@ def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Resu
         watch: told after every step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         if seed is None:
             torch.seed()  # else every process would begin with the same weights
         else:
@@ -130,7 +130,7 @@ def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Resu
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """The network is so small that threads would wait for each other longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

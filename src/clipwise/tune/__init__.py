@@ -1,6 +1,6 @@
-"""Search for settings: accuracy against epsilon, and what the search itself costs in privacy."""
+"""Search for settings: accuracy against epsilon, and the privacy cost of the search itself."""
 
-from clipwise.tune.space import Choice, Range, Space, paper_space, point
-from clipwise.tune.trial import METHODS, Trial
+from clipwise.tune.space import Choice, Range, Space, point
+from clipwise.tune.subject import Recipe, Run, Score, Subject
 
-__all__ = ["METHODS", "Choice", "Range", "Space", "Trial", "paper_space", "point"]
+__all__ = ["Choice", "Range", "Recipe", "Run", "Score", "Space", "Subject", "point"]

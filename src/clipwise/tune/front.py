@@ -16,11 +16,6 @@ class Point:
     epsilon: float
     settings: dict[str, Any]
 
-    def beats(self, other: Point) -> bool:
-        """At least as good in both, and better in one."""
-        no_worse = self.accuracy >= other.accuracy and self.epsilon <= other.epsilon
-        return no_worse and (self.accuracy > other.accuracy or self.epsilon < other.epsilon)
-
 
 def front(points: Sequence[Point]) -> list[Point]:
     """Those that none beats, by epsilon; of equal ones the first."""

@@ -6,10 +6,9 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from clipwise.ledger.durable_files import replace_file
 from clipwise.privacy import rounded_up
@@ -28,12 +27,11 @@ def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Pa
     """
     out = _place(name, out)
     points = [p for p, _ in found]
-    cost = composed_epsilon([s for _, s in found])
     stored = {"study": name, "trials": [vars(p) for p in points], "front": [p.number for p in front(points)]}
-    json_text = json.dumps(stored, indent=1) + "\n"
+    results, page = json.dumps(stored, indent=1) + "\n", markdown(name, found)
     files = [out / RESULTS, out / "front.md"]
-    for file, text in zip(files, (json_text, markdown(name, points, cost)), strict=True):
-        replace_file(file, partial(_put, text), mode=0o644)
+    replace_file(files[0], lambda file: file.write(results.encode()), mode=0o644)
+    replace_file(files[1], lambda file: file.write(page.encode()), mode=0o644)
     try:
         importlib.import_module("matplotlib")
     except ImportError:
@@ -59,26 +57,28 @@ def _is_free(name: str, folder: Path) -> bool:
     return isinstance(stored, dict) and stored.get("study") == name
 
 
-def markdown(name: str, points: Sequence[Point], cost: tuple[float, float] | None) -> str:
+def markdown(name: str, found: Sequence[tuple[Point, Score]]) -> str:
     """The front as a table, and what the search costs."""
+    points = [p for p, _ in found]
     best = front(points)
     names = list(best[0].settings) if best else []
     head = ["epsilon", "accuracy", *names]
     lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for p in best:
-        values = [_short(p.settings.get(n)) for n in names]
+        values = [short(p.settings.get(n)) for n in names]
         lines.append(f"| {' | '.join([rounded_up(p.epsilon), f'{p.accuracy:.2%}', *values])} |")
-    return "\n".join([*lines, "", *cost_in_words(len(points), cost)]) + "\n"
+    return "\n".join([*lines, "", *cost_in_words([s for _, s in found])]) + "\n"
 
 
-def cost_in_words(runs: int, cost: tuple[float, float] | None) -> list[str]:
+def cost_in_words(scores: Sequence[Score]) -> list[str]:
     """What the search costs, in sentences."""
     lines = [
         "Epsilon is that of one run. The scores are accuracies on held-out records, without noise, and the search "
         "followed them. On public data that costs nothing. On private records this choice has no guarantee: tune on "
         "public data, or use `clipwise tune --accounted`.",
     ]
+    runs, cost = len(scores), composed_epsilon(scores)
     if cost is not None:
         epsilon, delta = cost
         lines.append(
@@ -88,10 +88,6 @@ def cost_in_words(runs: int, cost: tuple[float, float] | None) -> list[str]:
     return lines
 
 
-def _put(text: str, handle: IO[bytes]) -> None:
-    handle.write(text.encode())
-
-
 def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
     matplotlib = importlib.import_module("matplotlib")
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
@@ -99,15 +95,8 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
         axes = canvas.subplots()
         axes.plot([p.epsilon for p in points], [p.accuracy for p in points], "o", color="0.7", markersize=4)
         best = front(points)
-        axes.step(
-            [p.epsilon for p in best],
-            [p.accuracy for p in best],
-            "o-",
-            where="post",
-            color="black",
-            markersize=4,
-            label="Pareto front",
-        )
+        line = {"where": "post", "color": "black", "markersize": 4, "label": "Pareto front"}
+        axes.step([p.epsilon for p in best], [p.accuracy for p in best], "o-", **line)
         axes.set_xscale("log")
         axes.set_xlabel("epsilon of one run")
         axes.set_ylabel("validation accuracy")
@@ -117,5 +106,6 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
     return file
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A setting in a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What a search may choose from: ranges and lists, and the space that the weight-clipping paper prints."""
+"""What a search may choose from: ranges and lists."""
 
 from __future__ import annotations
 
@@ -86,23 +86,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))  # the order of a set changes from process to process
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # so does where a function lies
-
-
-def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]:
-    """Table 3 of Barczewski and Ramon (2024), whose number of epochs is not printed: that list is ours.
-
-    Args:
-        norm: with "bounded" there are also the groups and the floor alpha of the norm.
-        group_size: how many numbers a group has: alpha goes from 0.1 / size to 1 / size.
-    """
-    space: dict[str, Dimension] = {
-        "noise_multiplier": Range(0.4, 5, log=True),
-        "max_norm": Range(1, 15, log=True),
-        "batch_size": Range(32, 512, log=True, whole=True),
-        "learning_rate": Range(1e-4, 1e-2, log=True),
-        "epochs": Choice((5, 10, 20, 40)),
-    }
-    if norm == "bounded":
-        space["groups"] = Choice((8, 16, 32))
-        space["alpha"] = Range(0.1 / group_size, 1 / group_size, log=True)
-    return space

@@ -26,7 +26,7 @@ def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0)
         subject: what is tuned.
         trials: how many finished trials the study shall have.
         out: the folder of its file.
-        say: told of each run.
+        say: called with a line for each run.
         seed: of the search. What runs draw does not come from it.
     """
     if trials < 1:
@@ -42,7 +42,7 @@ def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0)
             raise ConfigurationError(
                 f"Every run of {subject.name} failed; the last one said: {failed[-1].user_attrs.get('reason', '')}"
             )
-    return [(_point(t), _score(t)) for t in _finished(study)]
+    return [_found(t) for t in _finished(study)]
 
 
 def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
@@ -84,17 +84,11 @@ def _finished(study: Any) -> list[Any]:
     return [t for t in study.trials if t.state.name == "COMPLETE"]
 
 
-def _point(trial: Any) -> Point:
+def _found(trial: Any) -> tuple[Point, Score]:
+    kept, release = trial.user_attrs, trial.user_attrs.get("release")
     accuracy, epsilon = trial.values
-    return Point(trial.number, accuracy, epsilon, dict(trial.user_attrs["settings"]))
-
-
-def _score(trial: Any) -> Score:
-    release = trial.user_attrs.get("release")
-    accuracy, epsilon = trial.values
-    return Score(
-        accuracy, epsilon, trial.user_attrs.get("delta"), None if release is None else tuple(release)
-    )
+    score = Score(accuracy, epsilon, kept.get("delta"), None if release is None else tuple(release))
+    return Point(trial.number, accuracy, epsilon, dict(kept["settings"])), score
 
 
 def _space_of(study: Any, now: dict[str, Any]) -> dict[str, Any]:
@@ -109,12 +103,15 @@ def _space_of(study: Any, now: dict[str, Any]) -> dict[str, Any]:
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     gone = [f"{name!r} is gone" for name in before if name not in now]
     new = [f"{name!r} is new" for name in now if name not in before]
-    changed = [
-        f"{name!r} was {_in_words(before[name])} and is {_in_words(now[name])}"
-        for name in now
-        if name in before and before[name] != now[name]
-    ]
-    return gone + new + changed
+    return (
+        gone
+        + new
+        + [
+            f"{name!r} was {_in_words(before[name])} and is {_in_words(now[name])}"
+            for name in now
+            if name in before and before[name] != now[name]
+        ]
+    )
 
 
 def _in_words(dimension: dict[str, Any]) -> str:
@@ -136,15 +133,16 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
         raise ConfigurationError(
             "`clipwise tune` needs Optuna, which is not installed: run `pip install 'clipwise-dp[tune]'`."
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # why a trial failed is told by us, in one line
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # we report why a trial failed, in one line
     out.mkdir(parents=True, exist_ok=True)
     now = described(subject.space)
-    study = _opened(optuna, subject.name, out / FILE)
+    storage = f"sqlite:///{out / FILE}"
+    study = _opened(optuna, subject.name, storage)
     differences = _differences(_space_of(study, now), now)
     if differences and all(t.state.name == "FAIL" for t in study.trials):
-        # As after a mistake in a script that is mended now: there is no run that others could be mixed with.
-        optuna.delete_study(study_name=subject.name, storage=_address(out / FILE))
-        study = _opened(optuna, subject.name, out / FILE)
+        # As after a mistake in a script that is fixed now: no finished run could be mixed with others.
+        optuna.delete_study(study_name=subject.name, storage=storage)
+        study = _opened(optuna, subject.name, storage)
     elif differences:
         raise _another_space(differences)
     if not study.trials:
@@ -154,19 +152,13 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
     return study
 
 
-def _opened(optuna: Any, name: str, file: Path) -> Any:
+def _opened(optuna: Any, name: str, storage: str) -> Any:
     try:
         return optuna.create_study(
-            study_name=name,
-            storage=_address(file),
-            directions=["maximize", "minimize"],
-            load_if_exists=True,
+            study_name=name, storage=storage, directions=["maximize", "minimize"], load_if_exists=True
         )
     except Exception as error:  # of Optuna, of SQLAlchemy or of SQLite
         raise ConfigurationError(
-            f"{file} cannot be opened as a study ({type(error).__name__}): give another folder with --out."
+            f"{storage.removeprefix('sqlite:///')} cannot be opened as a study ({type(error).__name__}): give another "
+            "folder with --out."
         ) from error
-
-
-def _address(file: Path) -> str:
-    return f"sqlite:///{file}"

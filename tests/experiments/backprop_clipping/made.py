@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from experiments.backprop_clipping.grid import asked
-from experiments.harness.rounds import Asked
+from experiments.harness.search import Asked
 
 
 def everything(

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.backprop_clipping import page, plots
 from experiments.backprop_clipping.grid import SIGNALS
-from experiments.harness.rounds import Asked
+from experiments.harness.search import Asked
 from experiments.harness.store import FILE, FORMAT, Store
 from tests.experiments.backprop_clipping.made import everything
 

@@ -4,7 +4,7 @@ import pytest
 
 from clipwise.tune.space import Choice
 from experiments.backprop_clipping.grid import EPSILONS, rows
-from experiments.backprop_clipping.search import Row, effort_of, near, space, spread
+from experiments.backprop_clipping.search import SEARCH, Row, effort_of, space
 from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, METHODS
 
 
@@ -12,7 +12,7 @@ from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, METHODS
 def test_few_points_fill_the_space(method: str) -> None:
     """Both optimizers, all rates and lengths, and of each constant values below and above the middle."""
     row = Row("mnist", method, 1.0)
-    trials = spread(row, 6)
+    trials = SEARCH.spread(row, 6)
     assert len(set(trials)) == 6
     for name, dimension in space(row).items():
         if isinstance(dimension, Choice):
@@ -24,8 +24,8 @@ def test_few_points_fill_the_space(method: str) -> None:
 
 def test_second_trials_are_near_the_first() -> None:
     row = Row("mnist", "gradient-clip", 1.0)
-    centre = spread(row, 6)[2]
-    for trial in near(row, 2, 3):
+    centre = SEARCH.spread(row, 6)[2]
+    for trial in SEARCH.near(row, 2, 3):
         assert trial != centre
         # A quarter of the extent of [1e-3, 1] is a factor 10^0.75.
         assert 10**-0.76 <= trial.grad_norm / centre.grad_norm <= 10**0.76
@@ -39,11 +39,11 @@ def test_a_method_has_no_constant_of_another() -> None:
 
 def test_all_methods_have_the_same_effort_and_names_of_their_own() -> None:
     for data in EPSILONS:
-        effort = effort_of(data, False)
+        effort = effort_of(rows("5", data)[0], False)
         keys = [
             t.key
             for row in rows("5", data)
-            for t in (*spread(row, effort.spread), *near(row, 0, effort.near))
+            for t in (*SEARCH.spread(row, effort.spread), *SEARCH.near(row, 0, effort.near))
         ]
         assert len(set(keys)) == len(keys)
         assert all(row.method in METHODS for row in rows("5", data))

@@ -7,7 +7,7 @@ import torch
 
 from experiments.backprop_clipping.sets import images
 from experiments.backprop_clipping.signal import measured
-from experiments.backprop_clipping.training import Training
+from experiments.backprop_clipping.training import begun
 from experiments.backprop_clipping.trial import Trial
 
 
@@ -19,7 +19,7 @@ def digits():
 @pytest.mark.parametrize("method", ["dp-sgd-relu", "dp-sgd-layer", "gradient-normalize", "upstream-clip"])
 def test_each_layer_has_its_share(digits, method):
     trial = Trial("digits", method, 8.0, 1 / 4, 1, max_norm=0.01, input_norm=2.0, grad_norm=1e-3)
-    training = Training(trial, digits, 0)
+    training = begun(trial, digits, 0)
     found = measured(training, trial, digits)
     assert list(found) == ["0", "3", "7", "9"]  # the layers with weights, in order
     parts = {p.parameters[0].split(".")[0]: p for p in training.private.parts()}
@@ -43,6 +43,6 @@ def test_each_layer_has_its_share(digits, method):
 def test_what_is_not_clipped_is_the_plain_gradient(digits):
     """Of a clipped network, with clips so wide that they do nothing."""
     trial = Trial("digits", "gradient-clip", 8.0, 1 / 4, 1, input_norm=1e4, grad_norm=1e4)
-    found = measured(Training(trial, digits, 0), trial, digits)
+    found = measured(begun(trial, digits, 0), trial, digits)
     for layer in found.values():
         assert math.isclose(layer["signal"], layer["gradient"], rel_tol=1e-4)

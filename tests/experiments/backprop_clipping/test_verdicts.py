@@ -4,11 +4,12 @@ import pytest
 
 from experiments.backprop_clipping import verdicts
 from experiments.backprop_clipping.grid import SIGNALS
-from experiments.backprop_clipping.records import Difference, Results
+from experiments.backprop_clipping.records import Results
 from experiments.backprop_clipping.search import Row
 from experiments.backprop_clipping.trial import BACKPROP, OPEN
-from experiments.harness import evidence
-from experiments.harness.rounds import Asked
+from experiments.harness import verdicts as words
+from experiments.harness.results import Measured
+from experiments.harness.search import Asked
 from tests.experiments.backprop_clipping.made import everything
 
 
@@ -26,7 +27,7 @@ def made(ours: float, theirs: float = 0.9, open_: float = 0.95) -> Results:
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every row had been searched well enough for a verdict."""
-    monkeypatch.setattr(evidence, "TRIALS_PER_DIMENSION", 0)
+    monkeypatch.setattr(words, "TRIALS_PER_DIMENSION", 0)
 
 
 def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
@@ -38,9 +39,9 @@ def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
         verdicts.price_of_clips,
     ):
         for sentence in sentences(results):
-            assert f"**{evidence.NOT_TESTED} (9 trials in 6 dimensions" in sentence, sentence
+            assert f"**{words.NOT_TESTED} (9 trials in 6 dimensions" in sentence, sentence
     for sentence in verdicts.our_changes(results):
-        assert f"{evidence.NOT_TESTED}: 9 trials in " in sentence
+        assert f"{words.NOT_TESTED}: 9 trials in " in sentence
 
 
 def test_few_seeds_are_no_verdict(searched: None) -> None:
@@ -97,8 +98,8 @@ def test_the_best_is_chosen_on_the_validation_part() -> None:
 
 
 def test_a_difference_needs_two_standard_errors() -> None:
-    assert [Difference(p, 1.0).verdict for p in (2.1, 1.9, -1.9, -2.1)] == [1, 0, 0, -1]
-    assert Difference(50.0, None).verdict == 0  # with one run nothing is known of the error
+    assert [Measured(p, 1.0).verdict for p in (2.1, 1.9, -1.9, -2.1)] == [1, 0, 0, -1]
+    assert Measured(50.0, None).verdict == 0  # with one run nothing is known of the error
 
 
 def test_signals_are_compared_layer_by_layer() -> None:

@@ -6,10 +6,9 @@ import math
 import pytest
 
 from experiments import models
-from experiments.batch_clipping import tuned
+from experiments.batch_clipping import strategies, tuned
 from experiments.batch_clipping.figures import FIGURES
-from experiments.harness import strategies
-from experiments.harness.setting import Setting
+from experiments.batch_clipping.setting import Setting
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
 

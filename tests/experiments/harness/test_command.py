@@ -11,6 +11,7 @@ from clipwise.errors import ConfigurationError
 from experiments.__main__ import main
 from experiments.batch_clipping import paper
 from experiments.harness.store import Store
+from experiments.index import PAPERS, SCRIPTS
 
 
 @pytest.mark.parametrize(
@@ -20,12 +21,20 @@ from experiments.harness.store import Store
         (["batch-clipping", "--table", "5"], r"table='5' is not known: batch-clipping has no tables"),
         (["batch-clipping", "--seeds", "0"], "seeds=0 is not possible"),
         (["batch-clipping", "--quick", "--take", "nowhere"], "--take nowhere: there is no"),
-        (["other"], r"paper='other' is not known.*batch-clipping"),
+        (["other"], r"name='other' is not known.*batch-clipping"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path, capsys, arguments, message):
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_results_to_take_over_must_be_there(tmp_path, capsys):
+    (tmp_path / "a_file").write_text("something")
+    for folder in (tmp_path, tmp_path / "nowhere", tmp_path / "a_file"):
+        words = ["--quick", "--take", str(folder), "--out", str(tmp_path / "out")]
+        assert main(["batch-clipping", *words]) == 2
+        assert f"--take {folder}: there is no results.json in it" in capsys.readouterr().err
 
 
 def test_a_file_of_other_results_is_refused(tmp_path):
@@ -70,4 +79,18 @@ def test_the_module_refuses_a_folder_that_cannot_be_made(tmp_path, capsys):
 
 def test_the_module_ends_with_a_clean_line_where_it_refuses(tmp_path, capsys):
     assert main(["other", "--out", str(tmp_path)]) == 2
-    assert "error: paper='other' is not known" in capsys.readouterr().err
+    assert "error: name='other' is not known" in capsys.readouterr().err
+
+
+def test_help_lists_every_experiment_with_a_line(capsys):
+    assert main(["--help"]) == main([]) == 0
+    printed = capsys.readouterr().out
+    for name, command in (PAPERS | SCRIPTS).items():
+        assert re.search(rf"^  {name} +{re.escape(command.line)}$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*PAPERS, *SCRIPTS])
+def test_every_experiment_has_options_of_its_own(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0 and f"usage: python -m experiments {name}" in capsys.readouterr().out

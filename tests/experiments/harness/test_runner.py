@@ -7,8 +7,8 @@ import pytest
 
 from clipwise.errors import ConfigurationError
 from experiments.batch_clipping import paper, tuned
-from experiments.harness.papers import PAPERS
 from experiments.harness.runner import Options, reproduce
+from experiments.index import PAPERS
 
 
 def said():

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from clipwise.errors import ConfigurationError
-from clipwise.tune.limits import Deadline
+from experiments.batch_clipping import training
 from experiments.batch_clipping.paper import PAPER
-from experiments.harness import training, workers
-from experiments.harness.outcome import OutOfTimeError
+from experiments.harness import workers
+from experiments.harness.limits import Deadline, OutOfTimeError
 from experiments.harness.paper import Options
 from experiments.harness.runner import reproduce
 from experiments.harness.workers import Workers, WorkersLostError

@@ -1,7 +1,7 @@
 """The order of runs: trials, then trials near the best, then tests of the best; the test part is not read before."""
 
-from experiments.lip_dp_sgd.grid import asked, best, effort_of, table_rows
-from experiments.lip_dp_sgd.search import near, spread
+from experiments.lip_dp_sgd.grid import asked, table_rows
+from experiments.lip_dp_sgd.search import SEARCH, effort_of
 
 
 def played(figures, quick, score, seeds=None):
@@ -30,17 +30,17 @@ def test_tests_come_after_all_trials_of_their_row_and_with_the_best_of_them():
         assert kinds == ["validation"] * (effort.spread + effort.near) + ["test"] * 3
         trials = [a.job for a in of_row if a.judged_by == "validation"]
         assert {a.job for a in of_row if a.judged_by == "test"} == {max(trials, key=lambda t: t.max_norm)}
-        assert best(row, True, found) == max(trials, key=lambda t: t.max_norm)
+        assert SEARCH.best(row, True, found) == max(trials, key=lambda t: t.max_norm)
 
 
 def test_second_trials_surround_the_best_of_the_first():
     _, order = played(("table-1",), True, by_norm)
     row = table_rows("table-1", quick=True)[0]
     effort = effort_of(row, quick=True)
-    first = spread(row, effort.spread)
+    first = SEARCH.spread(row, effort.spread)
     winner = max(range(len(first)), key=lambda i: first[i].max_norm)
     tried = [a.job for a in order if a.row == row.label and a.judged_by == "validation"]
-    assert tried[effort.spread :] == list(near(row, winner, effort.near))
+    assert tried[effort.spread :] == list(SEARCH.near(row, winner, effort.near))
 
 
 def test_seeds_that_are_asked_for_count_in_tables_and_figures():
@@ -54,7 +54,7 @@ def test_equal_accuracies_are_told_apart_by_loss():
     found, order = played(("table-1",), True, lambda one: {"accuracy": 0.5, "loss": float(next(losses))})
     row = table_rows("table-1", quick=True)[0]
     last = [a.job for a in order if a.row == row.label and a.judged_by == "validation"][-1]
-    assert best(row, True, found) == last
+    assert SEARCH.best(row, True, found) == last
 
 
 def test_failed_and_unfinished_trials_are_not_chosen():
@@ -63,7 +63,7 @@ def test_failed_and_unfinished_trials_are_not_chosen():
     assert {a.judged_by for a in order} == {"validation"}
     found, _ = played(("table-1",), True, by_norm)
     key = next(k for k in found if k.startswith("validation"))
-    assert best(row, True, found | {key: {"unfinished": True}}) is None
+    assert SEARCH.best(row, True, found | {key: {"unfinished": True}}) is None
 
 
 def test_every_method_gets_as_many_trials_and_tests():

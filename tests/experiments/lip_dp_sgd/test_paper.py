@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("experiments.harness.paper")
 
-from clipwise.tune.limits import Deadline
+from experiments.harness.limits import Deadline
 from experiments.harness.runner import Options, reproduce
 from experiments.lip_dp_sgd import paper
 from experiments.lip_dp_sgd.claims import METHODS

@@ -5,14 +5,14 @@ import pytest
 from clipwise.tune import Range
 from experiments.lip_dp_sgd.claims import METHODS, NORMS, TABLES
 from experiments.lip_dp_sgd.grid import image_rows, table_rows
-from experiments.lip_dp_sgd.search import Row, near, space, spread
+from experiments.lip_dp_sgd.search import SEARCH, Row, space
 
 ROWS = [*table_rows("table-5", quick=False), *image_rows(quick=False)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
 def test_trials_differ_and_lie_in_the_space(row):
-    trials = [*spread(row, 20), *near(row, 3, 10)]
+    trials = [*SEARCH.spread(row, 20), *SEARCH.near(row, 3, 10)]
     assert len({t.key for t in trials}) == 30
     for name, dimension in space(row).items():
         for trial in trials:
@@ -27,14 +27,14 @@ def test_trials_differ_and_lie_in_the_space(row):
 @pytest.mark.parametrize("norm", NORMS)
 def test_methods_differ_in_what_is_clipped_alone(norm):
     """What the methods share is tried at the same values; C spans the range of each."""
-    of = {m: spread(Row("adult", norm, m, 1.0), 12) for m in METHODS}
+    of = {m: SEARCH.spread(Row("adult", norm, m, 1.0), 12) for m in METHODS}
     for trials in zip(*of.values(), strict=True):
         shared = {(t.learning_rate, t.sample_rate, t.epochs, t.alpha) for t in trials}
         assert len(shared) == 1
 
 
 def test_trials_spread_over_every_dimension():
-    trials = spread(Row("adult", "bounded", "dp-sgd", 1.0), 20)
+    trials = SEARCH.spread(Row("adult", "bounded", "dp-sgd", 1.0), 20)
     assert len({t.sample_rate for t in trials}) == 3 and len({t.epochs for t in trials}) == 2
     assert min(t.max_norm for t in trials) < 0.3 and max(t.max_norm for t in trials) > 8
     assert min(t.learning_rate for t in trials) < 2e-3 and max(t.learning_rate for t in trials) > 5e-2
@@ -42,8 +42,8 @@ def test_trials_spread_over_every_dimension():
 
 def test_second_trials_are_near_the_best():
     row = Row("adult", "none", "dp-sgd", 1.0)
-    best = spread(row, 20)[7]
-    for trial in near(row, 7, 10):
+    best = SEARCH.spread(row, 20)[7]
+    for trial in SEARCH.near(row, 7, 10):
         assert 1 / 4 < trial.max_norm / best.max_norm < 4
 
 
@@ -55,7 +55,7 @@ def test_the_paper_has_seven_tables_and_every_one_has_a_row():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
 def test_networks_for_images_begin_with_orthogonal_weights_whatever_the_method(row):
     is_image = row in image_rows(quick=False)
-    assert {t.first_weights for t in spread(row, 3)} == {"orthogonal" if is_image else "usual"}
+    assert {t.first_weights for t in SEARCH.spread(row, 3)} == {"orthogonal" if is_image else "usual"}
 
 
 def test_dp_sgd_also_has_networks_whose_windows_overlap():
@@ -68,5 +68,5 @@ def test_dp_sgd_also_has_networks_whose_windows_overlap():
     assert len({row.label for row in ROWS}) == len(set(ROWS))
     for row in others:
         own = Row(row.data, row.norm, row.method, row.epsilon)
-        for trial, usual in zip(spread(row, 3), spread(own, 3), strict=True):
+        for trial, usual in zip(SEARCH.spread(row, 3), SEARCH.spread(own, 3), strict=True):
             assert trial == usual.but(network=row.network) and trial.key != usual.key

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments import models
-from experiments.models.first_weights import make_orthogonal_
+from experiments.models import make_orthogonal_
 
 
 @pytest.mark.parametrize("name", ["convnet3", "patch_convnet6"])

@@ -2,8 +2,8 @@
 
 import pytest
 
+from experiments.harness.results import Measured, measured
 from experiments.normalization.findings import findings, verdict
-from experiments.normalization.measured import Measured, measured
 from experiments.normalization.tables import TABLES
 
 BY_NAME = {table.name: table for table in TABLES}

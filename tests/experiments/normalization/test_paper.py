@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.drawing import can_draw
 from experiments.__main__ import main
+from experiments.harness.drawing import can_draw
 from experiments.harness.paper import Options
 from experiments.harness.runner import reproduce
 from experiments.harness.store import Store

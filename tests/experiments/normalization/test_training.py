@@ -7,8 +7,7 @@ from torch import nn
 import clipwise
 from clipwise.errors import ClipwiseError
 from clipwise.layers import BatchStatisticsNorm, PublicBatchNorm
-from clipwise.tune.limits import Deadline
-from experiments.harness.outcome import OutOfTimeError
+from experiments.harness.limits import Deadline, OutOfTimeError
 from experiments.harness.paper import Options, Place, Task
 from experiments.normalization import sets
 from experiments.normalization.networks import network

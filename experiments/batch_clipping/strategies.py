@@ -1,0 +1,98 @@
+"""From a setting to the strategy that trains it, and to its noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipwise.clipping.base import Strategy
+from clipwise.clipping.batch import Batch
+from clipwise.clipping.contrib.adaptive import Adaptive
+from clipwise.clipping.contrib.by_norm import ByNorm
+from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.random_layer import RandomLayer
+from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.clipping.grouping import Groups, Policy, group_parameters
+from clipwise.clipping.per_example import PerExample
+from clipwise.clipping.public import Public
+from experiments.batch_clipping.pictures import Pictures
+from experiments.batch_clipping.setting import GROUPS, Setting
+from experiments.harness.training import losses_of
+
+LOCAL_MOMENTUM, LOCAL_STEPS = 0.9, 4
+
+
+def strategy(setting: Setting, pictures: Pictures) -> Strategy:
+    """The strategy of a private setting."""
+    max_norm: Any = setting.max_norm
+    if setting.norm_decay != 1:
+        max_norm = Decay(setting.max_norm, setting.norm_decay)
+    options = {"max_norm": max_norm, "parts": _parts(setting, pictures), "split": setting.split}
+    if setting.sparse_from is not None:
+        steps = -(-len(pictures.private) // setting.batch_size)  # of an epoch
+        options["sparse"] = Sparse(every="epoch", after=setting.sparse_from * steps)
+    if setting.clip == "example":
+        return PerExample(**options)
+    update = None if setting.local_rate is None else _local_update(setting.local_rate)
+    return Batch(mini_sets=setting.mini_sets, local_update=update, **options)
+
+
+def joint_multiplier(setting: Setting, model: nn.Module) -> float:
+    """z = sigma / sqrt(L) for L parts that are noised with 2 C_h sigma each, from the same sample.
+
+    Where a unit takes part in one part only, z = sigma.
+    """
+    assert setting.sigma is not None
+    return setting.sigma / math.sqrt(number_of_parts(setting, model))
+
+
+def number_of_parts(setting: Setting, model: nn.Module) -> int:
+    """L: how many parts one unit moves."""
+    if setting.parts in ("layerwise", "enhanced", "zhang"):
+        return len(group_parameters(setting.layers, dict(model.named_parameters())))
+    return GROUPS if setting.parts == "groups" else 1
+
+
+def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
+    if setting.parts == "all":
+        return "all"
+    if setting.parts == "layerwise":
+        return setting.layers
+    if setting.parts == "random-layer":
+        return RandomLayer(groups=setting.layers)
+    public = Public(
+        pictures.public,
+        lambda model, x, y: losses_of(model, pictures.centred(x), y),
+        name=f"a tenth of {setting.data}",
+    )
+    # With batch norm a single example has no gradient of its own: norms are those of mini-sets.
+    size = setting.batch_size // setting.mini_sets
+    question: dict[str, Any] = {"of": "example"}
+    if setting.norm == "batch":
+        question = {"of": "mini-set", "mini_set_size": min(size, len(pictures.public))}
+    if setting.parts == "groups":
+        return ByNorm(public, groups=GROUPS, among=setting.layers, **question)
+    if setting.parts in ("enhanced", "zhang"):
+        return Adaptive(public, kind=setting.parts, groups=setting.layers, **question)
+    kind = "paper" if setting.parts == "multipliers-paper" else "optimal"
+    # So that max_norm can be tuned over the values of the other rows.
+    return Multipliers(public, kind=kind, groups=setting.layers, keep_length=True, **question)
+
+
+def _local_update(rate: float) -> Callable[[nn.Module, Any], None]:
+    """A few SGD steps with momentum over a mini-set, each on a share of it; what they change is clipped."""
+
+    def momentum_steps(model: nn.Module, mini_set: Any) -> None:
+        x, y = mini_set
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=LOCAL_MOMENTUM)
+        for rows in torch.arange(len(x), device=x.device).chunk(LOCAL_STEPS):
+            optimizer.zero_grad()
+            losses_of(model, x[rows], y[rows]).mean().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    return momentum_steps

@@ -1,0 +1,245 @@
+"""The options that describe a run, shared by `epsilon`, `noise` and `tradeoff`, and the run that they make definite.
+
+The library names arguments in its errors (`batch_size=3`). Here they came from options, so errors name those.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from clipwise.accounting.arguments import MOST_STEPS
+from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Adjacency, Entry, Sampling, Unit
+from clipwise.sampling import Scheme, TruncatedPoisson, make_scheme
+
+Ledgers = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--ledger",
+        help="In place of a plan: count what is in this ledger file. Given several times, the runs add up.",
+    ),
+]
+SecondOpinion = Annotated[
+    bool,
+    typer.Option("--second-opinion", help="Ask the library dp-accounting as well; it may take some seconds."),
+]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a planned run, as they were given. None is "left out"."""
+
+    noise_multiplier: Annotated[
+        float | None,
+        typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum."),
+    ] = None
+    sample_rate: Annotated[
+        float | None, typer.Option(help="The chance that a given record is in a batch, between 0 and 1.")
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="The (expected) number of records in a batch; goes with --dataset-size."),
+    ] = None
+    dataset_size: Annotated[
+        int | None, typer.Option(help="The number of records in the data set, which is public.")
+    ] = None
+    steps: Annotated[int | None, typer.Option(help="The number of batches to train on.")] = None
+    epochs: Annotated[
+        float | None, typer.Option(help="In place of --steps: how often the data set is gone through.")
+    ] = None
+    delta: Annotated[
+        float, typer.Option(help="The delta of (epsilon, delta); choose it well below 1/records.")
+    ] = 1e-5
+    sampling: Annotated[
+        Sampling,
+        typer.Option(
+            help="How batches are drawn. An ordinary shuffled loader is 'shuffled'. 'partition' is for Batch, which "
+            "clips each block as a whole: for any other clipping the figure would be too low.",
+        ),
+    ] = Sampling.POISSON
+    adjacency: Annotated[
+        Adjacency | None,
+        typer.Option(help="Which data sets shall look alike; by default what the sampling goes with."),
+    ] = None
+    unit: Annotated[Unit, typer.Option(help="What one item of the data set stands for.")] = Unit.RECORD
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="For truncated-poisson: the most records in a batch; by default so many that it costs nothing."
+        ),
+    ] = None
+    mini_sets: Annotated[
+        int | None,
+        typer.Option(help="For partition and fixed-size: how many mini-sets make a batch; 1 by default."),
+    ] = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all but delta was left out."""
+        return replace(self, delta=RunOptions.delta) == RunOptions()
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the size of a batch is given."""
+        return self.sampling is Sampling.FULL or self.sample_rate is not None or self.batch_size is not None
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the length of the run is given."""
+        return self.steps is not None or self.epochs is not None
+
+
+def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of `RunOptions` in place of its parameter `options`."""
+    kinds, hints = (get_type_hints(of, include_extras=True) for of in (RunOptions, command))
+    parameters = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name == "options":
+            parameters += [
+                inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+                for f in fields(RunOptions)
+            ]
+        else:
+            parameters.append(
+                parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            )
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
+        command(options=options, **given)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is definite but for its noise."""
+
+    scheme: Scheme
+    adjacency: Adjacency
+    unit: Unit
+    steps: int
+
+    def history(self, noise_multiplier: float) -> list[Entry]:
+        """The releases of the run with that much noise."""
+        return [Entry(self.scheme.event(noise_multiplier, self.adjacency, self.unit), self.steps)]
+
+    def arguments(self) -> dict[str, Any]:
+        """The kind of step, as the functions of `clipwise.accounting` take it."""
+        found = {
+            "sampling": str(self.scheme.sampling),
+            "adjacency": str(self.adjacency),
+            "unit": str(self.unit),
+            "sample_rate": self.scheme.sample_rate,
+            "period": self.scheme.period,
+        }
+        if isinstance(self.scheme, TruncatedPoisson):
+            found |= {
+                "dataset_size": self.scheme.dataset_size,
+                "max_batch_size": self.scheme.max_batch_size,
+            }
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps, {self.scheme.sampling} sampling at rate {self.scheme.sample_rate:.6g}, "
+            f"{self.adjacency}"
+            + ("" if self.unit is Unit.RECORD else f" of one {self.unit}")
+            + (
+                ", each block clipped as a whole (Batch)"
+                if self.scheme.sampling is Sampling.PARTITION
+                else ""
+            )
+        )
+
+
+def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
+    """Resolve the options by the rules of `make_private`, or refuse them. `steps` is for options without a length."""
+    if options.dataset_size is None and options.batch_size is not None:
+        raise ConfigurationError(
+            "--batch-size needs --dataset-size: what counts is the rate between the two."
+        )
+    if options.dataset_size is None and options.sampling is Sampling.TRUNCATED_POISSON:
+        raise ConfigurationError(
+            "--sampling truncated-poisson needs --dataset-size: how often a batch is cut depends on it."
+        )
+    if not options.has_rate:
+        raise ConfigurationError("Give --sample-rate, or --batch-size and --dataset-size.")
+    if not options.has_length and steps is None:
+        raise ConfigurationError("Give --steps or --epochs: every step costs privacy.")
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigurationError("Give --epochs or --steps, not both.")
+    extras: dict[str, Any] = {"max_batch_size": options.max_batch_size}
+    if options.mini_sets is not None:
+        extras["mini_sets"] = options.mini_sets
+    # A rate alone is enough for the cost: the number of records then plays no part.
+    size = 1 if options.dataset_size is None else options.dataset_size
+    with naming_options():
+        scheme = make_scheme(options.sampling, size, options.batch_size, options.sample_rate, **extras)
+        _require_epochs(scheme)
+        if options.dataset_size is not None:  # for its warning: delta may be too large for so many records
+            delta_of(options.delta, None, options.dataset_size)
+        planned = _length(options, scheme) if options.has_length else steps
+    assert planned is not None  # one of them was given
+    return Plan(scheme, adjacency_of(options.adjacency, scheme.sampling), options.unit, planned)
+
+
+def _length(options: RunOptions, scheme: Scheme) -> int:
+    """The number of steps, if it can be counted."""
+    try:
+        planned = planned_steps(options.epochs, options.steps, scheme)
+    except OverflowError:
+        planned = None
+    if planned is None or planned > MOST_STEPS:
+        raise ConfigurationError(
+            f"The run would have more than {MOST_STEPS:g} steps: give fewer epochs or a larger rate."
+        )
+    return planned
+
+
+def _require_epochs(scheme: Scheme) -> None:
+    try:
+        _ = scheme.steps_per_epoch
+    except OverflowError as error:  # 1 / rate is beyond every number
+        raise ConfigurationError(
+            f"--sample-rate {scheme.sample_rate:g} is too small: an epoch would never end."
+        ) from error
+
+
+# Names that are no words of a sentence, and names that are: those stand for an argument only beside a value.
+_NAMES = "sample_rate|max_batch_size|batch_size|dataset_size|mini_sets|noise_multiplier"
+_WORDS = "sampling|adjacency|unit|steps|epochs|delta|epsilon"
+_WITH_VALUE = re.compile(rf"\b({_NAMES}|{_WORDS})=('[^']*'|[^\s:,;]*[^\s:,;.])")
+_ALONE = re.compile(rf"\b(?<!--)({_NAMES})\b|^({_WORDS})(?= must )")
+
+
+def in_options(message: str) -> str:
+    """The message with `--batch-size` for batch_size and `--sampling full` for sampling='full'."""
+    message = _WITH_VALUE.sub(lambda found: f"{_option(found[1])} {found[2].strip(chr(39))}", message)
+    return _ALONE.sub(lambda found: _option(found[0]), message)
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Errors of the library name options in this block."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(in_options(str(error))) from error
+
+
+def _option(argument: str) -> str:
+    return "--" + argument.replace("_", "-")

@@ -1,0 +1,32 @@
+"""The library names arguments, the command line options."""
+
+from __future__ import annotations
+
+import pytest
+
+from clipwise.cli.run_options import in_options, naming_options
+from clipwise.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "sampling='full' takes all: give no batch_size.",
+            "--sampling full takes all: give no --batch-size.",
+        ),
+        ("max_batch_size=3 is below 4.", "--max-batch-size 3 is below 4."),
+        ("mini_sets=3 must divide batch_size=10: so.", "--mini-sets 3 must divide --batch-size 10: so."),
+        ("steps must be positive, not 0.", "--steps must be positive, not 0."),
+        ("epsilon=0.1 at delta=1e-05 is small.", "--epsilon 0.1 at --delta 1e-05 is small."),
+        ("Give fewer steps; the delta is too large.", "Give fewer steps; the delta is too large."),
+        ("Give --batch-size.", "Give --batch-size."),
+    ],
+)
+def test_arguments_become_options(message: str, told: str) -> None:
+    assert in_options(message) == told == in_options(told)
+
+
+def test_a_refusal_stays_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"^--sample-rate 2 is too large$"), naming_options():
+        raise ConfigurationError("sample_rate=2 is too large")
