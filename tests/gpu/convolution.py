@@ -15,11 +15,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import PRODUCT_ERROR, Budget, Form, Written, roundoff
+from clipwise.gradients.forms import Budget, Form, Windows, Written
+from clipwise.gradients.forms.base import PRODUCT_ERROR, roundoff
 from clipwise.gradients.geometry import Geometry
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic
 from clipwise.gradients.rules import convolution as rule
-from clipwise.gradients.windows import Windows
 from clipwise.kernels import convolution as kernel
 from tests.gpu.verdicts import Verdicts, failures_of
 

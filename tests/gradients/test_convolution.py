@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.gradients import Memory, per_example_gradients
-from clipwise.gradients.forms import Form, Outer, Written
+from clipwise.gradients.forms import Form, Outer, Windows, Written
 from clipwise.gradients.geometry import Geometry
 from clipwise.gradients.rules import convolution
-from clipwise.gradients.windows import Windows
 from tests.gradients.cases import trainable
-from tests.gradients.test_windows import SHAPES, one_by_one, operands
+from tests.gradients.forms.test_windows import SHAPES, one_by_one, operands
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -260,7 +260,7 @@ def test_memory_limits_change_no_result(
 
     expected = both()
     monkeypatch.setattr(examples, "KEEP_BYTES", keep)
-    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(forms.base, "CHUNK_BYTES", chunk)
     torch.testing.assert_close(both(), expected, rtol=1e-9, atol=1e-9)
 
 

@@ -2,7 +2,7 @@
 
 |g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a module called twice needs the cross terms. Products
 and rows of the same kind are joined by laying their positions side by side, a product and rows of one table by
-their cross term (tied.py); everything else is written out example by example and added up.
+their cross term (forms/tied.py); everything else is written out example by example and added up.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.derived import Path
-from clipwise.gradients.forms import Form, Outer, Rows, Written
+from clipwise.gradients.forms import Form, Outer, Rows, Tied, Written
 from clipwise.gradients.operations import TRANSPOSE
-from clipwise.gradients.tied import Tied
 
 
 class Contribution(NamedTuple):

@@ -25,7 +25,8 @@ from torch import Tensor
 from clipwise.gradients.bookkeeping import Memory
 from clipwise.gradients.derived import Path
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.forms import CHUNK_BYTES, Budget, Form, at_least_float32
+from clipwise.gradients.forms import Budget, Form, at_least_float32, measured
+from clipwise.gradients.forms.base import CHUNK_BYTES
 from clipwise.gradients.join import Contribution
 from clipwise.gradients.rare import PutAside
 from clipwise.gradients.stream import Stream, Take
@@ -113,11 +114,7 @@ class Reweighted(PerExampleGradients):
 
     def _squared_norms(self, form: Form) -> Tensor:
         """Both passes bound norms in the same way, so that the same bits give the same bound."""
-        budget = Budget(CHUNK_BYTES, self._arithmetic)
-        square_B = form.squared_norms(budget)
-        if form.loose_B is not None and self._rare.any(form.loose_B):
-            form.tighten(square_B, budget)
-        return square_B
+        return measured(form, Budget(CHUNK_BYTES, self._arithmetic), self._rare)
 
 
 def _shorter(first_B: Tensor, again_B: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.forms import roundoff
+from clipwise.gradients.forms.base import roundoff
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.outline import Plan
 from clipwise.gradients.plain import single

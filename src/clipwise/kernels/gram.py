@@ -41,6 +41,7 @@ Legend: B examples, T positions, m and n features; K features of a chunk; P bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -68,22 +69,28 @@ _TIMES = 8  # one after another
 _TWIN_BYTES = 64 * 2**20  # float64 copies of operands that the twin makes at a time
 
 
-class LastProducts:
-    """The inner products made last: several layers in a row often take the same input."""
+class Last:
+    """What was made of a tensor last: several layers in a row often take the same input."""
 
     def __init__(self) -> None:
-        self._rows: Tensor | None = None
-        self._inner: Tensor | None = None
+        self._key: tuple[Tensor, tuple[object, ...]] | None = None
+        self._made: Tensor | None = None
 
-    def of(self, x_BTm: Tensor) -> Tensor:
-        """Inner products of these rows."""
-        if self._rows is None or self._inner is None or not is_same(self._rows, x_BTm):
-            self._rows, self._inner = x_BTm, inner_products(x_BTm)
-        return self._inner
+    def of(self, x: Tensor, make: Callable[[], Tensor], *others: object) -> Tensor:
+        """The last result if it was made of the same numbers, and of the same other things; or a new one."""
+        key, made = self._key, self._made
+        if (
+            key is None
+            or made is None
+            or not _is_same(key[0], x)
+            or any(a is not b for a, b in zip(key[1], others, strict=True))
+        ):
+            self._key, self._made = (x, others), (made := make())
+        return made
 
 
 def gram_norms(
-    left_BTm: Tensor, right_BTn: Tensor, precision: Precision, last: LastProducts | None = None
+    left_BTm: Tensor, right_BTn: Tensor, precision: Precision, last: Last | None = None
 ) -> tuple[Tensor, Tensor]:
     """For each example an upper bound on |sum_t l_t r_t^T|^2 and on the mass sum_t |l_t| |r_t|, in float64.
 
@@ -100,7 +107,7 @@ def gram_norms(
     is_exact = precision == "ieee" and _has_fast_float64(left_BTm.device)
     if min(B, T, m, n) == 0 or is_wide or is_exact or not usable(left_BTm):
         return gram_norms_in_torch(left_BTm, right_BTn)
-    left_BTT = inner_products(left_BTm) if last is None else last.of(left_BTm)
+    left_BTT = (last or Last()).of(left_BTm, lambda: inner_products(left_BTm))
     right_BTT = inner_products(right_BTn)
     device = left_BTm.device
     columns = min(power_of_two(T), 256)
@@ -184,7 +191,7 @@ def _first_block(T: int) -> int:
     return T if T <= _SHORT else blocks(T, 2 * _SIDE) * _SIDE
 
 
-def is_same(x: Tensor, y: Tensor) -> bool:
+def _is_same(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are the same numbers at the same place."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 

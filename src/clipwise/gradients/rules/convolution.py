@@ -2,7 +2,7 @@
 
 Where images are large and kernels few, the per-example weight gradients are written out. Where few positions
 meet many channels (the late layers of a network), a gradient is far larger than what it is made of: there it is
-left as what it is, a sum over windows of the input (windows.py). With kernels of size 1 a convolution is a
+left as what it is, a sum over windows of the input (forms/windows.py). With kernels of size 1 a convolution is a
 linear layer. What is cheaper is modelled, and measured constants decide.
 
 Gradients are written out in one of three ways, none of which unfolds a batch of images:
@@ -26,17 +26,19 @@ from clipwise.gradients.forms import (
     Form,
     Outer,
     Permuted,
+    Windows,
     Written,
     at_least_float32,
     gram_pays_on_cuda,
+    windows_pay,
     written_products,
 )
+from clipwise.gradients.forms.windows import COPY_BYTES
 from clipwise.gradients.geometry import Geometry, positions
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
 from clipwise.gradients.rules.sums import channel_sum
 from clipwise.gradients.walk import Node
-from clipwise.gradients.windows import COPY_BYTES, Windows, windows_pay
 from clipwise.kernels import convolution as kernel
 
 _PIECE_BYTES = 4 * 2**20  # of gradients or windows at once on a CPU: more fall out of its caches
