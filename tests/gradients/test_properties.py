@@ -273,7 +273,7 @@ def test_what_two_batches_showed_is_trusted(case: Case) -> None:
         per_example_gradients(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
     graph = walk(losses(model, case.draw(6, seed=9)), trainable(model))
     probed = memory.resolver.resolve(graph).gradients is not None
-    assert probed == graph.moves_rows
+    assert probed == graph.outline.moves_rows
 
 
 class TimeFirstAndMasked(nn.Module):

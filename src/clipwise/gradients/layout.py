@@ -94,8 +94,13 @@ class Layout:
         return replace(self, axis=axis)
 
     def resized(self, shape: torch.Size, batch: int) -> Layout | None:
-        """The same layout for another batch and another number of rows, if that is without doubt."""
+        """The same layout for another batch and another number of rows, if that is without doubt.
+
+        An axis that kept its size though the batch did not may not hold the examples at all.
+        """
         if self.axis >= len(shape) or shape[self.axis] % batch:
+            return None
+        if batch != self.batch and shape[self.axis] == self.size:
             return None
         k = shape[self.axis] // batch
         if self.outer == 1 and self.inner == 1:
@@ -105,10 +110,6 @@ class Layout:
         if self.inner == 1:
             return Layout(self.axis, k, batch, 1)
         return Layout(self.axis, self.outer, batch, self.inner) if k == self.outer * self.inner else None
-
-    def is_stiff(self, later: Layout) -> bool:
-        """Whether the axis kept its size though the batch did not: it may not hold the examples at all."""
-        return self.batch != later.batch and self.size == later.size
 
     @property
     def size(self) -> int:

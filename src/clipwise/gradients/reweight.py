@@ -22,12 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.gradients.bookkeeping import Memory
-from clipwise.gradients.derived import Path
-from clipwise.gradients.examples import Parameters, PerExampleGradients
+from clipwise.gradients.examples import PerExampleGradients
 from clipwise.gradients.forms import Budget, Form, at_least_float32, measured
 from clipwise.gradients.forms.base import CHUNK_BYTES
-from clipwise.gradients.join import Contribution
+from clipwise.gradients.memory import Memory
+from clipwise.gradients.paths import Contribution, Path
 from clipwise.gradients.rare import PutAside
 from clipwise.gradients.stream import Stream, Take
 
@@ -120,8 +119,3 @@ class Reweighted(PerExampleGradients):
 def _shorter(first_B: Tensor, again_B: Tensor) -> Tensor:
     """n_first / n_again where the second is longer, else 1."""
     return torch.where(again_B > first_B, first_B / again_B, 1.0).sqrt()
-
-
-def by_reweighting(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
-    """Norms from one backward pass and sums from another."""
-    return Reweighted(Stream(losses, parameters, memory), len(losses), memory)

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 Precision = Literal["tf32", "ieee"]
 
@@ -118,35 +118,15 @@ def gram_norms(
     square_B, mass_B = torch.empty(2, B, dtype=torch.float64, device=device).unbind()
     with device_of(left_BTm):
         _write_sums[(B, programs)](
-            left_BTT,
-            right_BTT,
-            partial_BP3,
-            diagonal_2BT,
-            T,
-            _first_block(T),
-            left_BTT.stride(0),
+            left_BTT, right_BTT, partial_BP3, diagonal_2BT, T, _first_block(T), left_BTT.stride(0),
             left_BTT.stride(1),
-            ROWS=rows,
-            COLUMNS=columns,
-            TIMES=_TIMES,
-        )
+            ROWS=rows, COLUMNS=columns, TIMES=_TIMES,
+        )  # fmt: skip
         _write_bounds[(B,)](
-            partial_BP3,
-            diagonal_2BT,
-            square_B,
-            mass_B,
-            T,
-            m,
-            n,
-            programs,
-            _cuts(m),
-            _cuts(n),
-            CUT_OFF=_CUT_OFF,
-            UNIT=_UNIT,
-            TINY=_TINY,
-            UNCUT=_uncut(left_BTm, precision) * _uncut(right_BTn, precision),
-            BLOCK=256,
-        )
+            partial_BP3, diagonal_2BT, square_B, mass_B, T, m, n, programs, _cuts(m), _cuts(n),
+            CUT_OFF=_CUT_OFF, UNIT=_UNIT, TINY=_TINY,
+            UNCUT=_uncut(left_BTm, precision) * _uncut(right_BTn, precision), BLOCK=256,
+        )  # fmt: skip
     return square_B, mass_B
 
 
@@ -235,18 +215,10 @@ def gram_norms_in_torch(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, Te
 
 @jit
 def _write_sums(
-    left_BTT: Pointer,
-    right_BTT: Pointer,
-    partial_BP3: Pointer,
-    diagonal_2BT: Pointer,
-    T: int,
-    first: int,
-    stride_B: int,
-    stride_T: int,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    TIMES: constexpr,
-) -> None:
+    left_BTT: Pointer, right_BTT: Pointer, partial_BP3: Pointer, diagonal_2BT: Pointer,
+    T: int, first: int, stride_B: int, stride_T: int,
+    ROWS: constexpr, COLUMNS: constexpr, TIMES: constexpr,
+) -> None:  # fmt: skip
     """Some rows of L and R: their part of sum L R, sum L^2 and sum R^2, and of the diagonals."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.num_programs(0).to(tl.int64) * T
@@ -295,22 +267,10 @@ def _length_squared(inner_T: Pointer, n: int, gamma: Pointer, TINY: constexpr) -
 
 @jit
 def _write_bounds(
-    partial_BP3: Pointer,
-    diagonal_2BT: Pointer,
-    square_B: Pointer,
-    mass_B: Pointer,
-    T: int,
-    m: int,
-    n: int,
-    pairs: int,
-    left_cuts: int,
-    right_cuts: int,
-    CUT_OFF: constexpr,
-    UNIT: constexpr,
-    TINY: constexpr,
-    UNCUT: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    partial_BP3: Pointer, diagonal_2BT: Pointer, square_B: Pointer, mass_B: Pointer,
+    T: int, m: int, n: int, pairs: int, left_cuts: int, right_cuts: int,
+    CUT_OFF: constexpr, UNIT: constexpr, TINY: constexpr, UNCUT: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """The two bounds of one example, from its blocks and diagonals."""
     b = tl.program_id(0).to(tl.int64)
     B = tl.num_programs(0).to(tl.int64)

@@ -5,7 +5,7 @@ computed norm too small: rounding in the sum of squares (`squared_norms` bounds 
 in a Gram product, and cancelling positions in the product that later forms the weighted sum, whose
 rounding error grows with the *mass* M = sum_t |left_t| |right_t| and not with the norm. Where the gradient
 is not written out, the bound is therefore n + c u M, with u the unit roundoff of the product; an example
-whose bound would be loose by more than 1e-5 is written out instead, in float64 (`Product`).
+whose bound would be loose by more than 1e-5 is written out instead, in float64 (outer.py).
 
 Where products run in less than IEEE arithmetic (precision.py), rounding of their operands moves an example's
 part of the sum by up to e M more. That is no part of the norm: it stands beside it, in `squared_error_B`.
@@ -83,60 +83,6 @@ class Form(ABC):
         return 0.0
 
 
-class Product(Form):
-    """gradient_i = sum_t left_t right_t^T, not written out. Examples with a loose bound are summed by themselves."""
-
-    keeps_exact = True  # whether a gradient that `tighten` wrote out may be kept for the sum
-
-    def __init__(self) -> None:
-        self._exact: dict[
-            int, Tensor | None
-        ] = {}  # examples summed by themselves; None: written out again then
-
-    @abstractmethod
-    def _in_float64(self, example: int) -> Tensor:
-        """One example's gradient, written out."""
-
-    def _bound(
-        self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None
-    ) -> Tensor:
-        """(n + c u M)^2, or n + c u M with e M beside it, where e M may be that of a part of the product."""
-        slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
-        bound_B = (norm_B + slack_B).square()
-        if budget.arithmetic is not IEEE:
-            rounded_mass_B = mass_B if rounded_mass_B is None else rounded_mass_B
-            self.squared_error_B = (budget.arithmetic.operand_error * rounded_mass_B).square()
-        else:
-            self.loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
-        return bound_B
-
-    def tighten(self, square_B: Tensor, budget: Budget) -> None:
-        if self.loose_B is None:
-            return
-        for i in self.loose_B.nonzero().flatten().tolist():
-            gradient = self._in_float64(i)
-            square_B[i] = squared_norms(gradient.reshape(1, -1))[0]
-            keeps = self.keeps_exact and budget.take(gradient.numel() * gradient.element_size())
-            self._exact[i] = gradient if keeps else None
-
-    def _without_exact(self, w_B: Tensor) -> Tensor:
-        """The weights of the examples that are summed together, 0 for the others."""
-        if self._exact:
-            w_B = w_B.clone()
-            w_B[list(self._exact)] = 0
-        return w_B
-
-    def _add_exact(self, total: Tensor, w_B: Tensor) -> Tensor:
-        """Add the examples that are summed by themselves."""
-        for i, kept in self._exact.items():
-            total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
-        return total
-
-    def mute(self, muted_B: Tensor) -> None:
-        for i in [i for i in self._exact if bool(muted_B[i])]:
-            del self._exact[i]
-
-
 def measured(form: Form, budget: Budget, rare: Rare | None = None) -> Tensor:
     """A form's squared norms, with no bound left loose."""
     square_B = form.squared_norms(budget)
@@ -186,12 +132,6 @@ def squared_norms(x_Bn: Tensor) -> Tensor:
     length = min(n, _BLOCK)
     lost = torch.finfo(x_Bn.dtype).tiny * n
     return total.mul_(1 + 2 * (length + 2) * roundoff(x_Bn.dtype)).add_(lost)
-
-
-def lengths(x_BTm: Tensor) -> Tensor:
-    """An upper bound on the length of each position's row: [B, T] in float64."""
-    B, T, m = x_BTm.shape
-    return squared_norms(x_BTm.reshape(B * T, m)).view(B, T).sqrt()
 
 
 def bytes_of(batch: int, shape: torch.Size, dtype: torch.dtype) -> int:

@@ -1,10 +1,11 @@
-"""Outer: sum_t left_t right_t^T, never written out unless that is cheaper (linear layers).
+"""Product, a gradient sum_t left_t right_t^T with a bound on its norm; and Outer, that of a linear layer.
 
 Legend: B examples, T positions, m and n the sides of a weight; w_B one weight an example.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from clipwise import kernels
 from clipwise.gradients.forms.base import (
+    LOOSE,
+    NEGLIGIBLE,
+    PRODUCT_ERROR,
     Budget,
-    Product,
+    Form,
     at_least_float32,
     bytes_of,
     chunks,
-    lengths,
     roundoff,
+    squared_norms,
     zeroed,
 )
 from clipwise.gradients.forms.written import Written, written_products
@@ -48,6 +52,60 @@ def gram_pays_on_cuda(T: int, m: int, n: int, arithmetic: Arithmetic = TF32) -> 
     return T * T * (m + n) < (300 if arithmetic is TF32 else 60) * m * n
 
 
+class Product(Form):
+    """gradient_i = sum_t left_t right_t^T, not written out. Examples with a loose bound are summed by themselves."""
+
+    keeps_exact = True  # whether a gradient that `tighten` wrote out may be kept for the sum
+
+    def __init__(self) -> None:
+        self._exact: dict[
+            int, Tensor | None
+        ] = {}  # examples summed by themselves; None: written out again then
+
+    @abstractmethod
+    def _in_float64(self, example: int) -> Tensor:
+        """One example's gradient, written out."""
+
+    def _bound(
+        self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None
+    ) -> Tensor:
+        """(n + c u M)^2, or n + c u M with e M beside it, where e M may be that of a part of the product."""
+        slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
+        bound_B = (norm_B + slack_B).square()
+        if budget.arithmetic is not IEEE:
+            rounded_mass_B = mass_B if rounded_mass_B is None else rounded_mass_B
+            self.squared_error_B = (budget.arithmetic.operand_error * rounded_mass_B).square()
+        else:
+            self.loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
+        return bound_B
+
+    def tighten(self, square_B: Tensor, budget: Budget) -> None:
+        if self.loose_B is None:
+            return
+        for i in self.loose_B.nonzero().flatten().tolist():
+            gradient = self._in_float64(i)
+            square_B[i] = squared_norms(gradient.reshape(1, -1))[0]
+            keeps = self.keeps_exact and budget.take(gradient.numel() * gradient.element_size())
+            self._exact[i] = gradient if keeps else None
+
+    def _without_exact(self, w_B: Tensor) -> Tensor:
+        """The weights of the examples that are summed together, 0 for the others."""
+        if self._exact:
+            w_B = w_B.clone()
+            w_B[list(self._exact)] = 0
+        return w_B
+
+    def _add_exact(self, total: Tensor, w_B: Tensor) -> Tensor:
+        """Add the examples that are summed by themselves."""
+        for i, kept in self._exact.items():
+            total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
+        return total
+
+    def mute(self, muted_B: Tensor) -> None:
+        for i in [i for i in self._exact if bool(muted_B[i])]:
+            del self._exact[i]
+
+
 class Outer(Product):
     """gradient_i = sum_t left_it right_it^T, of shape [m, n] or of one with as many entries."""
 
@@ -71,7 +129,7 @@ class Outer(Product):
         self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
         self._upright = upright
         self._arithmetic = IEEE
-        self._last_scaled = Last()
+        self._last_scaled: Last | None = None
         self._aligned: tuple[Tensor, ...] | None = None
         self._written: Written | None = None
 
@@ -149,14 +207,12 @@ class Outer(Product):
         """Both operands, the smaller one scaled. Operands in bfloat16 stay so where that error is stated."""
         left, right = self._padded()
         short = {left.dtype, right.dtype} == {torch.bfloat16} and self._arithmetic is not IEEE
-        dtype = torch.bfloat16 if short else self.dtype
+        dtype, last = torch.bfloat16 if short else self.dtype, self._last_scaled or Last()
 
         def scaled(x_BTm: Tensor) -> Tensor:
             """w_i times the rows of example i; layers with one input share it."""
             wide = torch.promote_types(x_BTm.dtype, torch.float32)
-            return self._last_scaled.of(
-                x_BTm, lambda: (x_BTm * w_B.to(wide)[:, None, None]).to(dtype), w_B, dtype
-            )
+            return last.of(x_BTm, lambda: (x_BTm * w_B.to(wide)[:, None, None]).to(dtype), w_B, dtype)
 
         if left.shape[-1] <= right.shape[-1]:
             return scaled(left), right.to(dtype)
@@ -177,6 +233,12 @@ class Outer(Product):
             return
         self.left, self.right, self._aligned = zeroed(self.left, muted_B), zeroed(self.right, muted_B), None
         super().mute(muted_B)
+
+
+def lengths(x_BTm: Tensor) -> Tensor:
+    """An upper bound on the length of each position's row: [B, T] in float64."""
+    B, T, m = x_BTm.shape
+    return squared_norms(x_BTm.reshape(B * T, m)).view(B, T).sqrt()
 
 
 def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[slice], Tensor]:

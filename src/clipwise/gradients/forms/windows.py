@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from clipwise import kernels
-from clipwise.gradients.forms.base import Budget, Product, along_first, chunks, roundoff, zeroed
+from clipwise.gradients.forms.base import Budget, along_first, chunks, roundoff, zeroed
+from clipwise.gradients.forms.outer import Product
 from clipwise.gradients.geometry import Geometry, positions
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.kernels.gram import gram_norms

@@ -1,20 +1,10 @@
-"""Rules, a file a kind of operation. Importing this package enters them all."""
+"""Rules, one file for each kind of operation. Importing this package registers those of every file in it."""
 
-from clipwise.gradients.rules import (  # noqa: F401 (imported to be registered)
-    batched,
-    bilinear,
-    broadcast,
-    convolution,
-    elementwise,
-    embedding,
-    linear,
-    normalization,
-    recurrent,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from clipwise.gradients.rules.registry import (
-    Finish,
     FinishAll,
-    Rule,
     RuleDoesNotApply,
     begin,
     covers,
@@ -24,9 +14,7 @@ from clipwise.gradients.rules.registry import (
 )
 
 __all__ = [
-    "Finish",
     "FinishAll",
-    "Rule",
     "RuleDoesNotApply",
     "begin",
     "covers",
@@ -34,3 +22,6 @@ __all__ = [
     "register_for_all_outputs",
     "registered",
 ]
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

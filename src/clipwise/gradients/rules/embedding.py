@@ -15,7 +15,7 @@ from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form, Rows, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.owners import Ragged
-from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
+from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # torch's numbers for the modes of EmbeddingBag
@@ -81,8 +81,7 @@ def embedding_bag(node: Node, shapes: Shapes) -> Finish:
     bag_N = torch.searchsorted(node._saved_offsets, positions, right=True) - 1
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
-        if layout.axis != 0:
-            raise RuleDoesNotApply("the examples do not lie along the bags")
+        require_axis(layout, 0)
         g_Gn, owner_G = at_least_float32(g), layout.owners(ids_N.device)
         kept_N = counted_N & (owner_G[bag_N] >= 0)
         ids_K, bag_K = ids_N[kept_N], bag_N[kept_N]
