@@ -9,7 +9,7 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.memory import Memory
 from clipwise.gradients.methods import METHODS, per_example_gradients
 from clipwise.gradients.plain import by_loop
-from clipwise.gradients.rules import RuleDoesNotApply, register, register_for_all_outputs, registered
+from clipwise.gradients.rules.registry import RuleDoesNotApply, register, register_for_all_outputs, registered
 from clipwise.gradients.stream import FallbackWarning
 
 __all__ = [

@@ -83,11 +83,13 @@ class Layout:
         """The example that owns each row along the axis, -1 for rows of nobody."""
         return self.along_axis(torch.arange(self.batch, device=device))
 
+    def broadcast(self, along_axis: Tensor, dimensions: int) -> Tensor:
+        """One number for each row along the axis, in a shape that broadcasts to tensors of so many dimensions."""
+        return along_axis.view([-1 if d == self.axis else 1 for d in range(dimensions)])
+
     def only(self, t: Tensor, example: int) -> Tensor:
         """The rows of one example; the others are cleared (and not multiplied by 0: 0 * Inf is NaN)."""
-        shape = [1] * t.dim()
-        shape[self.axis] = -1
-        return t.masked_fill((self.owners(t.device) != example).view(shape), 0)
+        return t.masked_fill(self.broadcast(self.owners(t.device) != example, t.dim()), 0)
 
     def on_axis(self, axis: int) -> Layout:
         """The same rows, along another axis."""
@@ -186,10 +188,8 @@ class Probe:
         """The same of every single entry, where sums are made in one order: a huge one must hide no other."""
         if not self.repeats:
             return True
-        shape = [1] * self.plain.dim()
-        shape[layout.axis] = -1
         p, w = self._speaking
-        error = (w - p * layout.along_axis(self.weights_B.double()).view(shape)).abs()
+        error = (w - p * layout.broadcast(layout.along_axis(self.weights_B.double()), p.dim())).abs()
         return bool((error <= 1e-5 * w.abs() + self._lost).all())
 
     @property

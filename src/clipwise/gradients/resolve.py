@@ -19,7 +19,7 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.operations import ROW_MOVERS
 from clipwise.gradients.outline import Outline
 from clipwise.gradients.probing import Prober
-from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin, covers
+from clipwise.gradients.rules.registry import FinishAll, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import (
     USUAL_CAUSES,
     Edge,
@@ -209,25 +209,16 @@ class Resolver:
                         f"cannot be told apart. {USUAL_CAUSES}"
                     )
                 candidates[(use.index, k)] = found
-        self._remember(graph, carries_data, candidates, certain)
+        if certain and not graph.outline.moves_rows:
+            self._remember(graph, carries_data, candidates)
         resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
         return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
     def _remember(
-        self,
-        graph: Graph,
-        carries_data: dict[int, bool],
-        candidates: dict[Place, list[Layout]],
-        certain: bool,
+        self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Place, list[Layout]]
     ) -> None:
-        if not certain or graph.outline.moves_rows:
-            return
         before = self.findings.get(graph.outline)
-        if (
-            before is not None
-            and before.carries_data == carries_data
-            and before.layouts.keys() == candidates.keys()
-        ):
+        if before and (before.carries_data, before.layouts.keys()) == (carries_data, candidates.keys()):
             # What one batch could not tell apart another one may.
             both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
             if all(both.values()):
@@ -259,9 +250,8 @@ def _in_both(now: list[Layout], before: list[Layout]) -> list[Layout]:
 
 def _differ(t: Tensor, one: Layout, other: Layout) -> Tensor:
     """Where two layouts of a tensor name different owners, in a shape that broadcasts to the tensor's."""
-    shapes = [[-1 if d == layout.axis else 1 for d in range(t.dim())] for layout in (one, other)]
-    owners = [layout.owners(t.device).view(shape) for layout, shape in zip((one, other), shapes, strict=True)]
-    return owners[0] != owners[1]
+    first, second = (layout.broadcast(layout.owners(t.device), t.dim()) for layout in (one, other))
+    return first != second
 
 
 def _kind(node: Node, graph: Graph) -> tuple[str, ...]:

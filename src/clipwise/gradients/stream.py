@@ -36,7 +36,7 @@ from clipwise.gradients.memory import Memory
 from clipwise.gradients.outline import Operand
 from clipwise.gradients.paths import Contribution, joined, paths_in
 from clipwise.gradients.resolve import Resolved
-from clipwise.gradients.rules import RuleDoesNotApply, begin
+from clipwise.gradients.rules.registry import RuleDoesNotApply, begin
 from clipwise.gradients.selfcheck import has_gradient
 from clipwise.gradients.walk import Edge, Use, dtype_at, gradients_at, node_name, zeros_at
 
@@ -60,9 +60,8 @@ class Pass:
     late: list[tuple[Use, Outputs]] = field(default_factory=list)
     arrived: set[Use] = field(default_factory=set)
     doubts: list[Tensor] = field(default_factory=list)
-    untried: list[Tensor] = field(
-        default_factory=list
-    )  # who has a gradient where a rule is still to be compared
+    # Which examples have a gradient, at uses whose rules are still to be compared.
+    untried: list[Tensor] = field(default_factory=list)
     # Each device has a thread of its own, and the arithmetic of products is one switch for all of them.
     lock: RLock = field(default_factory=RLock)
 

@@ -3,25 +3,5 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from clipwise.gradients.rules.registry import (
-    FinishAll,
-    RuleDoesNotApply,
-    begin,
-    covers,
-    register,
-    register_for_all_outputs,
-    registered,
-)
-
-__all__ = [
-    "FinishAll",
-    "RuleDoesNotApply",
-    "begin",
-    "covers",
-    "register",
-    "register_for_all_outputs",
-    "registered",
-]
-
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

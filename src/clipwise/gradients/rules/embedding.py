@@ -51,7 +51,7 @@ def _lookup(ids: Tensor, table: torch.Size, padding: int | None = None) -> Finis
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         if layout.axis >= ids.dim():
             raise RuleDoesNotApply("the examples lie along a row of the table")
-        owner = layout.owners(ids.device).view([-1 if d == layout.axis else 1 for d in range(ids.dim())])
+        owner = layout.broadcast(layout.owners(ids.device), ids.dim())
         owner_N, ids_N = owner.expand_as(ids).flatten(), ids.flatten()
         g_Nn = at_least_float32(g).reshape(len(ids_N), -1)
         if isinstance(layout, Ragged):  # some positions may be nobody's
