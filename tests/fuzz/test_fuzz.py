@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.gradients import bookkeeping
-from clipwise.gradients.join import Contribution
+from clipwise.gradients import stream
+from clipwise.gradients.paths import Contribution
 from tests.fuzz import check as checking
 from tests.fuzz import run
 from tests.fuzz.blocks import KINDS, Block
@@ -45,18 +45,16 @@ class AddedUp:
 
 
 def test_a_missing_cross_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = bookkeeping.join
+    honest = stream.joined
 
-    def planted(parameters: Any, found: list[Contribution]) -> dict[str, Contribution]:
-        joined = honest(parameters, found)
-        for name, whole in joined.items():
-            uses = [c for c in found if name in c.path.parameters]
-            if len(uses) > 1:
-                alone = [honest({name: parameters[name]}, [c])[name].form for c in uses]
-                joined[name] = Contribution(AddedUp(whole.form, alone), whole.path)  # type: ignore[arg-type]
-        return joined
+    def planted(name: str, parameter: Any, uses: list[Contribution]) -> Contribution:
+        whole = honest(name, parameter, uses)
+        if len(uses) == 1:
+            return whole
+        alone = [honest(name, parameter, [use]).form for use in uses]
+        return Contribution(AddedUp(whole.form, alone), whole.path)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bookkeeping, "join", planted)
+    monkeypatch.setattr(stream, "joined", planted)
     assert any(": norm of " in problem for problem in problems(SEEDS))
 
 

@@ -29,9 +29,8 @@ from clipwise.clipping.contrib.decay import Decay
 from clipwise.clipping.public import Public
 from clipwise.engine import compiled
 from clipwise.engine.compiled import CaptureWarning, CompiledStep
-from clipwise.gradients.forms import Budget, Outer, Rows
+from clipwise.gradients.forms import Budget, Outer, Rows, Tied
 from clipwise.gradients.precision import TF32
-from clipwise.gradients.tied import Tied
 from tests.gpu.verdicts import Verdicts, failures_of
 from tests.soundness.neighbours import attach
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import PRODUCT_ERROR, Budget, Form, Written, roundoff
+from clipwise.gradients.forms import Budget, Form, Windows
+from clipwise.gradients.forms.base import PRODUCT_ERROR, roundoff
 from clipwise.gradients.geometry import Geometry
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic
 from clipwise.gradients.rules import convolution as rule
-from clipwise.gradients.windows import Windows
 from clipwise.kernels import convolution as kernel
 from tests.gpu.verdicts import Verdicts, failures_of
 
@@ -162,8 +163,8 @@ def times(layer: tuple[int, int, int, int, int]) -> dict[str, float]:
     last_rows, last_outputs = (t.contiguous(memory_format=torch.channels_last) for t in (rows, outputs))
     last = last_rows[:, None], last_outputs[:, None]
 
-    def written(make: Callable[[slice], Tensor]) -> Callable[[], Form]:
-        return lambda: Written(BATCH, geometry.weight, torch.float32, make)
+    def written(gradients: rule.Gradients) -> Callable[[], Form]:
+        return lambda: rule._written(x, g, geometry.weight, gradients)
 
     acts: dict[str, Act] = {
         "forward": lambda: torch.conv2d(rows, weight, None, geometry.stride, geometry.padding),
@@ -171,11 +172,11 @@ def times(layer: tuple[int, int, int, int, int]) -> dict[str, float]:
         "sum, last": lambda: geometry.weight_gradient(last_rows, last_outputs),
         "kernel": lambda: by_kernel(x, g, geometry, TF32),
         "kernel, last": lambda: by_kernel(*last, geometry, TF32),
-        "kernel + norm + sum": norms_and_sum(written(rule._by_kernel(x, g, geometry)), w_B),
+        "kernel + norm + sum": norms_and_sum(written(partial(rule._by_kernel, geometry)), w_B),
     }
     if 4 * BATCH * geometry.weight.numel() <= LARGEST:
         acts["grouped"] = lambda: geometry.weight_gradients(x, g)
-        acts["grouped + norm + sum"] = norms_and_sum(written(rule._by_groups(x, g, geometry)), w_B)
+        acts["grouped + norm + sum"] = norms_and_sum(written(geometry.weight_gradients), w_B)
     if outputs.shape[-1] <= 16:
         acts["windows"] = norms_and_sum(lambda: Windows(x, g, geometry), w_B)
     with TF32.products():

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
-from clipwise.gradients import Memory, choosing, free_memory, per_example_gradients
+from clipwise.gradients import Memory, free_memory, per_example_gradients
 from clipwise.gradients.reweight import Reweighted
 from clipwise.gradients.rules import registry
 from clipwise.gradients.stream import Stream
@@ -146,21 +146,26 @@ def small() -> tuple[nn.Module, Tensor, Memory]:
     return model, x, memory
 
 
+def forget_choices(memory: Memory) -> None:
+    for outline in memory.outlines._known:
+        outline.fits.clear()
+
+
 def check_choices() -> Verdicts:
     """What `auto` takes, by free memory, and how long it thinks."""
     model, x, memory = small()
     parameters = dict(model.named_parameters())
     for free, streams in ((0, True), (2**50, False)):
-        memory.fits.clear()
+        forget_choices(memory)
         with mock.patch.object(free_memory, "free_bytes", return_value=free):
             found = per_example_gradients(model(x).sum((1, 2)), parameters, memory)
         yield f"with {free} bytes free it streams: {not streams}", isinstance(found, Reweighted) is streams
     stream = Stream(model(x).sum((1, 2)), parameters, memory)
     for known in (False, True):
         if not known:
-            memory.fits.clear()
+            forget_choices(memory)
         start = time.perf_counter()
-        choosing._fits(stream, parameters, memory, 16)
+        stream.fits()
         print(f"  choice, {'known' if known else 'new'}: {1e6 * (time.perf_counter() - start):.0f} us")
 
 

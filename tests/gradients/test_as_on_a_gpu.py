@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from clipwise import kernels
 from clipwise.gradients import Memory, forms, per_example_gradients, stream
-from clipwise.gradients.forms import Permuted
+from clipwise.gradients.forms import Permuted, Windows
+from clipwise.gradients.precision import TF32
 from clipwise.gradients.rules import convolution
-from clipwise.gradients.windows import Windows
 from tests.gradients.cases import CASES, Case, losses, oracle, trainable
 
 BATCH = 5
@@ -25,7 +25,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "usable", lambda t: True)
     monkeypatch.setattr(stream.Stream, "is_on_cuda", True)
     # Rows of any length are filled up, as a vocabulary's are.
-    monkeypatch.setattr(forms, "_aligned", lambda x: F.pad(x, (0, -x.shape[-1] % 64)))
+    monkeypatch.setattr(forms.outer, "_aligned", lambda x: F.pad(x, (0, -x.shape[-1] % 64)))
 
 
 def require_exact(case: Case, methods: tuple[str, ...] = ("bookkeeping", "reweight")) -> None:
@@ -79,16 +79,16 @@ def test_an_operand_stays_in_bfloat16_and_its_sum_within_what_is_stated(
     def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return a.to(dtype) @ b.to(dtype)
 
-    monkeypatch.setattr(forms, "_product", product)
+    monkeypatch.setattr(forms.outer, "_product", product)
     torch.manual_seed(0)
     for positions in (1, 2, 9):
         left, right = (torch.randn(BATCH, positions, n).bfloat16() for n in (40, 30))
         outer = forms.Outer(left, right)
         outer.left, outer.right = left, right  # as they are where they came from a GPU
-        norm_B = forms.measured(outer, forms.Budget(0, forms.TF32)).sqrt()
+        norm_B = forms.measured(outer, forms.Budget(0, TF32)).sqrt()
         assert outer.squared_error_B is not None
-        bound_B = torch.maximum(norm_B, (norm_B + outer.squared_error_B.sqrt()) / (1 + forms.TF32.slack))
+        bound_B = torch.maximum(norm_B, (norm_B + outer.squared_error_B.sqrt()) / (1 + TF32.slack))
         for i in range(BATCH):
             w_B = torch.zeros(BATCH)
             w_B[i] = 0.7 / bound_B[i]
-            assert float(outer.weighted_sum(w_B).double().norm()) <= 0.7 * (1 + forms.TF32.slack)
+            assert float(outer.weighted_sum(w_B).double().norm()) <= 0.7 * (1 + TF32.slack)

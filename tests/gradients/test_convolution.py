@@ -7,25 +7,24 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.gradients import Memory, per_example_gradients
-from clipwise.gradients.forms import Form, Outer, Written
+from clipwise.gradients.forms import Form, Outer, Windows, Written
 from clipwise.gradients.geometry import Geometry
 from clipwise.gradients.rules import convolution
-from clipwise.gradients.windows import Windows
 from tests.gradients.cases import trainable
-from tests.gradients.test_windows import SHAPES, one_by_one, operands
+from tests.gradients.forms.test_windows import SHAPES, one_by_one, operands
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_grouped_convolutions_keep_examples_apart(name: str) -> None:
     x, g, geometry = operands(name)
-    found = convolution._by_groups(x, g, geometry)(slice(1, 4))
+    found = geometry.weight_gradients(x[1:4], g[1:4])
     assert torch.allclose(found.double(), one_by_one(x, g, geometry)[1:4], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name][2] == 1])
 def test_products_with_windows_give_the_same(name: str) -> None:
     x, g, geometry = operands(name)
-    found = convolution._by_windows(x, g, geometry)(slice(1, 4))
+    found = convolution._by_windows(geometry, x[1:4], g[1:4])
     assert torch.allclose(found.double(), one_by_one(x, g, geometry)[1:4], rtol=1e-4, atol=1e-4)
 
 
@@ -34,7 +33,7 @@ def test_channels_last_gives_the_same(name: str) -> None:
     x, g, geometry = operands(name)
     truth = one_by_one(x, g, geometry)
     x, g = (t.movedim(2, -1).contiguous().movedim(-1, 2) for t in (x, g))
-    found = convolution._by_groups(x, g, geometry)(slice(0, 4))
+    found = geometry.weight_gradients(x, g)
     assert torch.allclose(found.double(), truth, rtol=1e-4, atol=1e-4)
     summed = Windows(x, g, geometry).weighted_sum(torch.ones(4).double())
     assert torch.allclose(summed.double(), truth.sum(0), rtol=1e-4, atol=1e-4)

@@ -115,9 +115,9 @@ def test_a_layout_of_single_rows_says_nothing_about_folds() -> None:
 
 
 def test_an_axis_that_keeps_its_size_in_another_batch_is_doubted() -> None:
-    assert Layout(0, 1, 4, 3).is_stiff(Layout(0, 1, 6, 2))
-    assert not Layout(0, 1, 4, 3).is_stiff(Layout(0, 1, 6, 3))
-    assert not Layout(0, 1, 4, 3).is_stiff(Layout(0, 1, 4, 3))
+    assert Layout(0, 1, 4, 3).resized(torch.Size([12, 5]), 6) is None
+    assert Layout(0, 1, 4, 3).resized(torch.Size([18, 5]), 6) == Layout(0, 1, 6, 3)
+    assert Layout(0, 1, 4, 3).resized(torch.Size([12, 5]), 4) == Layout(0, 1, 4, 3)
 
 
 # Probes

@@ -260,7 +260,7 @@ def test_memory_limits_change_no_result(
 
     expected = both()
     monkeypatch.setattr(examples, "KEEP_BYTES", keep)
-    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(forms.base, "CHUNK_BYTES", chunk)
     torch.testing.assert_close(both(), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -273,7 +273,7 @@ def test_what_two_batches_showed_is_trusted(case: Case) -> None:
         per_example_gradients(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
     graph = walk(losses(model, case.draw(6, seed=9)), trainable(model))
     probed = memory.resolver.resolve(graph).gradients is not None
-    assert probed == graph.moves_rows
+    assert probed == graph.outline.moves_rows
 
 
 class TimeFirstAndMasked(nn.Module):

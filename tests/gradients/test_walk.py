@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.gradients import Memory, by_loop, per_example_gradients
+from clipwise.gradients.outline import Outline
 from clipwise.gradients.resolve import Resolver
 from clipwise.gradients.walk import Graph, node_name, walk
 from tests.gradients.cases import trainable
@@ -205,15 +206,15 @@ def test_rows_that_the_data_move_are_followed(move: str) -> None:
         torch.testing.assert_close(found, by_loop(apply(model, x), trainable(model)).instantiate(slice(0, 3)))
 
 
-def test_constants_that_do_not_cut_along_the_examples_change_no_signature() -> None:
+def test_constants_that_do_not_cut_along_the_examples_change_no_outline() -> None:
     """A sequence of another length is the same graph: probing it anew each time would be slow."""
     model = Weights(w=(4, 3))
 
-    def signature(T: int) -> tuple[object, ...]:
+    def outline(T: int) -> Outline:
         h = torch.randn(5, T, 4) @ model.w
-        return walk(h[:, : T - 1].sum((1, 2)) + h[:, T - 1].sum(1), trainable(model)).signature
+        return walk(h[:, : T - 1].sum((1, 2)) + h[:, T - 1].sum(1), trainable(model)).outline
 
-    assert signature(7) == signature(9)
+    assert outline(7) == outline(9)
 
 
 def test_rows_of_a_parameter_may_be_picked_and_cut() -> None:
@@ -224,10 +225,10 @@ def test_rows_of_a_parameter_may_be_picked_and_cut() -> None:
         h = model.table[torch.randint(0, 7, (5, T))] + model.places[:T]
         return walk(h.tanh().sum((1, 2)), trainable(model))
 
-    assert graph(3).signature == graph(4).signature
-    assert not graph(3).moves_rows
+    assert graph(3).outline == graph(4).outline
+    assert not graph(3).outline.moves_rows
     moved = model.table[torch.randint(0, 7, (5, 3))][[1, 0, 2, 3, 4]] + model.places[:3]
-    assert walk(moved.sum((1, 2)), trainable(model)).moves_rows
+    assert walk(moved.sum((1, 2)), trainable(model)).outline.moves_rows
 
 
 def test_a_deep_graph_is_described_without_delay() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from clipwise.kernels import factors, measures, scaled, tangent, tiles, weighted
+from clipwise.kernels import factors, launch, measures, scaled, tangent, weighted
 from clipwise.kernels.factors import Limits, Norms
 from clipwise.layers.clipped.scales import LIMITS, input_scales, upstream_scales
 from tests.kernels.ways import both, needs_triton
@@ -221,26 +221,26 @@ def test_a_gradient_that_is_not_finite_stays_in_its_example(way):
 def test_entries_that_lie_side_by_side_are_rows():
     t = torch.zeros(2, 3, 5)
     last = LAYOUTS["channels last"](t)
-    assert tiles.rows_of(t, t) == (15, 5)
-    assert tiles.rows_of(last, last) == (15, 1)
-    assert tiles.rows_of(t, last) is None
-    assert tiles.rows_of(LAYOUTS["every second"](t)) is None
-    assert tiles.rows_of(torch.zeros(4, 7)[:, :5].unsqueeze(1)) == (5, 5)
-    assert tiles.rows_of(torch.zeros(4, 7)[:, ::2].unsqueeze(1)) is None
-    assert tiles.rows_of(torch.zeros(2, 0, 5)) is None
+    assert launch.rows_of(t, t) == (15, 5)
+    assert launch.rows_of(last, last) == (15, 1)
+    assert launch.rows_of(t, last) is None
+    assert launch.rows_of(LAYOUTS["every second"](t)) is None
+    assert launch.rows_of(torch.zeros(4, 7)[:, :5].unsqueeze(1)) == (5, 5)
+    assert launch.rows_of(torch.zeros(4, 7)[:, ::2].unsqueeze(1)) is None
+    assert launch.rows_of(torch.zeros(2, 0, 5)) is None
     # Entries are counted in 32 bits.
-    assert tiles.rows_of(torch.empty(2, 2**16, 2**15, device="meta")) is None
-    assert tiles.rows_of(torch.empty(2, 2**15, 2**15, device="meta")) == (2**30, 2**15)
+    assert launch.rows_of(torch.empty(2, 2**16, 2**15, device="meta")) is None
+    assert launch.rows_of(torch.empty(2, 2**15, 2**15, device="meta")) == (2**30, 2**15)
 
 
 @pytest.mark.parametrize("entries", [16, 256, 4096])
 def test_tiles_are_long_where_neighbours_in_memory_are(entries):
     t = torch.zeros(1, 32, 64)
-    assert tiles.tile_of(t, entries) == {16: (1, 16), 256: (4, 64), 4096: (32, 64)}[entries]
+    assert launch.tile_of(t, entries) == {16: (1, 16), 256: (4, 64), 4096: (32, 64)}[entries]
     last = LAYOUTS["channels last"](t)
-    assert tiles.tile_of(last, entries) == {16: (16, 1), 256: (32, 8), 4096: (32, 64)}[entries]
-    assert tiles.tile_of(torch.zeros(1, 20, 1), entries) == (min(entries, 32), 1)
-    assert tiles.tile_of(torch.zeros(1, 1, 20), entries) == (1, min(entries, 32))
+    assert launch.tile_of(last, entries) == {16: (16, 1), 256: (32, 8), 4096: (32, 64)}[entries]
+    assert launch.tile_of(torch.zeros(1, 20, 1), entries) == (min(entries, 32), 1)
+    assert launch.tile_of(torch.zeros(1, 1, 20), entries) == (1, min(entries, 32))
 
 
 # ------------------------------------------------------------------ weighted sums

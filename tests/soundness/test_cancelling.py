@@ -86,7 +86,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_bounds_what_is_released(way: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     T, m, n, keep, chunk = WAYS[way]
-    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(forms.base, "CHUNK_BYTES", chunk)
     left, right = batch_of(T, m, n, scale)
     outer = Outer(left, right)
     norms = require_bounded(outer, keep)
@@ -290,7 +290,7 @@ def test_models_whose_positions_cancel(
     if memory != "kept":
         monkeypatch.setattr(examples, "KEEP_BYTES", 0)
     if memory == "in chunks":
-        monkeypatch.setattr(forms, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(forms.base, "CHUNK_BYTES", 1)
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model, x = build(), draw()

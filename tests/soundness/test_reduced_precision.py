@@ -21,10 +21,9 @@ from clipwise import Backprop, PerExample
 from clipwise.clipping import Clipper
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import forms
-from clipwise.gradients.forms import Budget, Outer, Rows
+from clipwise.gradients.forms import Budget, Outer, Rows, Tied
 from clipwise.gradients.geometry import Geometry
 from clipwise.gradients.precision import IEEE, TF32
-from clipwise.gradients.tied import Tied
 from clipwise.layers import clip_inputs
 from clipwise.privacy import Adjacency
 from tests.runs import data, gradients, losses_of, network, private_run
@@ -48,7 +47,7 @@ def cut(x: Tensor) -> Tensor:
 @contextmanager
 def tensor_cores(norms_too: bool) -> Iterator[None]:
     """Sums of products with cut operands; and norms by inner products of cut rows, beside the mass of uncut ones."""
-    product, gram, convolved = forms._product, Outer.gram_squares, Geometry.weight_gradient
+    product, gram, convolved = forms.outer._product, Outer.gram_squares, Geometry.weight_gradient
 
     def cut_gram(self: Outer, *rest: Any) -> tuple[Tensor, Tensor]:
         _, mass_B = gram(self, *rest)
@@ -59,7 +58,7 @@ def tensor_cores(norms_too: bool) -> Iterator[None]:
         return square_B, mass_B
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(forms, "_product", lambda a, b, *rest: product(cut(a), cut(b), *rest))
+        patched.setattr(forms.outer, "_product", lambda a, b, *rest: product(cut(a), cut(b), *rest))
         patched.setattr(
             Geometry, "weight_gradient", lambda self, x, g, *rest: convolved(self, cut(x), cut(g), *rest)
         )

@@ -75,7 +75,7 @@ class PerExample(Strategy):
         "vmap" and "loop" take each gradient as torch's kernels sum it, whose rounding may depend on the other examples;
         where terms cancel to nothing but rounding, prefer the other methods.
         With TF32 an example's part of the sum is moved by e = 2^-9 M at most, M the mass of its terms
-        (gradients/forms.py): it is clipped so that n + e <= (1 + 2^-6) C, and that is the sensitivity that is
+        (gradients/forms/base.py): it is clipped so that n + e <= (1 + 2^-6) C, and that is the sensitivity that is
         stated and noised. For e <= 2^-6 n this clips as IEEE arithmetic does.
     """
 

@@ -3,13 +3,14 @@
 `register` adds a rule for an operation of your own; `Written`, `Outer` and `Rows` are what a rule gives.
 """
 
-from clipwise.gradients.bookkeeping import FallbackWarning, Memory
 from clipwise.gradients.examples import PerExampleGradients
 from clipwise.gradients.forms import Form, Outer, Rows, Written
 from clipwise.gradients.layout import Layout
+from clipwise.gradients.memory import Memory
 from clipwise.gradients.methods import METHODS, per_example_gradients
 from clipwise.gradients.plain import by_loop
-from clipwise.gradients.rules import RuleDoesNotApply, register, register_for_all_outputs, registered
+from clipwise.gradients.rules.registry import RuleDoesNotApply, register, register_for_all_outputs, registered
+from clipwise.gradients.stream import FallbackWarning
 
 __all__ = [
     "METHODS",

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import Budget, Written, at_least_float32
-from clipwise.gradients.join import Contribution
+from clipwise.gradients.paths import Contribution, Path
 from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
 from clipwise.gradients.rare import Rare
 
@@ -49,7 +48,8 @@ class PerExampleGradients:
     @torch.no_grad()
     def squared_norms(self) -> dict[str, Tensor]:
         """Upper bounds on each example's squared norm, by parameter: [B] in float64."""
-        budget = Budget(_keep_bytes(self.by_parameter), self._arithmetic)
+        devices = {p.device for c in self.by_parameter.values() for p in c.path.parameters.values()}
+        budget = Budget(keep_bytes(devices), self._arithmetic)
         with self._arithmetic.products():
             squares = {name: c.form.squared_norms(budget) for name, c in self.by_parameter.items()}
             loose = [c.form.loose_B for c in self.by_parameter.values() if c.form.loose_B is not None]
@@ -92,10 +92,6 @@ class PerExampleGradients:
     def mass(self, example: int) -> float:
         """The size of the terms that an example's gradient is summed from, over all parameters."""
         return math.hypot(*(c.form.mass(example) for c in self.by_parameter.values()))
-
-
-def _keep_bytes(by_parameter: Mapping[str, Contribution]) -> int:
-    return keep_bytes({p.device for c in by_parameter.values() for p in c.path.parameters.values()})
 
 
 def keep_bytes(devices: set[torch.device]) -> int:

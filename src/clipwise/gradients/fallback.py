@@ -20,12 +20,8 @@ from clipwise.gradients.walk import Node, dtype_at, node_name, zeros_at
 
 def call(node: Node, outputs: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
     """Run one node's backward function, with zeros for outputs that have no gradient."""
-    grads = []
-    for number, meta in enumerate(node._input_metadata):
-        given = outputs.get(number)
-        if given is None:
-            given = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-        grads.append(given)
+    numbers = range(len(node._input_metadata))
+    grads = [outputs[number] if number in outputs else zeros_at(node, number) for number in numbers]
     with torch.no_grad():
         # A custom autograd.Function's node is not callable itself.
         result = node(*grads) if callable(node) else node.apply(*grads)

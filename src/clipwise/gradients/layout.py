@@ -83,19 +83,26 @@ class Layout:
         """The example that owns each row along the axis, -1 for rows of nobody."""
         return self.along_axis(torch.arange(self.batch, device=device))
 
+    def broadcast(self, along_axis: Tensor, dimensions: int) -> Tensor:
+        """One number for each row along the axis, in a shape that broadcasts to tensors of so many dimensions."""
+        return along_axis.view([-1 if d == self.axis else 1 for d in range(dimensions)])
+
     def only(self, t: Tensor, example: int) -> Tensor:
         """The rows of one example; the others are cleared (and not multiplied by 0: 0 * Inf is NaN)."""
-        shape = [1] * t.dim()
-        shape[self.axis] = -1
-        return t.masked_fill((self.owners(t.device) != example).view(shape), 0)
+        return t.masked_fill(self.broadcast(self.owners(t.device) != example, t.dim()), 0)
 
     def on_axis(self, axis: int) -> Layout:
         """The same rows, along another axis."""
         return replace(self, axis=axis)
 
     def resized(self, shape: torch.Size, batch: int) -> Layout | None:
-        """The same layout for another batch and another number of rows, if that is without doubt."""
+        """The same layout for another batch and another number of rows, if that is without doubt.
+
+        An axis that kept its size though the batch did not may not hold the examples at all.
+        """
         if self.axis >= len(shape) or shape[self.axis] % batch:
+            return None
+        if batch != self.batch and shape[self.axis] == self.size:
             return None
         k = shape[self.axis] // batch
         if self.outer == 1 and self.inner == 1:
@@ -105,10 +112,6 @@ class Layout:
         if self.inner == 1:
             return Layout(self.axis, k, batch, 1)
         return Layout(self.axis, self.outer, batch, self.inner) if k == self.outer * self.inner else None
-
-    def is_stiff(self, later: Layout) -> bool:
-        """Whether the axis kept its size though the batch did not: it may not hold the examples at all."""
-        return self.batch != later.batch and self.size == later.size
 
     @property
     def size(self) -> int:
@@ -185,10 +188,8 @@ class Probe:
         """The same of every single entry, where sums are made in one order: a huge one must hide no other."""
         if not self.repeats:
             return True
-        shape = [1] * self.plain.dim()
-        shape[layout.axis] = -1
         p, w = self._speaking
-        error = (w - p * layout.along_axis(self.weights_B.double()).view(shape)).abs()
+        error = (w - p * layout.broadcast(layout.along_axis(self.weights_B.double()), p.dim())).abs()
         return bool((error <= 1e-5 * w.abs() + self._lost).all())
 
     @property

@@ -1,17 +1,48 @@
-"""The ways to find per-example gradients, by name. All give the same norms and sums; they differ in cost."""
+"""The ways to find per-example gradients, by name. All give the same norms and sums; they differ in cost.
+
+`auto` is book-keeping, the faster one, where there is memory for it (free_memory.py), and otherwise two passes that
+keep nothing. That is decided once for each kind of graph, size of batch, and sizes at the graph's two ends. A batch
+whose layouts were probed has its output gradients in memory by then, and is always done by book-keeping.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from clipwise.gradients.bookkeeping import Memory
-from clipwise.gradients.choosing import by_choice
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.instantiate import by_instantiating
+from clipwise.gradients.memory import Memory
+from clipwise.gradients.paths import written_out
 from clipwise.gradients.plain import by_loop, by_vmap
-from clipwise.gradients.reweight import by_reweighting
-from clipwise.gradients.stream import by_bookkeeping
+from clipwise.gradients.reweight import Reweighted
+from clipwise.gradients.stream import Stream
+
+
+def by_choice(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
+    """Book-keeping or reweighting, by the memory that there is."""
+    stream = Stream(losses, parameters, memory)
+    if stream.is_probed or stream.fits():
+        return stream.collected()
+    return Reweighted(stream, len(losses), memory)
+
+
+def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
+    """One backward pass, whose output gradients are kept for norms and sums. It frees the graph."""
+    return Stream(losses, parameters, memory).collected()
+
+
+def by_reweighting(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
+    """Norms from one backward pass and sums from another."""
+    return Reweighted(Stream(losses, parameters, memory), len(losses), memory)
+
+
+def by_instantiating(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
+    """One backward pass; B gradients of each parameter, kept where memory allows and made again where not."""
+    found = Stream(losses, parameters, memory).gradients()
+    by_parameter = found.by_parameter.items()
+    written = {name: written_out(name, parameters[name], c.form.dtype, [c]) for name, c in by_parameter}
+    return PerExampleGradients(found.batch, written)
+
 
 _FROM_THE_GRAPH = {
     "auto": by_choice,
@@ -33,9 +64,6 @@ def per_example_gradients(
     if method in _FROM_THE_GRAPH:
         return _FROM_THE_GRAPH[method](losses, parameters, memory)
     found = _BY_AUTOGRAD[method](losses, parameters)
-    return found if _all_finite(found) else by_bookkeeping(losses, parameters, memory)
-
-
-def _all_finite(found: PerExampleGradients) -> bool:
     written = found.instantiate(slice(0, found.batch)).values()
-    return all(bool(torch.isfinite(g).all()) for g in written)
+    all_finite = all(bool(torch.isfinite(g).all()) for g in written)
+    return found if all_finite else by_bookkeeping(losses, parameters, memory)

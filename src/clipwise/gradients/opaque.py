@@ -20,9 +20,9 @@ REFUSALS = {
 _SAID_BY_TORCH = {COMPILED: "donated buffer", REENTRANT: "use_reentrant=True"}
 
 
-def require_not_rerun(name: str) -> None:
+def require_not_rerun(*names: str) -> None:
     """Refuse a part of the model that runs once more in the backward pass: no graph shows what is in it."""
-    if name == REENTRANT:
+    if REENTRANT in names:
         raise UnsupportedModelError(REFUSALS[REENTRANT])
 
 

@@ -10,28 +10,27 @@ def named(*operations: str) -> frozenset[str]:
     return frozenset(f"{name}Backward{number}" for name in operations for number in range(3))
 
 
-# Functions of one tensor and of constants: DERIVED when that tensor is, whatever the batch holds.
-PURE = named(
+# Backward functions that keep the norm: they move entries about or pad them with zeros. A cast rounds, by
+# less than a relative unit roundoff.
+ISOMETRIC = named(
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
-    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Flip", "Movedim"),
-    *("Neg", "Exp", "Log", "Sqrt", "Rsqrt", "Pow", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax"),
-    *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
-    *("ViewAsReal", "ViewAsComplex", "Conj", "ConjPhysical", "Angle", "FftR2C", "FftC2C", "FftC2R"),
+    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
+    *("ViewAsReal", "ViewAsComplex", "Conj", "ConjPhysical"),
+)
+CASTS = named("ToCopy")
+# Between these a cast does not: the imaginary part of a gradient is dropped.
+CROSSES = "between real and complex"
+
+# Functions of one tensor and of constants: DERIVED when that tensor is, whatever the batch holds.
+PURE = ISOMETRIC | named(
+    *("Split", "SplitWithSizes", "Unbind", "Exp", "Log", "Sqrt", "Rsqrt", "Pow", "Abs", "Sigmoid", "Tanh"),
+    *("Relu", "Softplus", "Softmax", "Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
+    *("Angle", "FftR2C", "FftC2C", "FftC2R"),
 )
 
 # Functions of nothing but the tensors that they take: DERIVED when all of those are in the graph and are.
 CLOSED = PURE | named(
-    "Mm",
-    "Bmm",
-    "Addmm",
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-    "Cat",
-    "Stack",
-    "Complex",
-    "Polar",
+    *("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "Complex", "Polar"),
     "WeightNormInterface",
 )
 
@@ -41,18 +40,6 @@ ROW_MOVERS = named(
     *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take", "AsStrided"),
     *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
 ) | {"torch::autograd::CopySlices"}
-
-# Backward functions that keep the norm: they move entries about or pad them with zeros. A cast rounds, by
-# less than a relative unit roundoff.
-ISOMETRIC = named(
-    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
-    *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
-    *("ViewAsReal", "ViewAsComplex", "Conj", "ConjPhysical"),
-)
-CASTS = named("ToCopy")
-CROSSES = (
-    "between real and complex"  # a cast, and then it does not: the imaginary part of a gradient is dropped
-)
 
 # Numbers by which a node cuts a tensor: the data may choose them, so they are part of an outline.
 CUTS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from clipwise.gradients.operations import CLOSED, CROSSES, ISOMETRIC, TRANSPOSE
 
 Inputs = tuple[tuple[int, int], ...]  # place (-1: none) and output of everything that a node takes
 BY_HAND = ((), (TRANSPOSE,))  # ways on which gradients are carried without autograd
+_AGREEING_BATCHES = 2
+_MOST_TRIES = 6  # with an example whose gradient decides nothing
 
 
 class Entry(NamedTuple):
@@ -50,6 +52,40 @@ class Route:
     places: tuple[int, ...]  # on the way of an isometric route
     steps: tuple[str, ...]  # and what they do
 
+    @cached_property
+    def is_by_hand(self) -> bool:
+        """Whether gradients are carried back without autograd."""
+        return self.isometric and self.steps in BY_HAND
+
+
+class Operand(NamedTuple):
+    """An input of a use that is made of parameters: the place of the use, and which input."""
+
+    use: int
+    number: int
+
+
+@dataclass
+class Trust:
+    """Which operands in graphs of one outline agreed with plain autograd (selfcheck.py)."""
+
+    _agreed: Counter[Operand] = field(default_factory=Counter)
+    _tried: Counter[Operand] = field(default_factory=Counter)
+    _settled: Plan | None = None
+
+    def open_in(self, plan: Plan) -> list[Operand]:
+        """The operands that are still to be compared."""
+        if self._settled is plan:
+            return []
+        found = [Operand(use.index, j) for use in plan.uses for j in use.operands]
+        found = [o for o in found if self._agreed[o] < _AGREEING_BATCHES and self._tried[o] < _MOST_TRIES]
+        self._settled = None if found else plan
+        return found
+
+    def note(self, operand: Operand, agrees: bool) -> None:
+        """An example with a gradient at this use agreed, or decided nothing."""
+        (self._agreed if agrees else self._tried)[operand] += 1
+
 
 class Outline:
     """One kind of graph. Equal to another if all entries are; its hash is formed once."""
@@ -60,8 +96,12 @@ class Outline:
         """`output` is that of the last place which the losses are; `cutting` are the places whose `cuts` to compare."""
         self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
         self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
-        # Every place before its inputs, for who goes through a graph from the losses on.
+        # Every place before its inputs: the order in which a graph is compared, from the losses on.
         self.backwards = [(i, e.name, e.inputs) for i, e in reversed(list(enumerate(entries)))]
+        self.trust = Trust()
+        self.fits: dict[
+            tuple[object, ...], bool
+        ] = {}  # sizes of batches that book-keeping has memory for, or not
         self._hash = hash((entries, output))
         self._plan: Plan | None = None
 
@@ -133,8 +173,9 @@ class Plan:
 
     @cached_property
     def routes(self) -> list[dict[int, Route]]:
-        """From each operand of each use."""
-        return [{j: self._route(*source) for j, source in use.operands.items()} for use in self.uses]
+        """From each operand of each use, those that are gone by hand first."""
+        every = [{j: self._route(*source) for j, source in use.operands.items()} for use in self.uses]
+        return [dict(sorted(ways.items(), key=lambda item: not item[1].is_by_hand)) for ways in every]
 
     @cached_property
     def uses_of(self) -> Counter[str]:
@@ -149,7 +190,7 @@ class Plan:
             for ways in self.routes
             for way in ways.values()
             for name in way.parameters
-            if not way.isometric or (self.uses_of[name] > 1 and way.steps not in BY_HAND)
+            if not way.isometric or (self.uses_of[name] > 1 and not way.is_by_hand)
         }
         return frozenset(self.uses_of) - waits
 

@@ -21,12 +21,10 @@ def single(losses: Tensor, example: int, parameters: Parameters, weight: float =
     """The gradient of one loss times a weight."""
     one = torch.zeros_like(losses)
     one[example] = weight
-    targets = list(parameters.values())
-    grads = torch.autograd.grad(losses, targets, one, retain_graph=True, allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g.to_dense()
-        for (name, p), g in zip(parameters.items(), grads, strict=True)
-    }
+    grads = torch.autograd.grad(
+        losses, list(parameters.values()), one, retain_graph=True, materialize_grads=True
+    )
+    return {name: g.to_dense() for name, g in zip(parameters, grads, strict=True)}
 
 
 @torch.no_grad()
@@ -49,9 +47,7 @@ def by_vmap(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
     step = max(1, _CHUNK_BYTES // max(1, bytes_each))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*performance drop.*"
-            )  # an operation without a batched form
+            warnings.filterwarnings("ignore", message=".*performance drop.*")  # no batched form
             chunks = [_batched(losses, parameters, e_bB) for e_bB in torch.split(ones_BB, step)]
     except torch.OutOfMemoryError:
         raise

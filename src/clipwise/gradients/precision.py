@@ -8,9 +8,10 @@ sensitivity that holds for them (clipping/per_example.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -117,50 +118,38 @@ def without_tf32() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _matrix_products(wanted: str) -> Iterator[None]:
+def _matrix_products(wanted: str) -> AbstractContextManager[Any]:
     try:
         before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by backend, which the common switch does not know
+        stack = ExitStack()
+        stack.enter_context(_backend("cuda", "matmul", "ieee" if wanted == "highest" else "tf32"))
+        stack.enter_context(_backend("mkldnn", "matmul", "ieee"))
+        return stack
+    return _set(torch.set_float32_matmul_precision, before, wanted)
+
+
+def _convolutions(wanted: str) -> AbstractContextManager[Any]:
+    cudnn: Any = torch.backends.cudnn
+    try:
+        before = cudnn.allow_tf32
     except RuntimeError:
-        backend = "ieee" if wanted == "highest" else "tf32"
-        with _backend("cuda", "matmul", backend), _backend("mkldnn", "matmul", "ieee"):
-            yield
-        return
-    if before == wanted:
-        yield
-        return
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        return _backend("cudnn", "conv", wanted)
+    return _set(partial(setattr, cudnn, "allow_tf32"), before, wanted == "tf32")
 
 
-@contextmanager
-def _convolutions(wanted: str) -> Iterator[None]:
-    try:
-        before = torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        with _backend("cudnn", "conv", wanted):
-            yield
-        return
-    allowed = wanted == "tf32"
-    if before == allowed:
-        yield
-        return
-    torch.backends.cudnn.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
-@contextmanager
-def _backend(name: str, operation: str, wanted: str) -> Iterator[None]:
+def _backend(name: str, operation: str, wanted: str) -> AbstractContextManager[Any]:
     products: Any = getattr(getattr(torch.backends, name), operation)
-    before = products.fp32_precision
-    products.fp32_precision = wanted
+    return _set(partial(setattr, products, "fp32_precision"), products.fp32_precision, wanted)
+
+
+@contextmanager
+def _set(write: Callable[[Any], None], before: Any, wanted: Any) -> Iterator[None]:
+    """A switch in another position; one that is there already is left alone."""
+    if before != wanted:
+        write(wanted)
     try:
         yield
     finally:
-        products.fp32_precision = before
+        if before != wanted:
+            write(before)

@@ -33,7 +33,7 @@ class Prober:
         self._numbers = Numbers(len(losses), losses, unit)
         self._random = probe_weights(len(losses), losses) * unit
         # Where data can move rows, two examples must not share a weight: a swap of the two would not be seen.
-        self._weights = list(self._numbers.weights) if self._graph.moves_rows else [self._random]
+        self._weights = list(self._numbers.weights) if self._graph.outline.moves_rows else [self._random]
         self._weighted: dict[Edge, list[Tensor]] = {e: [] for e in self._plain}
 
     def at(self, edges: list[Edge]) -> None:

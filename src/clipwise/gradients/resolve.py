@@ -19,11 +19,13 @@ from clipwise.gradients.layout import Layout
 from clipwise.gradients.operations import ROW_MOVERS
 from clipwise.gradients.outline import Outline
 from clipwise.gradients.probing import Prober
-from clipwise.gradients.rules import FinishAll, RuleDoesNotApply, begin, covers
+from clipwise.gradients.rules.registry import FinishAll, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import (
+    USUAL_CAUSES,
     Edge,
     Graph,
     Node,
+    behind,
     node_name,
     output_shape,
     parameters_behind,
@@ -35,10 +37,6 @@ _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
-_USUAL_CAUSES = (
-    "Usual causes: batch statistics, subtracting a mean over the batch, a loss that compares examples. Compute each "
-    "example's loss from that example alone."
-)
 _SHARED_BUFFER = (
     "rows of all examples share one buffer, and the whole batch decides which row gets which place, as in a mixture of "
     "experts with a capacity (GShard, Switch). When places run out, which rows of an example are dropped depends on "
@@ -119,24 +117,25 @@ class Resolver:
 
     def _watch_growth(self, graph: Graph) -> None:
         """What was taken for DERIVED must not grow with the batch."""
-        if not graph.taken_for_derived:
+        if not graph.plan.taken_for_derived:
             return
-        growths = self.growths.setdefault(graph.signature, {})
-        for node, index in graph.taken_for_derived:
-            growth = growths.setdefault(index, Growth())
-            if growth.observe(output_shape(node, graph.outline.outputs[index][0]), len(graph.losses)):
-                prober, edge = Prober(graph), (node, graph.outline.outputs[index][0])
+        growths = self.growths.setdefault(graph.outline, {})
+        for index in graph.plan.taken_for_derived:
+            node, growth = graph.order[index], growths.setdefault(index, Growth())
+            edge = node, graph.outline.outputs[index][0]
+            if growth.observe(output_shape(*edge), len(graph.losses)):
+                prober = Prober(graph)
                 prober.at([edge])
                 raise CoupledExamplesError(
                     f"In the result of {node_name(node)} {_SHARED_BUFFER}"
                     if prober.is_shared_buffer(edge)
                     else f"The result of {node_name(node)} grows with the batch, yet none of its rows belongs to one "
-                    f"example alone. {_USUAL_CAUSES}"
+                    f"example alone. {USUAL_CAUSES}"
                 )
 
     def _recall(self, graph: Graph) -> Resolved | None:
-        finding = self.findings.get(graph.signature)
-        if graph.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
+        finding = self.findings.get(graph.outline)
+        if graph.outline.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
         finding.used += 1
         if finding.used % _PROBE_AGAIN_AFTER == 0:
@@ -144,7 +143,7 @@ class Resolver:
         graph.classify(finding.carries_data)
         self._watch_growth(graph)
         batch = len(graph.losses)
-        shapes = [output_shape(use.node, k) for use in graph.uses for k in use.outputs]
+        shapes = [shape for use in graph.uses for shape in use.output_shapes]
         if finding.recalled is None or finding.recalled_for != (batch, shapes):
             found: dict[Place, list[Layout]] = {}
             places = [(use.index, k) for use in graph.uses for k in use.outputs]
@@ -152,7 +151,7 @@ class Resolver:
                 found[place] = []
                 for before in finding.layouts.get(place, [None]):
                     now = before.resized(shape, batch) if before else None
-                    if before is None or now is None or before.is_stiff(now):
+                    if now is None:
                         return None
                     found[place].append(now)
             finding.recalled, finding.recalled_for = _resolved(found, None), (batch, shapes)
@@ -165,11 +164,12 @@ class Resolver:
         dead: set[int] = set()  # any answer is right on this batch, and none is remembered
         certain = True
         graph.classify(carries_data)
-        while graph.open:
-            prober.at([(node, k) for node, index in graph.open for k in graph.outline.outputs[index]])
+        while graph.plan.open:
+            nodes = [(graph.order[index], index) for index in graph.plan.open]
+            prober.at([(node, k) for node, index in nodes for k in graph.outline.outputs[index]])
             carriers: set[Node] = set()
             by_rule: set[Node] = set()
-            for node, index in graph.open:
+            for node, index in nodes:
                 outputs = graph.outline.outputs[index]
                 opinion = _carries_examples(node, outputs, prober, self.kinds.get(_kind(node, graph)))
                 carries_data[index] = opinion is not False
@@ -178,13 +178,13 @@ class Resolver:
                     continue
                 carriers.update({node} if opinion is not False else ())
                 # To pick rows of a table looks the same as to pick rows of examples.
-                picks = node_name(node) in ROW_MOVERS and carriers & _behind({node})
+                picks = node_name(node) in ROW_MOVERS and carriers & behind({node})
                 by_rule.update({node} if opinion is True and not picks else ())
             # If examples enter at a node, nothing behind it can have had them: of two that look so, one
             # does by chance. Either gives the right answer on this batch, and neither on the next.
-            certain &= not carriers & _behind(by_rule)
+            certain &= not carriers & behind(by_rule)
             graph.classify(carries_data)
-        settled = {index for _, index in graph.taken_for_derived} | {use.index for use in graph.uses}
+        settled = {*graph.plan.taken_for_derived, *(use.index for use in graph.uses)}
         carries_data = {index: carries for index, carries in carries_data.items() if index in settled}
         certain &= not dead & settled
         if prober.is_finite():
@@ -206,35 +206,26 @@ class Resolver:
                         f"{place} {_SHARED_BUFFER}"
                         if prober.is_shared_buffer((use.node, k))
                         else f"{place} a row of the computation belongs to several examples, so per-example gradients "
-                        f"cannot be told apart. {_USUAL_CAUSES}"
+                        f"cannot be told apart. {USUAL_CAUSES}"
                     )
                 candidates[(use.index, k)] = found
-        self._remember(graph, carries_data, candidates, certain)
+        if certain and not graph.outline.moves_rows:
+            self._remember(graph, carries_data, candidates)
         resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
         return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
     def _remember(
-        self,
-        graph: Graph,
-        carries_data: dict[int, bool],
-        candidates: dict[Place, list[Layout]],
-        certain: bool,
+        self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Place, list[Layout]]
     ) -> None:
-        if not certain or graph.moves_rows:
-            return
-        before = self.findings.get(graph.signature)
-        if (
-            before is not None
-            and before.carries_data == carries_data
-            and before.layouts.keys() == candidates.keys()
-        ):
+        before = self.findings.get(graph.outline)
+        if before and (before.carries_data, before.layouts.keys()) == (carries_data, candidates.keys()):
             # What one batch could not tell apart another one may.
             both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
             if all(both.values()):
                 before.layouts, before.recalled = both, None
                 before.agreed += 1
                 return
-        self.findings[graph.signature] = Finding(carries_data, candidates)
+        self.findings[graph.outline] = Finding(carries_data, candidates)
 
 
 def _resolved(found: dict[Place, list[Layout]], gradients: dict[Edge, Tensor] | None) -> Resolved:
@@ -259,9 +250,8 @@ def _in_both(now: list[Layout], before: list[Layout]) -> list[Layout]:
 
 def _differ(t: Tensor, one: Layout, other: Layout) -> Tensor:
     """Where two layouts of a tensor name different owners, in a shape that broadcasts to the tensor's."""
-    shapes = [[-1 if d == layout.axis else 1 for d in range(t.dim())] for layout in (one, other)]
-    owners = [layout.owners(t.device).view(shape) for layout, shape in zip((one, other), shapes, strict=True)]
-    return owners[0] != owners[1]
+    first, second = (layout.broadcast(layout.owners(t.device), t.dim()) for layout in (one, other))
+    return first != second
 
 
 def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
@@ -325,18 +315,6 @@ def _carries_moved_rows(
             "rows or all examples share them. Leave such examples out of the data, or make them finite."
         )
     return finite
-
-
-def _behind(nodes: set[Node]) -> set[Node]:
-    """All nodes that feed these."""
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        for child, _ in stack.pop().next_functions:
-            if child is not None and child not in found:
-                found.add(child)
-                stack.append(child)
-    return found
 
 
 def _applies(finish: FinishAll, gradients: dict[int, Tensor], layouts: dict[int, Layout]) -> bool:

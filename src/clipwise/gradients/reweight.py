@@ -22,11 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.gradients.bookkeeping import Memory
-from clipwise.gradients.derived import Path
-from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.forms import CHUNK_BYTES, Budget, Form, at_least_float32
-from clipwise.gradients.join import Contribution
+from clipwise.gradients.examples import PerExampleGradients
+from clipwise.gradients.forms import Budget, Form, at_least_float32, measured
+from clipwise.gradients.forms.base import CHUNK_BYTES
+from clipwise.gradients.memory import Memory
+from clipwise.gradients.paths import Contribution, Path
 from clipwise.gradients.rare import PutAside
 from clipwise.gradients.stream import Stream, Take
 
@@ -113,18 +113,9 @@ class Reweighted(PerExampleGradients):
 
     def _squared_norms(self, form: Form) -> Tensor:
         """Both passes bound norms in the same way, so that the same bits give the same bound."""
-        budget = Budget(CHUNK_BYTES, self._arithmetic)
-        square_B = form.squared_norms(budget)
-        if form.loose_B is not None and self._rare.any(form.loose_B):
-            form.tighten(square_B, budget)
-        return square_B
+        return measured(form, Budget(CHUNK_BYTES, self._arithmetic), self._rare)
 
 
 def _shorter(first_B: Tensor, again_B: Tensor) -> Tensor:
     """n_first / n_again where the second is longer, else 1."""
     return torch.where(again_B > first_B, first_B / again_B, 1.0).sqrt()
-
-
-def by_reweighting(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
-    """Norms from one backward pass and sums from another."""
-    return Reweighted(Stream(losses, parameters, memory), len(losses), memory)

@@ -11,9 +11,7 @@ Most operands are settled by one example on each of the first two batches. Those
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,9 +19,9 @@ from torch import Tensor
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.forms import roundoff
+from clipwise.gradients.forms.base import roundoff
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.outline import Plan
+from clipwise.gradients.outline import Operand, Trust
 from clipwise.gradients.plain import single
 from clipwise.noise.generators import private_generator
 
@@ -31,38 +29,7 @@ from clipwise.noise.generators import private_generator
 # thousandth of what arrives.
 _ROUNDING, _MOST_ROUNDING = 1e3, 1e-3
 _UNDERFLOW = 1e-30  # gradients so short may have lost their digits on the way
-_AGREEING_BATCHES = 2
 _MOST_EXAMPLES = 3  # of a batch
-_MOST_TRIES = 6  # with an example whose gradient decides nothing
-
-
-class Operand(NamedTuple):
-    """An input of a use that is made of parameters: the place of the use, and which input."""
-
-    use: int
-    number: int
-
-
-@dataclass
-class Trust:
-    """Which operands in graphs of one outline have been found right."""
-
-    _agreed: Counter[Operand] = field(default_factory=Counter)
-    _tried: Counter[Operand] = field(default_factory=Counter)
-    _settled: Plan | None = None
-
-    def open_in(self, plan: Plan) -> list[Operand]:
-        """The operands that are still to be compared."""
-        if self._settled is plan:
-            return []
-        found = [Operand(use.index, j) for use in plan.uses for j in use.operands]
-        found = [o for o in found if self._agreed[o] < _AGREEING_BATCHES and self._tried[o] < _MOST_TRIES]
-        self._settled = None if found else plan
-        return found
-
-    def note(self, operand: Operand, agrees: bool) -> None:
-        """An example with a gradient at this use agreed, or decided nothing."""
-        (self._agreed if agrees else self._tried)[operand] += 1
 
 
 class Examined(NamedTuple):

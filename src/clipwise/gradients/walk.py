@@ -15,7 +15,7 @@ if something differs is it walked through and read from the beginning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,11 +27,15 @@ from torch.autograd.graph import GradientEdge
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients.opaque import COMPILED, REFUSALS, require_not_rerun
 from clipwise.gradients.operations import ACCUMULATE, CASTS, CROSSES, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
-from clipwise.gradients.outline import Entry, Outline, Plan
+from clipwise.gradients.outline import Entry, Outline, Plan, UsePlan
 
 Node = Any  # torch exposes autograd nodes by duck type only
 Edge = tuple[Node, int]  # one output of a node
 
+USUAL_CAUSES = (
+    "Usual causes: batch statistics, subtracting a mean over the batch, a loss that compares examples. Compute each "
+    "example's loss from that example alone."
+)
 _RECENT = 3  # outlines with which a new graph is compared
 _MOST_OUTLINES = 512
 
@@ -42,20 +46,21 @@ def node_name(node: Node) -> str:
     return name
 
 
-def parameters_behind(nodes: list[Node], names: Mapping[Node, str]) -> tuple[str, ...]:
-    """The names of all parameters that feed these nodes, in alphabetical order."""
-    reached: set[str] = set()
-    entered: set[Node] = set()
+def behind(nodes: Iterable[Node]) -> set[Node]:
+    """All nodes that feed these."""
+    found: set[Node] = set()
     stack = list(nodes)
     while stack:
-        node = stack.pop()
-        if node in entered:
-            continue
-        entered.add(node)
-        if node in names:
-            reached.add(names[node])
-        stack.extend(child for child, _ in node.next_functions if child is not None)
-    return tuple(sorted(reached))
+        for child, _ in stack.pop().next_functions:
+            if child is not None and child not in found:
+                found.add(child)
+                stack.append(child)
+    return found
+
+
+def parameters_behind(nodes: list[Node], names: Mapping[Node, str]) -> tuple[str, ...]:
+    """The names of all parameters that feed these nodes, in alphabetical order."""
+    return tuple(sorted(names[node] for node in {*nodes, *behind(nodes)} & names.keys()))
 
 
 @dataclass(eq=False)
@@ -66,6 +71,8 @@ class Use:
     index: int
     operands: dict[int, tuple[Node, int]]
     outputs: tuple[int, ...]
+    shapes: dict[int, torch.Size]  # of the operands
+    output_shapes: list[torch.Size]
 
     def describe(self, names: Mapping[Node, str]) -> str:
         """For messages: the operation and the parameters that it takes."""
@@ -81,57 +88,29 @@ class Graph:
     order: list[Node]  # every node after those that feed it
     outline: Outline
     uses: list[Use] = field(default_factory=list)
-    _plan: Plan = field(init=False)
-
-    @property
-    def signature(self) -> Outline:
-        """What graphs of the same kind have in common."""
-        return self.outline
-
-    @property
-    def moves_rows(self) -> bool:
-        """Whether data can move rows about."""
-        return self.outline.moves_rows
+    plan: Plan = field(init=False)  # what `classify` found
 
     @cached_property
     def names(self) -> dict[Node, str]:
         """From accumulation nodes to names of parameters."""
         return {self.order[i]: name for i, name in self.outline.parameters.items()}
 
-    @property
-    def plan(self) -> Plan:
-        """What `classify` found."""
-        return self._plan
-
-    @property
-    def open(self) -> list[tuple[Node, int]]:
-        """Nodes of which it is not decided whether they carry data."""
-        return [(self.order[i], i) for i in self._plan.open]
-
-    @property
-    def taken_for_derived(self) -> list[tuple[Node, int]]:
-        """Nodes that may or may not carry data and are taken for ones that do not."""
-        return [(self.order[i], i) for i in self._plan.taken_for_derived]
-
     def classify(self, decided: Mapping[int, bool]) -> None:
         """Find uses and open nodes; `decided` says of open nodes (by index) whether they carry data."""
-        self._plan = self.outline.plan(decided)
-        order = self.order
-        self.uses = [
-            Use(
-                order[use.index],
-                use.index,
-                {j: (order[i], nr) for j, (i, nr) in use.operands.items()},
-                use.outputs,
-            )
-            for use in self._plan.uses
-        ]
-        if self._plan.is_coupled:
+        self.plan = self.outline.plan(decided)
+        self.uses = [self._use(found) for found in self.plan.uses]
+        if self.plan.is_coupled:
             raise CoupledExamplesError(
                 "The losses cannot be told apart: nowhere between the parameters and the losses does a row "
-                "belong to one example alone. Usual causes: batch statistics, subtracting a mean over the "
-                "batch, a loss that compares examples. Compute each example's loss from that example alone."
+                f"belong to one example alone. {USUAL_CAUSES}"
             )
+
+    def _use(self, found: UsePlan) -> Use:
+        node = self.order[found.index]
+        operands = {j: (self.order[i], k) for j, (i, k) in found.operands.items()}
+        shapes = {j: output_shape(*source) for j, source in operands.items()}
+        output_shapes = [output_shape(node, k) for k in found.outputs]
+        return Use(node, found.index, operands, found.outputs, shapes, output_shapes)
 
 
 class Outlines:
@@ -235,7 +214,6 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             name, index = node_name(node), len(order)
             position[node] = index
             order.append(node)
-            require_not_rerun(name)
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
                 entries.append(Entry(by_id[id(node.variable)], None))
@@ -247,14 +225,14 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
                 alone.add(index)
             moves_rows |= name in ROW_MOVERS and not of_parameters
             cuts = None
-            compared = name in TURNS if of_parameters else name in CUTS or name == "RollBackward0"
-            if compared:
+            if name in TURNS if of_parameters else name in CUTS or name == "RollBackward0":
                 cutting.append(index)
                 cuts = _cuts(node, name, len(losses))
             elif of_parameters and name in CASTS:  # which is not compared: a parameter keeps its type
                 cuts = CROSSES if _crosses(node) else None
             entries.append(Entry(name, inputs, cuts))
 
+    require_not_rerun(*(entry.name for entry in entries if entry.inputs is not None))
     reached = {entry.name for entry in entries if entry.inputs is None}
     missing = [name for name in parameters if name not in reached]
     if missing:

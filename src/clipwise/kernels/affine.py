@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels import launch
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _TILE = 2048  # entries of a tile
 _PROGRAMS = 256  # about how many keep a large GPU busy
@@ -27,7 +27,7 @@ def layer_norm_sums(
     g_BTd: Tensor, x_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """sum_t g_t (x_t - mean_t) rstd_t and sum_t g_t, [B, d] each; RMS norm has no mean."""
-    if not _fits(g_BTd, x_BTd):
+    if not launch.fits_float32(g_BTd, x_BTd):
         return layer_norm_sums_in_torch(g_BTd, x_BTd, mean_BT, rstd_BT)
     return _sums(g_BTd.mT, x_BTd.mT, mean_BT, rstd_BT, groups=None)
 
@@ -43,7 +43,7 @@ def layer_norm_sums_in_torch(
 
 def group_norm_sums(g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tensor) -> tuple[Tensor, Tensor]:
     """sum_s g (x - mean) rstd and sum_s g, [B, C] each, with the statistics of each channel's group."""
-    if not _fits(g_BCs, x_BCs):
+    if not launch.fits_float32(g_BCs, x_BCs):
         return group_norm_sums_in_torch(g_BCs, x_BCs, mean_BG, rstd_BG)
     return _sums(g_BCs, x_BCs, mean_BG, rstd_BG, groups=mean_BG.shape[1])
 
@@ -60,7 +60,7 @@ def group_norm_sums_in_torch(
 
 def position_sums(g_BTp: Tensor) -> Tensor:
     """sum_t g_t, [B, p]: the gradient of a bias."""
-    if not _fits(g_BTp, g_BTp):
+    if not launch.fits_float32(g_BTp):
         return position_sums_in_torch(g_BTp)
     return _sums(g_BTp.mT, None, None, None, groups=None)[1]
 
@@ -75,11 +75,6 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def _fits(g: Tensor, x: Tensor) -> bool:
-    """The kernel sums in float32: float64 is the twin's."""
-    return usable(g) and g.numel() > 0 and torch.float64 not in (g.dtype, x.dtype)
-
-
 def _sums(
     g_BKR: Tensor, x_BKR: Tensor | None, mean: Tensor | None, rstd: Tensor | None, groups: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -87,36 +82,19 @@ def _sums(
     B, K, R = g_BKR.shape
     kept, reduced = _tile(K, R, g_BKR)
     programs = B * blocks(K, kept)
-    splits = max(1, min(blocks(_PROGRAMS, programs), blocks(R, 4 * reduced)))
-    per_split = blocks(blocks(R, splits), reduced) * reduced
-    # Every split writes its own sums, which are added in one order: atomics would not repeat.
+    splits, per_split = launch.split(R, reduced, programs, _PROGRAMS)
     partial_2SBK = torch.empty(2, splits, B, K, dtype=torch.float32, device=g_BKR.device)
     x_BKR = g_BKR if x_BKR is None else x_BKR  # a stand-in where nothing reads it
     rstd_BQ = g_BKR[:, 0] if rstd is None else rstd
     mean_BQ = rstd_BQ if mean is None else mean
     with device_of(g_BKR):
         _write_sums[(programs, splits)](
-            g_BKR,
-            x_BKR,
-            mean_BQ,
-            rstd_BQ,
-            partial_2SBK,
-            B,
-            K,
-            R,
-            per_split,
-            K // (groups or 1),
-            *g_BKR.stride(),
-            *x_BKR.stride(),
-            *mean_BQ.stride(),
-            *rstd_BQ.stride(),
-            SCALED=rstd is not None,
-            CENTRED=mean is not None,
-            MISSING=0 if groups is None else 1,
-            KEPT=kept,
-            REDUCED=reduced,
-        )
-    scale_BK, shift_BK = partial_2SBK[:, 0] if splits == 1 else partial_2SBK.sum(1)
+            g_BKR, x_BKR, mean_BQ, rstd_BQ, partial_2SBK, B, K, R, per_split, K // (groups or 1),
+            *g_BKR.stride(), *x_BKR.stride(), *mean_BQ.stride(), *rstd_BQ.stride(),
+            SCALED=rstd is not None, CENTRED=mean is not None, MISSING=0 if groups is None else 1,
+            KEPT=kept, REDUCED=reduced,
+        )  # fmt: skip
+    scale_BK, shift_BK = launch.added(partial_2SBK, 1)
     return scale_BK, shift_BK
 
 
@@ -131,32 +109,11 @@ def _tile(K: int, R: int, g_BKR: Tensor) -> tuple[int, int]:
 
 @jit
 def _write_sums(
-    g: Pointer,
-    x: Pointer,
-    mean: Pointer,
-    rstd: Pointer,
-    partial_2SBK: Pointer,
-    B: int,
-    K: int,
-    R: int,
-    per_split: int,
-    per_group: int,
-    g_B: int,
-    g_K: int,
-    g_R: int,
-    x_B: int,
-    x_K: int,
-    x_R: int,
-    mean_B: int,
-    mean_Q: int,
-    rstd_B: int,
-    rstd_Q: int,
-    SCALED: constexpr,
-    CENTRED: constexpr,
-    MISSING: constexpr,
-    KEPT: constexpr,
-    REDUCED: constexpr,
-) -> None:
+    g: Pointer, x: Pointer, mean: Pointer, rstd: Pointer, partial_2SBK: Pointer,
+    B: int, K: int, R: int, per_split: int, per_group: int, g_B: int, g_K: int, g_R: int, x_B: int,
+    x_K: int, x_R: int, mean_B: int, mean_Q: int, rstd_B: int, rstd_Q: int,
+    SCALED: constexpr, CENTRED: constexpr, MISSING: constexpr, KEPT: constexpr, REDUCED: constexpr,
+) -> None:  # fmt: skip
     """KEPT sums over one split of the reduced axis of one example.
 
     g_K is g's stride along K, and so on; MISSING is the axis of a tile [K, R] that statistics do not have.

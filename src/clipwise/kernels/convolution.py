@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _LARGEST = 2**31 - 1  # an offset within an example is 32 bits wide
 
@@ -87,42 +87,14 @@ def _span(t: Tensor) -> int:
 
 @jit
 def _write_tile(
-    image: Pointer,
-    g: Pointer,
-    gradient: Pointer,
-    image_B: int,
-    image_r: int,
-    image_C: int,
-    image_H: int,
-    image_W: int,
-    g_B: int,
-    g_r: int,
-    g_P: int,
-    g_h: int,
-    g_w: int,
-    positions: int,
-    C: int,
-    H: int,
-    W: int,
-    P: int,
-    h: int,
-    w: int,
-    stride_y: int,
-    stride_x: int,
-    padding_y: int,
-    padding_x: int,
-    dilation_y: int,
-    dilation_x: int,
-    tiles_P: int,
+    image: Pointer, g: Pointer, gradient: Pointer,
+    image_B: int, image_r: int, image_C: int, image_H: int, image_W: int, g_B: int, g_r: int, g_P: int,
+    g_h: int, g_w: int, positions: int, C: int, H: int, W: int, P: int, h: int, w: int, stride_y: int,
+    stride_x: int, padding_y: int, padding_x: int, dilation_y: int, dilation_x: int, tiles_P: int,
     tiles_J: int,
-    HEIGHT: constexpr,
-    WIDTH: constexpr,
-    CHANNELS_LAST: constexpr,
-    TILE_P: constexpr,
-    TILE_J: constexpr,
-    TILE_K: constexpr,
-    PRECISION: constexpr,
-) -> None:
+    HEIGHT: constexpr, WIDTH: constexpr, CHANNELS_LAST: constexpr, TILE_P: constexpr, TILE_J: constexpr,
+    TILE_K: constexpr, PRECISION: constexpr,
+) -> None:  # fmt: skip
     """One tile [TILE_P, TILE_J] of one example's gradient."""
     # Programs that follow each other share an example: what one has read is still near for the next.
     program = tl.program_id(0)

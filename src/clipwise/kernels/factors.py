@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _EXAMPLES = 128  # of a program that only looks at numbers
 _TILE = 2048  # entries of a tile that is summed over
@@ -73,15 +73,9 @@ def input_factors(square_B: Tensor, bound: float, limits: Limits) -> tuple[Tenso
     norm_B, scale_B = torch.empty_like(square_B), torch.empty_like(square_B)
     with device_of(square_B):
         _write_input_factors[(blocks(B, _EXAMPLES),)](
-            square_B,
-            norm_B,
-            scale_B,
-            B,
-            bound,
-            limits.aim * bound,
-            limits.smallest_input,
+            square_B, norm_B, scale_B, B, bound, limits.aim * bound, limits.smallest_input,
             EXAMPLES=_EXAMPLES,
-        )
+        )  # fmt: skip
     return norm_B, scale_B
 
 
@@ -105,29 +99,13 @@ def gradient_factors(norms: Norms, bound: float | None, most: float, limits: Lim
     nu_B = torch.empty(B, dtype=torch.float64, device=looked_at.device)
     with device_of(looked_at):
         _write_gradient_factors[(blocks(B, rows),)](
-            first,
-            second,
-            nu_B if norms.times is None else norms.times,
-            nu_B,
-            B,
-            K,
-            *first.stride(),
-            *second.stride(),
-            norms.first_times,
-            norms.second_times,
-            0.0 if bound is None else limits.aim * bound,
-            most,
-            limits.least,
-            limits.smallest,
-            HAS_FIRST=norms.first is not None,
-            HAS_SECOND=norms.second is not None,
-            HAS_SQUARES=norms.has_squares,
-            TAKES_LARGER=norms.takes_larger,
-            TIMES=norms.times is not None,
-            CLIPS=bound is not None,
-            ROWS=rows,
-            COLUMNS=columns,
-        )
+            first, second, nu_B if norms.times is None else norms.times, nu_B, B, K, *first.stride(),
+            *second.stride(), norms.first_times, norms.second_times,
+            0.0 if bound is None else limits.aim * bound, most, limits.least, limits.smallest,
+            HAS_FIRST=norms.first is not None, HAS_SECOND=norms.second is not None,
+            HAS_SQUARES=norms.has_squares, TAKES_LARGER=norms.takes_larger, TIMES=norms.times is not None,
+            CLIPS=bound is not None, ROWS=rows, COLUMNS=columns,
+        )  # fmt: skip
     return nu_B
 
 
@@ -143,15 +121,10 @@ def gradient_factors_in_torch(norms: Norms, bound: float | None, most: float, li
 
 @jit
 def _write_input_factors(
-    square_B: Pointer,
-    norm_B: Pointer,
-    scale_B: Pointer,
-    B: int,
-    bound: float,
-    aimed: float,
-    smallest: float,
+    square_B: Pointer, norm_B: Pointer, scale_B: Pointer,
+    B: int, bound: float, aimed: float, smallest: float,
     EXAMPLES: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Of EXAMPLES examples."""
     b = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
     norm = tl.sqrt(tl.load(square_B + b, mask=b < B, other=0.0))
@@ -163,31 +136,12 @@ def _write_input_factors(
 
 @jit
 def _write_gradient_factors(
-    first: Pointer,
-    second: Pointer,
-    times_B: Pointer,
-    nu_B: Pointer,
-    B: int,
-    K: int,
-    first_B: int,
-    first_K: int,
-    second_B: int,
-    second_K: int,
-    first_times: float,
-    second_times: float,
-    aimed: float,
-    most: float,
-    least: float,
-    smallest: float,
-    HAS_FIRST: constexpr,
-    HAS_SECOND: constexpr,
-    HAS_SQUARES: constexpr,
-    TAKES_LARGER: constexpr,
-    TIMES: constexpr,
-    CLIPS: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-) -> None:
+    first: Pointer, second: Pointer, times_B: Pointer, nu_B: Pointer,
+    B: int, K: int, first_B: int, first_K: int, second_B: int, second_K: int, first_times: float,
+    second_times: float, aimed: float, most: float, least: float, smallest: float,
+    HAS_FIRST: constexpr, HAS_SECOND: constexpr, HAS_SQUARES: constexpr, TAKES_LARGER: constexpr,
+    TIMES: constexpr, CLIPS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+) -> None:  # fmt: skip
     """Of ROWS examples."""
     b_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     first_RK = tl.zeros([ROWS, COLUMNS], tl.float64)

@@ -41,6 +41,7 @@ Legend: B examples, T positions, m and n features; K features of a chunk; P bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -48,7 +49,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 Precision = Literal["tf32", "ieee"]
 
@@ -68,22 +69,28 @@ _TIMES = 8  # one after another
 _TWIN_BYTES = 64 * 2**20  # float64 copies of operands that the twin makes at a time
 
 
-class LastProducts:
-    """The inner products made last: several layers in a row often take the same input."""
+class Last:
+    """What was made of a tensor last: several layers in a row often take the same input."""
 
     def __init__(self) -> None:
-        self._rows: Tensor | None = None
-        self._inner: Tensor | None = None
+        self._key: tuple[Tensor, tuple[object, ...]] | None = None
+        self._made: Tensor | None = None
 
-    def of(self, x_BTm: Tensor) -> Tensor:
-        """Inner products of these rows."""
-        if self._rows is None or self._inner is None or not is_same(self._rows, x_BTm):
-            self._rows, self._inner = x_BTm, inner_products(x_BTm)
-        return self._inner
+    def of(self, x: Tensor, make: Callable[[], Tensor], *others: object) -> Tensor:
+        """The last result if it was made of the same numbers, and of the same other things; or a new one."""
+        key, made = self._key, self._made
+        if (
+            key is None
+            or made is None
+            or not _is_same(key[0], x)
+            or any(a is not b for a, b in zip(key[1], others, strict=True))
+        ):
+            self._key, self._made = (x, others), (made := make())
+        return made
 
 
 def gram_norms(
-    left_BTm: Tensor, right_BTn: Tensor, precision: Precision, last: LastProducts | None = None
+    left_BTm: Tensor, right_BTn: Tensor, precision: Precision, last: Last | None = None
 ) -> tuple[Tensor, Tensor]:
     """For each example an upper bound on |sum_t l_t r_t^T|^2 and on the mass sum_t |l_t| |r_t|, in float64.
 
@@ -100,7 +107,7 @@ def gram_norms(
     is_exact = precision == "ieee" and _has_fast_float64(left_BTm.device)
     if min(B, T, m, n) == 0 or is_wide or is_exact or not usable(left_BTm):
         return gram_norms_in_torch(left_BTm, right_BTn)
-    left_BTT = inner_products(left_BTm) if last is None else last.of(left_BTm)
+    left_BTT = (last or Last()).of(left_BTm, lambda: inner_products(left_BTm))
     right_BTT = inner_products(right_BTn)
     device = left_BTm.device
     columns = min(power_of_two(T), 256)
@@ -111,35 +118,15 @@ def gram_norms(
     square_B, mass_B = torch.empty(2, B, dtype=torch.float64, device=device).unbind()
     with device_of(left_BTm):
         _write_sums[(B, programs)](
-            left_BTT,
-            right_BTT,
-            partial_BP3,
-            diagonal_2BT,
-            T,
-            _first_block(T),
-            left_BTT.stride(0),
+            left_BTT, right_BTT, partial_BP3, diagonal_2BT, T, _first_block(T), left_BTT.stride(0),
             left_BTT.stride(1),
-            ROWS=rows,
-            COLUMNS=columns,
-            TIMES=_TIMES,
-        )
+            ROWS=rows, COLUMNS=columns, TIMES=_TIMES,
+        )  # fmt: skip
         _write_bounds[(B,)](
-            partial_BP3,
-            diagonal_2BT,
-            square_B,
-            mass_B,
-            T,
-            m,
-            n,
-            programs,
-            _cuts(m),
-            _cuts(n),
-            CUT_OFF=_CUT_OFF,
-            UNIT=_UNIT,
-            TINY=_TINY,
-            UNCUT=_uncut(left_BTm, precision) * _uncut(right_BTn, precision),
-            BLOCK=256,
-        )
+            partial_BP3, diagonal_2BT, square_B, mass_B, T, m, n, programs, _cuts(m), _cuts(n),
+            CUT_OFF=_CUT_OFF, UNIT=_UNIT, TINY=_TINY,
+            UNCUT=_uncut(left_BTm, precision) * _uncut(right_BTn, precision), BLOCK=256,
+        )  # fmt: skip
     return square_B, mass_B
 
 
@@ -184,7 +171,7 @@ def _first_block(T: int) -> int:
     return T if T <= _SHORT else blocks(T, 2 * _SIDE) * _SIDE
 
 
-def is_same(x: Tensor, y: Tensor) -> bool:
+def _is_same(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are the same numbers at the same place."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
@@ -228,18 +215,10 @@ def gram_norms_in_torch(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, Te
 
 @jit
 def _write_sums(
-    left_BTT: Pointer,
-    right_BTT: Pointer,
-    partial_BP3: Pointer,
-    diagonal_2BT: Pointer,
-    T: int,
-    first: int,
-    stride_B: int,
-    stride_T: int,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    TIMES: constexpr,
-) -> None:
+    left_BTT: Pointer, right_BTT: Pointer, partial_BP3: Pointer, diagonal_2BT: Pointer,
+    T: int, first: int, stride_B: int, stride_T: int,
+    ROWS: constexpr, COLUMNS: constexpr, TIMES: constexpr,
+) -> None:  # fmt: skip
     """Some rows of L and R: their part of sum L R, sum L^2 and sum R^2, and of the diagonals."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.num_programs(0).to(tl.int64) * T
@@ -288,22 +267,10 @@ def _length_squared(inner_T: Pointer, n: int, gamma: Pointer, TINY: constexpr) -
 
 @jit
 def _write_bounds(
-    partial_BP3: Pointer,
-    diagonal_2BT: Pointer,
-    square_B: Pointer,
-    mass_B: Pointer,
-    T: int,
-    m: int,
-    n: int,
-    pairs: int,
-    left_cuts: int,
-    right_cuts: int,
-    CUT_OFF: constexpr,
-    UNIT: constexpr,
-    TINY: constexpr,
-    UNCUT: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    partial_BP3: Pointer, diagonal_2BT: Pointer, square_B: Pointer, mass_B: Pointer,
+    T: int, m: int, n: int, pairs: int, left_cuts: int, right_cuts: int,
+    CUT_OFF: constexpr, UNIT: constexpr, TINY: constexpr, UNCUT: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """The two bounds of one example, from its blocks and diagonals."""
     b = tl.program_id(0).to(tl.int64)
     B = tl.num_programs(0).to(tl.int64)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, tl
-from clipwise.kernels.tiles import tile_of
+from clipwise.kernels import launch
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, tl
 
 _TILE = 1024  # entries of a tile
 _PROGRAMS = 256  # about how many keep a large GPU busy
@@ -43,15 +42,14 @@ def measures(
     square: bool = False,
 ) -> Measures:
     """The sums that are asked for; the weighted one if there are lengths."""
-    if not usable(g_BKR) or g_BKR.numel() == 0 or g_BKR.dtype == torch.float64:
+    if not launch.fits_float32(g_BKR):
         return measures_in_torch(g_BKR, lengths_BGR, total=total, mass=mass, square=square)
     B, K, R = g_BKR.shape
-    kept, reduced = tile_of(g_BKR, _TILE)
+    kept, reduced = launch.tile_of(g_BKR, _TILE)
     programs = B * blocks(K, kept)
-    splits = max(1, min(blocks(_PROGRAMS, programs), blocks(R, 4 * reduced)), blocks(R, _LONGEST * reduced))
-    per_split = blocks(blocks(R, splits), reduced) * reduced
+    least = blocks(R, _LONGEST * reduced)
+    splits, per_split = launch.split(R, reduced, programs, _PROGRAMS, least=max(1, least))
     wanted = (total, mass, lengths_BGR is not None, square)
-    # Every split writes its own sums, which are added in one order: atomics would not repeat.
     partial = [
         torch.empty(splits, B, K, dtype=dtype, device=g_BKR.device) if is_wanted else None
         for is_wanted, dtype in zip(wanted, (*[torch.float32] * 3, torch.float64), strict=True)
@@ -59,21 +57,12 @@ def measures(
     by_group = g_BKR if lengths_BGR is None else lengths_BGR  # a stand-in where nothing reads it
     with device_of(g_BKR):
         _write_measures[(programs, splits)](
-            g_BKR,
-            by_group,
-            *(by_group if t is None else t for t in partial),
-            B,
-            K,
-            R,
-            per_split,
-            K // (1 if lengths_BGR is None else lengths_BGR.shape[1]),
-            *g_BKR.stride(),
-            *by_group.stride(),
+            g_BKR, by_group, *(by_group if t is None else t for t in partial), B, K, R, per_split,
+            K // (1 if lengths_BGR is None else lengths_BGR.shape[1]), *g_BKR.stride(), *by_group.stride(),
             *wanted,
-            KEPT=kept,
-            REDUCED=reduced,
-        )
-    return Measures(*(None if t is None else t[0] if splits == 1 else t.sum(0) for t in partial))
+            KEPT=kept, REDUCED=reduced,
+        )  # fmt: skip
+    return Measures(*(None if t is None else launch.added(t) for t in partial))
 
 
 def measures_in_torch(
@@ -101,30 +90,13 @@ def measures_in_torch(
 
 @jit
 def _write_measures(
-    g: Pointer,
-    lengths: Pointer,
-    total_SBK: Pointer,
-    mass_SBK: Pointer,
-    weighted_SBK: Pointer,
+    g: Pointer, lengths: Pointer, total_SBK: Pointer, mass_SBK: Pointer, weighted_SBK: Pointer,
     square_SBK: Pointer,
-    B: int,
-    K: int,
-    R: int,
-    per_split: int,
-    per_group: int,
-    g_B: int,
-    g_K: int,
-    g_R: int,
-    l_B: int,
-    l_G: int,
-    l_R: int,
-    TOTAL: constexpr,
-    MASS: constexpr,
-    WEIGHTED: constexpr,
-    SQUARE: constexpr,
-    KEPT: constexpr,
+    B: int, K: int, R: int, per_split: int, per_group: int, g_B: int, g_K: int, g_R: int, l_B: int,
+    l_G: int, l_R: int,
+    TOTAL: constexpr, MASS: constexpr, WEIGHTED: constexpr, SQUARE: constexpr, KEPT: constexpr,
     REDUCED: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """The sums of KEPT channels over one split of the positions of one example. g_K is g's stride along K."""
     tiles = tl.cdiv(K, KEPT)
     b = (tl.program_id(0) // tiles).to(tl.int64)

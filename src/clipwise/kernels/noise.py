@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, tl
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, tl
 
 # Philox4x32-10, "Parallel random numbers: as easy as 1, 2, 3" (2011): multipliers, and what the key grows by.
 ROUNDS = 10
@@ -82,7 +82,7 @@ def normals(
             _write_normals[(blocks(pairs, _BLOCK),)](
                 *(key_4, std_1, out, out if onto is None else onto, divisor_1, pairs, size),
                 *(ROUNDS, _MULTIPLY_0, _MULTIPLY_2, _GROW_0, _GROW_1, _ANGLE, onto is not None, _BLOCK),
-            )
+            )  # fmt: skip
     return out[:size]
 
 
@@ -131,22 +131,11 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @jit
 def _write_normals(
-    key: Pointer,
-    std: Pointer,
-    out: Pointer,
-    onto: Pointer,
-    divisor: Pointer,
-    pairs: int,
-    size: int,
-    ROUNDS: constexpr,
-    MULTIPLY_0: constexpr,
-    MULTIPLY_2: constexpr,
-    GROW_0: constexpr,
-    GROW_1: constexpr,
-    ANGLE: constexpr,
-    ADD: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    key: Pointer, std: Pointer, out: Pointer, onto: Pointer, divisor: Pointer,
+    pairs: int, size: int,
+    ROUNDS: constexpr, MULTIPLY_0: constexpr, MULTIPLY_2: constexpr, GROW_0: constexpr, GROW_1: constexpr,
+    ANGLE: constexpr, ADD: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """Pairs BLOCK * program ... of the draw, stored side by side; or the sums with them, divided."""
     j_P = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     secret = tl.load(key).to(tl.uint64, bitcast=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _TILE = 2048  # numbers that a program copies at a time
 _LINE = 256  # channels of a tile, at most
@@ -41,54 +41,21 @@ def patches(
     total = N * rows * columns
     with device_of(x_NcHW):
         _copy[(blocks(total, places), blocks(c, line))](
-            x_NcHW,
-            out,
-            total,
-            rows,
-            columns,
-            H,
-            W,
-            c,
-            x_NcHW.stride(0),
-            x_NcHW.stride(2),
-            x_NcHW.stride(3),
-            *stride,
-            *padding,
-            *dilation,
-            KERNEL_H=kernel[0],
-            KERNEL_W=kernel[1],
-            UNROLLED=min(kernel[0] * kernel[1], _UNROLLED),
-            PLACES=places,
-            LINE=line,
-        )
+            x_NcHW, out, total, rows, columns, H, W, c, x_NcHW.stride(0), x_NcHW.stride(2),
+            x_NcHW.stride(3), *stride, *padding, *dilation,
+            KERNEL_H=kernel[0], KERNEL_W=kernel[1], UNROLLED=min(kernel[0] * kernel[1], _UNROLLED),
+            PLACES=places, LINE=line,
+        )  # fmt: skip
     return out
 
 
 @jit
 def _copy(
-    x: Pointer,
-    out: Pointer,
-    total: int,
-    rows: int,
-    columns: int,
-    H: int,
-    W: int,
-    channels: int,
-    x_N: int,
-    x_H: int,
-    x_W: int,
-    stride_h: int,
-    stride_w: int,
-    padding_h: int,
-    padding_w: int,
-    dilation_h: int,
-    dilation_w: int,
-    KERNEL_H: constexpr,
-    KERNEL_W: constexpr,
-    UNROLLED: constexpr,
-    PLACES: constexpr,
-    LINE: constexpr,
-) -> None:
+    x: Pointer, out: Pointer,
+    total: int, rows: int, columns: int, H: int, W: int, channels: int, x_N: int, x_H: int, x_W: int,
+    stride_h: int, stride_w: int, padding_h: int, padding_w: int, dilation_h: int, dilation_w: int,
+    KERNEL_H: constexpr, KERNEL_W: constexpr, UNROLLED: constexpr, PLACES: constexpr, LINE: constexpr,
+) -> None:  # fmt: skip
     """Some positions, and some channels of all their offsets."""
     place_P = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     channel_L = tl.program_id(1) * LINE + tl.arange(0, LINE)

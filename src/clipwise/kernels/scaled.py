@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
-from clipwise.kernels.tiles import rows_of
+from clipwise.kernels import launch
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _TILE, _WARPS = 4096, 8  # entries of a tile, and who works on it
 
@@ -22,32 +21,23 @@ def scaled(
     t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """A new tensor laid out as t, or `out`, which may be t itself."""
-    if not usable(t_BKR) or t_BKR.numel() == 0 or t_BKR.dtype == torch.float64:
+    if not launch.fits_float32(t_BKR):
         return scaled_in_torch(t_BKR, factor_B, bias_K, out)
     out = torch.empty_like(t_BKR) if out is None else out
-    rows = rows_of(t_BKR, out)
-    if rows is None and out.data_ptr() != t_BKR.data_ptr() and rows_of(out) is not None:
+    rows = launch.rows_of(t_BKR, out)
+    if rows is None and out.data_ptr() != t_BKR.data_ptr() and launch.rows_of(out) is not None:
         # Such as the gradient of a mean, which is one row many times.
-        t_BKR, rows = out.copy_(t_BKR), rows_of(out)
+        t_BKR, rows = out.copy_(t_BKR), launch.rows_of(out)
     if rows is None:
         return scaled_in_torch(t_BKR, factor_B, bias_K, out)
     tile = min(_TILE, power_of_two(rows.length))
     with device_of(t_BKR):
         _write_scaled[(len(t_BKR) * blocks(rows.length, tile),)](
-            t_BKR,
-            out,
-            factor_B,
-            factor_B if bias_K is None else bias_K,
-            *rows,
-            t_BKR.shape[1],
-            t_BKR.stride(0),
-            out.stride(0),
-            1 if bias_K is None else bias_K.stride(0),
-            BIASED=bias_K is not None,
-            SPARES=bias_K is None and out.data_ptr() == t_BKR.data_ptr(),
-            TILE=tile,
-            num_warps=_WARPS,
-        )
+            t_BKR, out, factor_B, factor_B if bias_K is None else bias_K, *rows, t_BKR.shape[1],
+            t_BKR.stride(0), out.stride(0), 1 if bias_K is None else bias_K.stride(0),
+            BIASED=bias_K is not None, SPARES=bias_K is None and out.data_ptr() == t_BKR.data_ptr(),
+            TILE=tile, num_warps=_WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -65,20 +55,10 @@ def scaled_in_torch(
 
 @jit
 def _write_scaled(
-    t: Pointer,
-    out: Pointer,
-    factor_B: Pointer,
-    bias_K: Pointer,
-    length: int,
-    inner: int,
-    K: int,
-    t_B: int,
-    out_B: int,
-    bias_stride: int,
-    BIASED: constexpr,
-    SPARES: constexpr,
-    TILE: constexpr,
-) -> None:
+    t: Pointer, out: Pointer, factor_B: Pointer, bias_K: Pointer,
+    length: int, inner: int, K: int, t_B: int, out_B: int, bias_stride: int,
+    BIASED: constexpr, SPARES: constexpr, TILE: constexpr,
+) -> None:  # fmt: skip
     """One tile of one example's row; neighbours in memory run side by side. Entry e is of channel e // inner % K."""
     tiles = tl.cdiv(length, TILE)
     b = (tl.program_id(0) // tiles).to(tl.int64)

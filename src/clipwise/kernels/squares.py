@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels import launch, usable
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 LOST = torch.finfo(torch.float64).tiny
 _UNIT = torch.finfo(torch.float64).eps / 2
@@ -35,15 +35,13 @@ def row_squares(x_Rn: Tensor) -> Tensor:
     rows = max(1, min(_TILE // columns, power_of_two(R)))
     programs = blocks(R, rows)
     # Few long rows are split, or a few programs would do all the work.
-    splits = max(1, min(blocks(_PROGRAMS, programs), blocks(n, 4 * columns)))
-    per_split = blocks(blocks(n, splits), columns) * columns
+    splits, per_split = launch.split(n, columns, programs, _PROGRAMS)
     partial_SR = torch.empty(splits, R, dtype=torch.float64, device=x_Rn.device)
     with device_of(x_Rn):
         _write_squares[(programs, splits)](
             x_Rn, partial_SR, R, n, per_split, *x_Rn.stride(), _UNIT, LOST, rows, columns, _MORE
         )
-    square_R: Tensor = partial_SR[0] if splits == 1 else partial_SR.sum(0)
-    return square_R
+    return launch.added(partial_SR)
 
 
 def row_squares_in_torch(x_Rn: Tensor) -> Tensor:
@@ -57,19 +55,10 @@ def row_squares_in_torch(x_Rn: Tensor) -> Tensor:
 
 @jit
 def _write_squares(
-    x: Pointer,
-    partial_SR: Pointer,
-    R: int,
-    n: int,
-    per_split: int,
-    stride_R: int,
-    stride_n: int,
-    UNIT: constexpr,
-    LOST: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    MORE: constexpr,
-) -> None:
+    x: Pointer, partial_SR: Pointer,
+    R: int, n: int, per_split: int, stride_R: int, stride_n: int,
+    UNIT: constexpr, LOST: constexpr, ROWS: constexpr, COLUMNS: constexpr, MORE: constexpr,
+) -> None:  # fmt: skip
     """The bound on one split of ROWS rows."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1).to(tl.int64) * per_split

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, constexpr, device_of, jit, power_of_two, tl
-from clipwise.kernels.tiles import rows_of
+from clipwise.kernels import launch
+from clipwise.kernels.launch import Pointer, constexpr, device_of, jit, power_of_two, tl
 
 _HELD, _ENTRIES_A_WARP = 8192, 1024  # entries that one program holds, and how many of them a warp does
 _TILE, _WARPS = 8192, 16  # of a longer example
@@ -27,28 +26,17 @@ def to_tangent_(
     dx_BKR: Tensor, x_BKR: Tensor, norm_B: Tensor, scale_B: Tensor, nu_B: Tensor | None = None
 ) -> Tensor:
     """In place; `scale_B` says whose input was clipped (0 < s < 1), and |x| is `norm_B`. Without `nu_B` f is 1."""
-    if not usable(dx_BKR) or dx_BKR.numel() == 0 or torch.float64 in (dx_BKR.dtype, x_BKR.dtype):
-        return to_tangent_in_torch_(dx_BKR, x_BKR, norm_B, scale_B, nu_B)
-    rows = rows_of(dx_BKR, x_BKR)
+    rows = launch.rows_of(dx_BKR, x_BKR) if launch.fits_float32(dx_BKR, x_BKR) else None
     if rows is None:
         return to_tangent_in_torch_(dx_BKR, x_BKR, norm_B, scale_B, nu_B)
     B, tile, is_held = len(dx_BKR), power_of_two(rows.length), rows.length <= _HELD
     with device_of(dx_BKR):
         _write_tangent[(B if is_held else min(B, _PROGRAMS),)](
-            dx_BKR,
-            x_BKR,
-            norm_B,
-            scale_B,
-            norm_B if nu_B is None else nu_B,
-            B,
-            rows.length,
-            dx_BKR.stride(0),
-            x_BKR.stride(0),
-            RESTORED=nu_B is not None,
-            IS_HELD=is_held,
-            TILE=tile if is_held else _TILE,
+            dx_BKR, x_BKR, norm_B, scale_B, norm_B if nu_B is None else nu_B, B, rows.length,
+            dx_BKR.stride(0), x_BKR.stride(0),
+            RESTORED=nu_B is not None, IS_HELD=is_held, TILE=tile if is_held else _TILE,
             num_warps=max(2, tile // _ENTRIES_A_WARP) if is_held else _WARPS,
-        )
+        )  # fmt: skip
     return dx_BKR
 
 
@@ -67,19 +55,10 @@ def to_tangent_in_torch_(
 
 @jit
 def _write_tangent(
-    dx: Pointer,
-    x: Pointer,
-    norm_B: Pointer,
-    scale_B: Pointer,
-    nu_B: Pointer,
-    B: int,
-    length: int,
-    dx_B: int,
-    x_B: int,
-    RESTORED: constexpr,
-    IS_HELD: constexpr,
-    TILE: constexpr,
-) -> None:
+    dx: Pointer, x: Pointer, norm_B: Pointer, scale_B: Pointer, nu_B: Pointer,
+    B: int, length: int, dx_B: int, x_B: int,
+    RESTORED: constexpr, IS_HELD: constexpr, TILE: constexpr,
+) -> None:  # fmt: skip
     """Some examples, one after the other."""
     for example in range(tl.program_id(0), B, tl.num_programs(0)):
         b = tl.zeros([], tl.int64) + example

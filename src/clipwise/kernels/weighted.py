@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
-from clipwise.kernels.language import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels import launch
+from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _COLUMNS, _ROWS = 128, 8  # of a tile
 _PROGRAMS = 1024  # about how many keep a large GPU busy
@@ -17,20 +17,18 @@ _PROGRAMS = 1024  # about how many keep a large GPU busy
 
 def weighted_sum(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
     """[K], in the type of the rows."""
-    if not usable(rows_BK) or rows_BK.numel() == 0 or rows_BK.dtype == torch.float64:
+    if not launch.fits_float32(rows_BK):
         return weighted_sum_in_torch(rows_BK, weight_B)
     B, K = rows_BK.shape
     columns = min(_COLUMNS, power_of_two(K))
     programs = blocks(K, columns)
-    splits = max(1, min(blocks(_PROGRAMS, programs), blocks(B, _ROWS)))
-    per_split = blocks(blocks(B, splits), _ROWS) * _ROWS
+    splits, per_split = launch.split(B, _ROWS, programs, _PROGRAMS, tiles=1)
     partial_SK = torch.empty(splits, K, dtype=torch.float32, device=rows_BK.device)
     with device_of(rows_BK):
         _write_sums[(programs, splits)](
             rows_BK, weight_B, partial_SK, B, K, per_split, *rows_BK.stride(), ROWS=_ROWS, COLUMNS=columns
         )
-    found: Tensor = partial_SK[0] if splits == 1 else partial_SK.sum(0)
-    return found.to(rows_BK.dtype)
+    return launch.added(partial_SK).to(rows_BK.dtype)
 
 
 def weighted_sum_in_torch(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
@@ -41,17 +39,10 @@ def weighted_sum_in_torch(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
 
 @jit
 def _write_sums(
-    rows: Pointer,
-    weight_B: Pointer,
-    partial_SK: Pointer,
-    B: int,
-    K: int,
-    per_split: int,
-    rows_B: int,
-    rows_K: int,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-) -> None:
+    rows: Pointer, weight_B: Pointer, partial_SK: Pointer,
+    B: int, K: int, per_split: int, rows_B: int, rows_K: int,
+    ROWS: constexpr, COLUMNS: constexpr,
+) -> None:  # fmt: skip
     """COLUMNS sums over one split of the rows."""
     k_K = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_there_K = k_K < K

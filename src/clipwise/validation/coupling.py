@@ -221,12 +221,12 @@ def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
     nodes, names, entered = [root], [], {None, root}
     for node in nodes:  # grows on the way
         name = node.name()
-        require_not_rerun(name)
         names.append(name)
         for child, _ in node.next_functions:
             if child not in entered:
                 entered.add(child)
                 nodes.append(child)
+    require_not_rerun(*names)
     return nodes, names
 
 

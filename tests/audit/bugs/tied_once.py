@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.audit.trial import run_of
-from clipwise.gradients.forms import Budget
-from clipwise.gradients.tied import Tied
+from clipwise.gradients.forms import Budget, Tied
 from tests.audit.bug import Bug, Subject, losses
 
 

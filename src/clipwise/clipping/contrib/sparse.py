@@ -18,9 +18,8 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.schedule import Every, period_of, require_every
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
 from clipwise.gradients import PerExampleGradients, Written
-from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.join import Contribution
+from clipwise.gradients.paths import Contribution, Path
 from clipwise.validation.arguments import with_plain_numbers
 
 _LEAST_WINDOW = 10  # releases; fewer say nothing about where a weight is going

@@ -1,36 +1,7 @@
-"""Rules, a file a kind of operation. Importing this package enters them all."""
+"""Rules, one file for each kind of operation. Importing this package registers those of every file in it."""
 
-from clipwise.gradients.rules import (  # noqa: F401 (imported to be registered)
-    batched,
-    bilinear,
-    broadcast,
-    convolution,
-    elementwise,
-    embedding,
-    linear,
-    normalization,
-    recurrent,
-)
-from clipwise.gradients.rules.registry import (
-    Finish,
-    FinishAll,
-    Rule,
-    RuleDoesNotApply,
-    begin,
-    covers,
-    register,
-    register_for_all_outputs,
-    registered,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "Finish",
-    "FinishAll",
-    "Rule",
-    "RuleDoesNotApply",
-    "begin",
-    "covers",
-    "register",
-    "register_for_all_outputs",
-    "registered",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -2,7 +2,7 @@
 
 Where images are large and kernels few, the per-example weight gradients are written out. Where few positions
 meet many channels (the late layers of a network), a gradient is far larger than what it is made of: there it is
-left as what it is, a sum over windows of the input (windows.py). With kernels of size 1 a convolution is a
+left as what it is, a sum over windows of the input (forms/windows.py). With kernels of size 1 a convolution is a
 linear layer. What is cheaper is modelled, and measured constants decide.
 
 Gradients are written out in one of three ways, none of which unfolds a batch of images:
@@ -16,6 +16,7 @@ Legend: B examples, k rows each, T positions of the output in those rows, p and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,24 +27,26 @@ from clipwise.gradients.forms import (
     Form,
     Outer,
     Permuted,
+    Windows,
     Written,
     at_least_float32,
     gram_pays_on_cuda,
+    windows_pay,
     written_products,
 )
+from clipwise.gradients.forms.windows import COPY_BYTES
 from clipwise.gradients.geometry import Geometry, positions
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import channel_sum
+from clipwise.gradients.rules.broadcast import channel_sum
+from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
-from clipwise.gradients.windows import COPY_BYTES, Windows, windows_pay
 from clipwise.kernels import convolution as kernel
 
 _PIECE_BYTES = 4 * 2**20  # of gradients or windows at once on a CPU: more fall out of its caches
 _FEW_INPUTS = 64  # of a window, on CUDA
 _CHANNELS = 8  # a CPU's convolutions work on blocks of so many channels, and are slow with others
 
-Make = Callable[[slice], Tensor]
+Gradients = Callable[[Tensor, Tensor], Tensor]  # of inputs and output gradients: those of the weight
 
 
 @register("ConvolutionBackward0")
@@ -55,8 +58,7 @@ def convolution(node: Node, shapes: Shapes) -> Finish:
     geometry = _geometry(node, shapes[1]) if 1 in shapes else None
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
-        if layout.axis != 0:
-            raise RuleDoesNotApply("the examples do not lie along the first axis")
+        require_axis(layout, 0)
         forms: dict[int, Form] = {}
         if 2 in shapes:
             forms[2] = channel_sum(g, layout)
@@ -99,13 +101,13 @@ def _form(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
     is_simple = geometry.groups == 1 and not geometry.transposed
     if is_simple and geometry.kernel.numel() == 1:
         return Outer(positions(g_Bk), geometry.windows(x_Bk), geometry.weight)
-    make, bytes_each = _by_groups(x_Bk, g_Bk, geometry), geometry.weight.numel() * x_Bk.element_size()
+    gradients, bytes_each = geometry.weight_gradients, geometry.weight.numel() * x_Bk.element_size()
     if is_simple and x_Bk.device.type == "cpu" and x_Bk.shape[2] % _CHANNELS:
-        make = _by_windows(x_Bk, g_Bk, geometry)
+        gradients = partial(_by_windows, geometry)
         window_bytes = x_Bk.element_size() * geometry.weight[1:].numel()
         bytes_each = max(bytes_each, window_bytes * g_Bk.shape[1] * g_Bk.shape[3:].numel())
     piece = max(1, _PIECE_BYTES // bytes_each) if x_Bk.device.type == "cpu" else None
-    return Written(len(x_Bk), geometry.weight, x_Bk.dtype, make, piece)
+    return _written(x_Bk, g_Bk, geometry.weight, gradients, piece)
 
 
 def _form_on_cuda(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
@@ -116,40 +118,38 @@ def _form_on_cuda(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
     if geometry.kernel.numel() == 1:
         return Outer(positions(g_Bk), geometry.windows(x_Bk), geometry.weight)
     if n <= _FEW_INPUTS and kernel.fits(x_Bk, g_Bk):
-        return Written(len(x_Bk), geometry.weight, x_Bk.dtype, _by_kernel(x_Bk, g_Bk, geometry))
+        return _written(x_Bk, g_Bk, geometry.weight, partial(_by_kernel, geometry))
     if gram_pays_on_cuda(T, p, n):
         return Windows(x_Bk, g_Bk, geometry)
     piece = max(1, COPY_BYTES // (n * T * x_Bk.element_size()))
     shape = torch.Size((p, *geometry.kernel, geometry.weight[1]))
-    written = Written(len(x_Bk), shape, x_Bk.dtype, _by_patches(x_Bk, g_Bk, geometry), piece)
+    written = _written(x_Bk, g_Bk, shape, partial(_by_patches, geometry), piece)
     return Permuted(written, (0, len(shape) - 1, *range(1, len(shape) - 1)))
 
 
-def _by_groups(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
-    return lambda examples: geometry.weight_gradients(x_Bk[examples], g_Bk[examples])
-
-
-def _by_windows(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+def _written(
+    x_Bk: Tensor, g_Bk: Tensor, shape: torch.Size, gradients: Gradients, piece: int | None = None
+) -> Written:
     def make(examples: slice) -> Tensor:
-        product = written_products(positions(g_Bk[examples]), geometry.windows(x_Bk[examples]))
-        return product.view(len(product), *geometry.weight)
+        return gradients(x_Bk[examples], g_Bk[examples])
 
-    return make
+    return Written(len(x_Bk), shape, x_Bk.dtype, make, piece)
 
 
-def _by_patches(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+def _by_windows(geometry: Geometry, x_bk: Tensor, g_bk: Tensor) -> Tensor:
+    product = written_products(positions(g_bk), geometry.windows(x_bk))
+    return product.view(len(product), *geometry.weight)
+
+
+def _by_patches(geometry: Geometry, x_bk: Tensor, g_bk: Tensor) -> Tensor:
     """In the order [b, p, *kernel, c]."""
-
-    def make(examples: slice) -> Tensor:
-        product = positions(g_Bk[examples]).mT @ geometry.patches(x_Bk[examples])
-        return product.view(len(product), len(product[0]), *geometry.kernel, geometry.weight[1])
-
-    return make
+    product = positions(g_bk).mT @ geometry.patches(x_bk)
+    return product.view(len(product), len(product[0]), *geometry.kernel, geometry.weight[1])
 
 
-def _by_kernel(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Make:
+def _by_kernel(geometry: Geometry, x_bk: Tensor, g_bk: Tensor) -> Tensor:
     at = geometry.kernel, geometry.stride, geometry.padding, geometry.dilation
-    return lambda examples: kernel.weight_gradients(x_Bk[examples], g_Bk[examples], *at, tf32=_tf32())
+    return kernel.weight_gradients(x_bk, g_bk, *at, tf32=_tf32())
 
 
 def _tf32() -> bool:

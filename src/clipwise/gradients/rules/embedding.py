@@ -15,7 +15,7 @@ from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form, Rows, at_least_float32
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.owners import Ragged
-from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
+from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # torch's numbers for the modes of EmbeddingBag
@@ -51,7 +51,7 @@ def _lookup(ids: Tensor, table: torch.Size, padding: int | None = None) -> Finis
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         if layout.axis >= ids.dim():
             raise RuleDoesNotApply("the examples lie along a row of the table")
-        owner = layout.owners(ids.device).view([-1 if d == layout.axis else 1 for d in range(ids.dim())])
+        owner = layout.broadcast(layout.owners(ids.device), ids.dim())
         owner_N, ids_N = owner.expand_as(ids).flatten(), ids.flatten()
         g_Nn = at_least_float32(g).reshape(len(ids_N), -1)
         if isinstance(layout, Ragged):  # some positions may be nobody's
@@ -81,8 +81,7 @@ def embedding_bag(node: Node, shapes: Shapes) -> Finish:
     bag_N = torch.searchsorted(node._saved_offsets, positions, right=True) - 1
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
-        if layout.axis != 0:
-            raise RuleDoesNotApply("the examples do not lie along the bags")
+        require_axis(layout, 0)
         g_Gn, owner_G = at_least_float32(g), layout.owners(ids_N.device)
         kept_N = counted_N & (owner_G[bag_N] >= 0)
         ids_K, bag_K = ids_N[kept_N], bag_N[kept_N]

@@ -13,8 +13,8 @@ from torch import Tensor
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form, Written, at_least_float32
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register
-from clipwise.gradients.rules.sums import channel_sum
+from clipwise.gradients.rules.broadcast import channel_sum
+from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 from clipwise.kernels.affine import group_norm_sums, layer_norm_sums, position_sums
 
@@ -63,8 +63,7 @@ def group_norm(node: Node, shapes: Shapes) -> Finish:
     mean, rstd = node._saved_result1, node._saved_result2
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
-        if layout.axis != 0:
-            raise RuleDoesNotApply("the examples do not lie along the first axis")
+        require_axis(layout, 0)
         if x is None:
             return {operand: channel_sum(g, layout) for operand in shapes}
         g_NCs, x_NCs = (t.flatten(2) if t.dim() > 2 else t[..., None] for t in (g, x))

@@ -27,8 +27,14 @@ FinishAll = Callable[[Outputs, Layouts], dict[int, Form]]
 RuleForAll = Callable[[Node, Shapes], FinishAll]
 
 
-class RuleDoesNotApply(Exception):  # noqa: N818 (a signal between rooms, no error of the user's)
+class RuleDoesNotApply(Exception):  # noqa: N818 (a signal between modules, not an error)
     """This case of the operation is not covered: use the fallback."""
+
+
+def require_axis(layout: Layout, axis: int) -> None:
+    """A rule does not apply where the examples lie along another axis."""
+    if layout.axis != axis:
+        raise RuleDoesNotApply(f"the examples do not lie along axis {axis}")
 
 
 _RULES: dict[str, Rule] = {}
@@ -90,7 +96,7 @@ def registered() -> Mapping[str, Rule | RuleForAll]:
 
 def begin(node: Node, shapes: Shapes) -> FinishAll | None:
     """Read what the node saved; None where no rule applies or torch names its saved tensors otherwise."""
-    name = node_name(node)
+    name = node.name()
     try:
         if name in _RULES_FOR_ALL:
             return _RULES_FOR_ALL[name](node, shapes)

@@ -5,7 +5,7 @@ With R the looked-up rows' part and O = sum_t left_t right_t^T the product's par
     |R + O|^2 = |R|^2 + |O|^2 + 2 <R, O>,   <R, O> = sum_u sum_t left_t[id_u] <right_t, row_u>,
 
 so that no [V, n] gradient is written out for each example. |R|^2 and |O|^2 are upper bounds; the cross term may
-have either sign, and its rounding error is added, as is that of the product that is summed later (forms.py).
+have either sign, and its rounding error is added, as is that of the product that is summed later (base.py).
 An example whose bound would be loose is written out in float64 instead, and summed by itself.
 
 Legend: B examples, T positions, U entries of an example, V rows of the table, n the size of a row.
@@ -16,30 +16,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import (
-    LOOSE,
-    NEGLIGIBLE,
-    PRODUCT_ERROR,
-    Budget,
-    Form,
-    Outer,
-    Rows,
-    chunks,
-    lengths,
-    roundoff,
-    squared_norms,
-)
-from clipwise.gradients.precision import IEEE
+from clipwise.gradients.forms.base import Budget, chunks, roundoff
+from clipwise.gradients.forms.outer import Outer, Product, lengths
+from clipwise.gradients.forms.rows import Rows
 
 
-class Tied(Form):
+class Tied(Product):
     """The sum of an Outer [V, n] and of Rows of the same table."""
 
+    keeps_exact = False  # a whole table
+
     def __init__(self, outer: Outer, rows: Rows) -> None:
+        super().__init__()
         self.outer, self.rows = outer, rows
         self.batch, self.shape = outer.batch, outer.shape
         self.dtype = torch.promote_types(outer.dtype, rows.dtype)
-        self._apart: tuple[int, ...] = ()
 
     def squared_norms(self, budget: Budget) -> Tensor:
         own_B, mass_B = self.outer.gram_squares(budget)
@@ -51,14 +42,7 @@ class Tied(Form):
         square_B = square_B.clamp_min(0) + terms * roundoff(torch.float64) * (mass_B + size_B).square()
         # |O|^2 may be that of rounded operands, and <R, O> is not.
         square_B = square_B + 2 * budget.arithmetic.operand_error * size_B * mass_B
-        slack_B = PRODUCT_ERROR * roundoff(self.dtype) * (mass_B + size_B)
-        norm_B = square_B.sqrt()
-        bound_B = (norm_B + slack_B).square()
-        if budget.arithmetic is not IEEE:
-            self.squared_error_B = (budget.arithmetic.operand_error * mass_B).square()
-        else:
-            self.loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
-        return bound_B
+        return self._bound(square_B.sqrt(), mass_B + size_B, budget, rounded_mass_B=mass_B)
 
     def _cross_terms(self, ids_BU: Tensor, rows_BUn: Tensor) -> Tensor:
         """<R, O>, in float64."""
@@ -70,13 +54,6 @@ class Tied(Form):
             cross_B[c] = (picked_bUT * (rows_BUn[c].double() @ right[c].double().mT)).sum((1, 2))
         return cross_B
 
-    def tighten(self, square_B: Tensor, budget: Budget) -> None:
-        if self.loose_B is None:
-            return
-        self._apart = tuple(self.loose_B.nonzero().flatten().tolist())
-        for i in self._apart:
-            square_B[i] = squared_norms(self._in_float64(i).reshape(1, -1))[0]
-
     def _in_float64(self, example: int) -> Tensor:
         owner, ids, rows = self.rows.merged()
         mine = owner == example
@@ -84,14 +61,9 @@ class Tied(Form):
         return total.index_add_(0, ids[mine], rows[mine].double())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        rest_B = w_B
-        if self._apart:
-            rest_B = w_B.clone()
-            rest_B[list(self._apart)] = 0
+        rest_B = self._without_exact(w_B)
         total = self.rows.add_weighted_sum(self.outer.weighted_sum(rest_B).to(self.dtype), rest_B)
-        for i in self._apart:
-            total += (w_B[i] * self._in_float64(i)).to(self.dtype)
-        return total
+        return self._add_exact(total, w_B)
 
     def instantiate(self, examples: slice) -> Tensor:
         return self.outer.instantiate(examples) + self.rows.instantiate(examples)
@@ -102,4 +74,4 @@ class Tied(Form):
     def mute(self, muted_B: Tensor) -> None:
         self.outer.mute(muted_B)
         self.rows.mute(muted_B)
-        self._apart = tuple(i for i in self._apart if not bool(muted_B[i]))
+        super().mute(muted_B)

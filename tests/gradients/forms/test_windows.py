@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipwise.gradients import windows
-from clipwise.gradients.forms import Budget
+from clipwise.gradients.forms import Budget, windows
+from clipwise.gradients.forms.windows import Windows, window_products, windows_pay
 from clipwise.gradients.geometry import Geometry
-from clipwise.gradients.windows import Windows, window_products, windows_pay
 
 SLACK = 1 + 1e-5
 PLENTY = 2**40

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.gradients import Memory, choosing, free_memory, per_example_gradients
+from clipwise.gradients import Memory, free_memory, per_example_gradients
 from clipwise.gradients.examples import PerExampleGradients
 from clipwise.gradients.reweight import Reweighted
 from clipwise.gradients.stream import Stream
@@ -41,7 +41,7 @@ class Scene:
 
     def wanted(self, batch: int, length: int = 7) -> int:
         stream = Stream(self.losses(batch, length), trainable(self.model), self.memory)
-        return choosing.wanted_bytes(stream.output_bytes(), trainable(self.model), batch)[CPU]
+        return free_memory.wanted_bytes(stream.output_bytes(), trainable(self.model), batch)[CPU]
 
 
 @pytest.fixture
@@ -81,7 +81,8 @@ def test_the_choice_changes_no_result(scene: Scene) -> None:
     found = []
     for free in (0, 2**40):
         scene.free = free
-        scene.memory.fits.clear()
+        for outline in scene.memory.outlines._known:
+            outline.fits.clear()
         torch.manual_seed(1)
         found.append(scene.found(8))
     streamed, kept = found

@@ -29,15 +29,8 @@ import torch
 from torch import Tensor
 
 from clipwise import kernels
-from clipwise.gradients.forms import (
-    LOOSE,
-    NEGLIGIBLE,
-    PRODUCT_ERROR,
-    Budget,
-    Form,
-    roundoff,
-    squared_norms,
-)
+from clipwise.gradients.forms.base import Budget, along_first, chunks, roundoff, zeroed
+from clipwise.gradients.forms.outer import Product
 from clipwise.gradients.geometry import Geometry, positions
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.kernels.gram import gram_norms
@@ -72,39 +65,25 @@ def windows_pay(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> bool:
     return products < _WRITTEN[device] * geometry.weight.numel()
 
 
-class Windows(Form):
+class Windows(Product):
     """gradient_i = sum_t g_it win_it^T, of the weight's shape."""
 
     def __init__(self, x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> None:
         """Inputs [B, k, groups * c, *pixels] and output gradients [B, k, groups * p, *places], alike in dtype."""
+        super().__init__()
         self.x, self.g, self.geometry = x_Bk, g_Bk, geometry
         self.batch, self.shape, self.dtype = len(x_Bk), geometry.weight, x_Bk.dtype
-        self._exact: dict[int, Tensor | None] = {}  # examples summed by themselves; None is made again then
         self._together = max(1, _TERMS // (g_Bk.shape[1] * g_Bk.shape[3:].numel()))  # summed in one product
 
     def squared_norms(self, budget: Budget) -> Tensor:
-        """(n + c u M)^2, as `Outer` has it."""
         if kernels.usable(self.x) and self.geometry.groups == 1 and self.dtype == torch.float32:
             found = [self._by_tensor_cores(c, budget.arithmetic) for c in self._copies()]
         else:
             found = [self._squares_and_mass(examples) for examples in self._chunks()]
         square_B, mass_B = (torch.cat(parts) for parts in zip(*found, strict=True))
-        norm_B, slack_B = square_B.sqrt(), PRODUCT_ERROR * roundoff(self.dtype) * mass_B
-        bound_B = (norm_B + slack_B).square()
         if budget.arithmetic is not IEEE:
-            self.squared_error_B = (budget.arithmetic.operand_error * mass_B).square()
             self._together = max(1, self.batch)  # whose sum errs less than its operands
-        else:
-            self.loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
-        return bound_B
-
-    def tighten(self, square_B: Tensor, budget: Budget) -> None:
-        if self.loose_B is None:
-            return
-        for i in self.loose_B.nonzero().flatten().tolist():
-            gradient = self._in_float64(i)
-            square_B[i] = squared_norms(gradient.reshape(1, -1))[0]
-            self._exact[i] = gradient if budget.take(gradient.numel() * gradient.element_size()) else None
+        return self._bound(square_B.sqrt(), mass_B, budget)
 
     def _by_tensor_cores(self, examples: slice, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
         """The same, by inner products of windows that are copied after all: a GPU has more products to spare."""
@@ -114,8 +93,7 @@ class Windows(Form):
     def _copies(self) -> list[slice]:
         """Examples whose windows fit into COPY_BYTES."""
         T = self.g.shape[1] * self.g.shape[3:].numel()
-        step = max(1, COPY_BYTES // (self.shape[1:].numel() * T * self.x.element_size()))
-        return [slice(i, min(i + step, self.batch)) for i in range(0, self.batch, step)]
+        return chunks(self.batch, self.shape[1:].numel() * T * self.x.element_size(), COPY_BYTES)
 
     def _squares_and_mass(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Upper bounds on |gradient|^2 and on the mass M = sum_t |g_t| |win_t|, both in float64.
@@ -145,26 +123,19 @@ class Windows(Form):
         inputs, outputs = k * torch.Size(pixels).numel(), k * self.g.shape[3:].numel()
         matrices = self.geometry.groups * (2 * inputs**2 + 2 * outputs**2)
         bytes_each = 8 * (matrices + channels * inputs + self.g.shape[2] * outputs)
-        together = _CACHED_BYTES if self.x.device.type == "cpu" else GRAM_BYTES
-        step = max(1, min(self.batch, together // bytes_each))
-        return [slice(i, min(i + step, self.batch)) for i in range(0, self.batch, step)]
+        return chunks(self.batch, bytes_each, _CACHED_BYTES if self.x.device.type == "cpu" else GRAM_BYTES)
 
     def _in_float64(self, example: int) -> Tensor:
         return self.geometry.weight_gradient(self.x[example].double(), self.g[example].double())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        product_w_B = w_B.to(self.dtype, copy=True)
-        if self._exact:
-            product_w_B[list(self._exact)] = 0
-        scaled = self.g * _along_first(product_w_B, self.g)
+        scaled = self.g * along_first(self._without_exact(w_B).to(self.dtype), self.g)
         parts = zip(*(torch.split(t, self._together) for t in (self.x, scaled)), strict=True)
         sums = (self.geometry.weight_gradient(x_bk.flatten(0, 1), g_bk.flatten(0, 1)) for x_bk, g_bk in parts)
         total = next(sums)
         for part in sums:
             total += part
-        for i, kept in self._exact.items():
-            total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
-        return total
+        return self._add_exact(total, w_B)
 
     def instantiate(self, examples: slice) -> Tensor:
         return self.geometry.weight_gradients(self.x[examples], self.g[examples])
@@ -173,9 +144,8 @@ class Windows(Form):
         return float(self._squares_and_mass(slice(example, example + 1))[1])
 
     def mute(self, muted_B: Tensor) -> None:
-        self.x, self.g = (t.masked_fill(_along_first(muted_B, t), 0) for t in (self.x, self.g))
-        for i in [i for i in self._exact if bool(muted_B[i])]:
-            del self._exact[i]
+        self.x, self.g = (zeroed(t, muted_B) for t in (self.x, self.g))
+        super().mute(muted_B)
 
 
 def window_products(x_bck: Tensor, geometry: Geometry) -> Tensor:
@@ -231,7 +201,3 @@ def _square(pairs: Tensor, dims: tuple[int, int], first: int, last: int) -> Tens
 def _by_group(t_bk: Tensor, groups: int) -> Tensor:
     """[b, k, groups * C, ...] -> [b * groups, C, k, ...] in float64."""
     return torch.unflatten(t_bk.double(), 2, (groups, -1)).movedim(1, 3).flatten(0, 1)
-
-
-def _along_first(per_example_B: Tensor, t: Tensor) -> Tensor:
-    return per_example_B.view(-1, *[1] * (t.dim() - 1))

@@ -78,7 +78,7 @@ def test_norms_and_sums_are_those_of_the_instantiated_gradients(
     keep: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forms, "CHUNK_BYTES", 3 * sizes[1] * sizes[2] * 8)
+    monkeypatch.setattr(forms.base, "CHUNK_BYTES", 3 * sizes[1] * sizes[2] * 8)
     torch.manual_seed(0)
     form = make(*sizes, dtype)
     each: Tensor = form.instantiate(slice(0, 4)).double()
@@ -200,7 +200,7 @@ def _of_ours_in_the_garbage() -> list[object]:
 @pytest.mark.parametrize("T", [95, 96, 130])
 def test_inner_products_of_many_positions_come_in_blocks(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the blocks, and few features at a time, give the norm of the whole."""
-    monkeypatch.setattr(forms, "_FEATURES", 150)
+    monkeypatch.setattr(forms.outer, "_FEATURES", 150)
     torch.manual_seed(0)
     left, right = torch.randn(3, T, 400), torch.randn(3, T, 310)
     square_B, mass_B = Outer(left, right).gram_squares(Budget(0))

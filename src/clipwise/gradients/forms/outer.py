@@ -1,0 +1,291 @@
+"""Product, a gradient sum_t left_t right_t^T with a bound on its norm; and Outer, that of a linear layer.
+
+Legend: B examples, T positions, m and n the sides of a weight; w_B one weight an example.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from clipwise import kernels
+from clipwise.gradients.forms.base import (
+    LOOSE,
+    NEGLIGIBLE,
+    PRODUCT_ERROR,
+    Budget,
+    Form,
+    at_least_float32,
+    bytes_of,
+    chunks,
+    roundoff,
+    squared_norms,
+    zeroed,
+)
+from clipwise.gradients.forms.written import Written, written_products
+from clipwise.gradients.precision import IEEE, TF32, Arithmetic
+from clipwise.kernels.gram import Last, gram_norms
+
+_PIECE_BYTES = 8 * 2**20
+_LONG_ROW = 4096
+_POSITIONS, _FEATURES = 48, 2048  # of a block of inner products, and of the copies that it is made of
+
+
+def gram_is_cheaper(T: int, m: int, n: int) -> bool:
+    """Whether inner products of T positions cost less than gradients of m by n that are written and read again.
+
+    The inner products are T^2 (m + n) in float64; a gradient is m n numbers, each about six of those by its
+    ways through memory, and its own T m n products take the place of the sum's. (A rough constant: it decides how
+    long a step takes, and no result.)
+    """
+    return T * T * (m + n) < 6 * m * n and 2 * T * (m + n) < m * n
+
+
+def gram_pays_on_cuda(T: int, m: int, n: int, arithmetic: Arithmetic = TF32) -> bool:
+    """The same on CUDA: products run on tensor cores, and a gradient passes through memory three times.
+
+    2 T^2 (m + n) / 200e12 seconds against 12 m n / 4e12, or 2 T^2 (m + n) / 40e12 without TF32.
+    """
+    return T * T * (m + n) < (300 if arithmetic is TF32 else 60) * m * n
+
+
+class Product(Form):
+    """gradient_i = sum_t left_t right_t^T, not written out. Examples with a loose bound are summed by themselves."""
+
+    keeps_exact = True  # whether a gradient that `tighten` wrote out may be kept for the sum
+
+    def __init__(self) -> None:
+        self._exact: dict[
+            int, Tensor | None
+        ] = {}  # examples summed by themselves; None: written out again then
+
+    @abstractmethod
+    def _in_float64(self, example: int) -> Tensor:
+        """One example's gradient, written out."""
+
+    def _bound(
+        self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None
+    ) -> Tensor:
+        """(n + c u M)^2, or n + c u M with e M beside it, where e M may be that of a part of the product."""
+        slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
+        bound_B = (norm_B + slack_B).square()
+        if budget.arithmetic is not IEEE:
+            rounded_mass_B = mass_B if rounded_mass_B is None else rounded_mass_B
+            self.squared_error_B = (budget.arithmetic.operand_error * rounded_mass_B).square()
+        else:
+            self.loose_B = (slack_B > LOOSE * norm_B) & torch.isfinite(bound_B) & (bound_B > NEGLIGIBLE**2)
+        return bound_B
+
+    def tighten(self, square_B: Tensor, budget: Budget) -> None:
+        if self.loose_B is None:
+            return
+        for i in self.loose_B.nonzero().flatten().tolist():
+            gradient = self._in_float64(i)
+            square_B[i] = squared_norms(gradient.reshape(1, -1))[0]
+            keeps = self.keeps_exact and budget.take(gradient.numel() * gradient.element_size())
+            self._exact[i] = gradient if keeps else None
+
+    def _without_exact(self, w_B: Tensor) -> Tensor:
+        """The weights of the examples that are summed together, 0 for the others."""
+        if self._exact:
+            w_B = w_B.clone()
+            w_B[list(self._exact)] = 0
+        return w_B
+
+    def _add_exact(self, total: Tensor, w_B: Tensor) -> Tensor:
+        """Add the examples that are summed by themselves."""
+        for i, kept in self._exact.items():
+            total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
+        return total
+
+    def mute(self, muted_B: Tensor) -> None:
+        for i in [i for i in self._exact if bool(muted_B[i])]:
+            del self._exact[i]
+
+
+class Outer(Product):
+    """gradient_i = sum_t left_it right_it^T, of shape [m, n] or of one with as many entries."""
+
+    def __init__(
+        self,
+        left_BTm: Tensor,
+        right_BTn: Tensor,
+        shape: torch.Size | None = None,
+        *,
+        upright: bool = False,
+    ) -> None:
+        """`upright`: the weighted sum is wanted as it is, and not transposed as a linear layer's weight is."""
+        super().__init__()
+        dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
+        # A product of bf16 or fp16 rows is summed in float32: its rounding must not eat the bound.
+        self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        self.left, self.right = left_BTm, right_BTn
+        if torch.float64 in (left_BTm.dtype, right_BTn.dtype) or left_BTm.device.type == "cpu":
+            self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
+        self.batch = len(left_BTm)
+        self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
+        self._upright = upright
+        self._arithmetic = IEEE
+        self._last_scaled: Last | None = None
+        self._aligned: tuple[Tensor, ...] | None = None
+        self._written: Written | None = None
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        B, T, _ = self.left.shape
+        self._arithmetic, self._last_scaled = budget.arithmetic, budget.last_scaled
+        if T == 1:
+            mass_B = (lengths(self.left) * lengths(self.right)).flatten()
+            norm_B = mass_B
+        elif self._gram_pays(budget.arithmetic):
+            square_B, mass_B = self.gram_squares(budget)
+            norm_B = square_B.sqrt()
+        else:
+            multiply = _multiplier(self.left, self.right, self.shape)
+            written = Written(B, self.shape, self.dtype, multiply, _piece(self.shape, self.left))
+            square_B = written.squared_norms(budget)
+            if written.is_kept:
+                self._written = written  # what gets summed is what was measured: no more to bound
+                self.left, self.right = self.left.new_empty(0), self.right.new_empty(0)
+                return square_B
+            norm_B = square_B.sqrt()
+            mass_B = (lengths(self.left) * lengths(self.right)).sum(1)
+        bound_B = self._bound(norm_B, mass_B, budget)
+        if T == 1:
+            self.loose_B = None  # the norm is the mass, and nothing cancels
+        return bound_B
+
+    def _gram_pays(self, arithmetic: Arithmetic) -> bool:
+        _, T, m = self.left.shape
+        n = self.right.shape[-1]
+        if kernels.usable(self.left) and self.dtype == torch.float32:
+            return gram_pays_on_cuda(T, m, n, arithmetic)
+        return gram_is_cheaper(T, m, n)
+
+    def _in_float64(self, example: int) -> Tensor:
+        return self.left[example].double().T @ self.right[example].double()
+
+    def gram_squares(self, budget: Budget) -> tuple[Tensor, Tensor]:
+        """|sum_t l_t r_t^T|^2 = sum_{t,s} <l_t, l_s> <r_t, r_s> and the mass; both are upper bounds.
+
+        In float64, with inner products of length m and n and T^2 terms, the rounding error is at most
+        (m + n + T^2 + 4) u64 M^2, and is added.
+        """
+        if kernels.usable(self.left) and self.dtype == torch.float32:
+            return gram_norms(*self._padded(), budget.arithmetic.name, budget.last_products)
+        B, T, m = self.left.shape
+        n = self.right.shape[-1]
+        mass_B = (lengths(self.left) * lengths(self.right)).sum(1)
+        gram_B = torch.empty_like(mass_B)
+        together = _PIECE_BYTES if self.left.device.type == "cpu" else None
+        for c in chunks(B, 8 * T * (min(m + n, _FEATURES) + 2 * T), together):
+            left, right = inner_products(self.left[c]), inner_products(self.right[c])
+            terms = [(1 + (i > j)) * torch.linalg.vecdot(left[i, j], right[i, j]) for i, j in left]
+            gram_B[c] = torch.stack(terms).sum(0)
+        return gram_B.clamp_min(0) + (m + n + T**2 + 4) * roundoff(torch.float64) * mass_B.square(), mass_B
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        if self._written is not None:
+            return self._written.weighted_sum(w_B)
+        left, right = self._scaled(self._without_exact(w_B))
+        m, n = self.left.shape[-1], self.right.shape[-1]
+        if self._upright:
+            total = _product(left.flatten(0, 1).T, right.flatten(0, 1), self.dtype)[:m, :n]
+        else:  # a linear layer's weight is [outputs, inputs], and is then contiguous
+            total = _product(right.flatten(0, 1).T, left.flatten(0, 1), self.dtype)[:n, :m].T
+        return self._add_exact(total, w_B).reshape(self.shape)
+
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        """Both operands, with zeros behind long rows of a length that makes products slow (a vocabulary's)."""
+        if self._aligned is None:
+            self._aligned = tuple(_aligned(x) for x in (self.left, self.right))
+        return self._aligned[0], self._aligned[1]
+
+    def _scaled(self, w_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Both operands, the smaller one scaled. Operands in bfloat16 stay so where that error is stated."""
+        left, right = self._padded()
+        short = {left.dtype, right.dtype} == {torch.bfloat16} and self._arithmetic is not IEEE
+        dtype, last = torch.bfloat16 if short else self.dtype, self._last_scaled or Last()
+
+        def scaled(x_BTm: Tensor) -> Tensor:
+            """w_i times the rows of example i; layers with one input share it."""
+            wide = torch.promote_types(x_BTm.dtype, torch.float32)
+            return last.of(x_BTm, lambda: (x_BTm * w_B.to(wide)[:, None, None]).to(dtype), w_B, dtype)
+
+        if left.shape[-1] <= right.shape[-1]:
+            return scaled(left), right.to(dtype)
+        return left.to(dtype), scaled(right)
+
+    def instantiate(self, examples: slice) -> Tensor:
+        if self._written is not None:
+            return self._written.instantiate(examples)
+        return _multiplier(self.left, self.right, self.shape)(examples)
+
+    def mass(self, example: int) -> float:
+        left, right = (torch.linalg.vector_norm(x[example].double(), dim=1) for x in (self.left, self.right))
+        return float(left @ right)
+
+    def mute(self, muted_B: Tensor) -> None:
+        if self._written is not None:
+            self._written.mute(muted_B)
+            return
+        self.left, self.right, self._aligned = zeroed(self.left, muted_B), zeroed(self.right, muted_B), None
+        super().mute(muted_B)
+
+
+def lengths(x_BTm: Tensor) -> Tensor:
+    """An upper bound on the length of each position's row: [B, T] in float64."""
+    B, T, m = x_BTm.shape
+    return squared_norms(x_BTm.reshape(B * T, m)).view(B, T).sqrt()
+
+
+def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[slice], Tensor]:
+    """Writes out the gradients of some examples. (No method of Outer: the two would keep each other alive.)"""
+
+    dtype = at_least_float32(torch.empty(0, dtype=torch.promote_types(left.dtype, right.dtype))).dtype
+
+    def multiply(examples: slice) -> Tensor:
+        product = written_products(left[examples].to(dtype), right[examples].to(dtype))
+        return product.view(len(product), *shape)
+
+    return multiply
+
+
+def _aligned(x_BTm: Tensor) -> Tensor:
+    """On CUDA, rows that begin at multiples of 16 bytes and are a multiple of 64 numbers long."""
+    m = x_BTm.shape[-1]
+    if x_BTm.device.type != "cuda" or m < _LONG_ROW or m * x_BTm.element_size() % 16 == 0:
+        return x_BTm
+    return torch.nn.functional.pad(x_BTm, (0, -m % 64))
+
+
+def _product(a_mk: Tensor, b_kn: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b, summed in `dtype`."""
+    return a_mk @ b_kn if a_mk.dtype == dtype else torch.mm(a_mk, b_kn, out_dtype=dtype)
+
+
+def inner_products(x_bTm: Tensor) -> dict[tuple[int, int], Tensor]:
+    """<x_t, x_s> in float64, for every two positions of an example: a flat block by the blocks (i, j) of t and s.
+
+    They are symmetric, so that j <= i is enough where there are many positions. Features are taken a few at a
+    time, or their copies in float64 would fall out of a CPU's caches.
+    """
+    T, m = x_bTm.shape[1:]
+    step = _POSITIONS if T >= 2 * _POSITIONS else max(1, T)
+    found: dict[tuple[int, int], Tensor] = {}
+    for first in range(0, max(1, m), _FEATURES):
+        parts = torch.split(x_bTm[..., first : first + _FEATURES].double(), step, dim=1)
+        for i, x_btk in enumerate(parts):
+            for j, y_bsk in enumerate(parts[: i + 1]):
+                if first:
+                    found[i, j].baddbmm_(x_btk, y_bsk.mT)
+                else:
+                    found[i, j] = x_btk @ y_bsk.mT
+    return {pair: block_bts.flatten(1) for pair, block_bts in found.items()}
+
+
+def _piece(shape: torch.Size, like: Tensor) -> int | None:
+    """How many gradients to write out at once on a CPU: larger blocks are mapped and unmapped every time."""
+    return max(1, _PIECE_BYTES // bytes_of(1, shape, like.dtype)) if like.device.type == "cpu" else None

@@ -1,0 +1,97 @@
+"""Rows: a few rows of a table, as an embedding gives them.
+
+Legend: B examples, K entries (example, id, row) of all of them, U of one example, V rows of the table, n the size
+of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipwise.gradients.forms.base import Budget, Form, squared_norms
+
+
+class Rows(Form):
+    """Entry k adds the row g_k to row id_k of example i_k's table of V rows."""
+
+    def __init__(
+        self,
+        example_K: Tensor,
+        ids_K: Tensor,
+        g_Kn: Tensor,
+        batch: int,
+        table: torch.Size,
+        each: int | None = None,
+    ) -> None:
+        """`table` is the parameter's shape, of V * n entries however they are arranged.
+
+        `each` is how many entries every example has, where all have as many.
+        """
+        self.example, self.ids, self.g, self.each = example_K, ids_K, g_Kn, each
+        self.batch, self.shape, self.dtype = batch, table, g_Kn.dtype
+        self.V = table.numel() // g_Kn.shape[1]
+        self._merged: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeated ids of one example added up first: (example, id, row) of each distinct pair, in order.
+
+        As many entries as before: what is left over at the end are rows of zeros (of example 0).
+
+        Norm and weighted sum both start from these rows, so what is summed is what was measured.
+        """
+        if self._merged is None:
+            # (No `unique`: its result has a size that the host would have to wait for.)
+            keys_K, order_K = torch.sort(self.example * self.V + self.ids)
+            begins_K = torch.ones_like(keys_K)
+            begins_K[1:] = keys_K[1:] != keys_K[:-1]
+            group_K = begins_K.cumsum(0) - 1
+            where_K = torch.empty_like(group_K).scatter_(0, order_K, group_K)
+            rows = torch.zeros_like(self.g).index_add_(0, where_K, self.g)
+            distinct = torch.zeros_like(keys_K).scatter_(0, group_K, keys_K)
+            self._merged = (distinct // self.V, distinct % self.V, rows)
+        return self._merged
+
+    def by_example(self) -> tuple[Tensor, Tensor]:
+        """Ids and rows as [B, U] and [B, U, n], with rows of zeros where an example has fewer than U entries."""
+        order_K = torch.argsort(self.example, stable=True)
+        if self.each is not None:
+            order_BU = order_K.view(self.batch, self.each)
+            return self.ids[order_BU], self.g[order_BU]
+        count_B = torch.bincount(self.example, minlength=self.batch)
+        example_K = self.example[order_K]
+        place_K = torch.arange(len(order_K), device=order_K.device) - (count_B.cumsum(0) - count_B)[example_K]
+        ids_BU = self.ids.new_zeros((self.batch, max(1, int(count_B.max()))))
+        rows_BUn = self.g.new_zeros((*ids_BU.shape, self.g.shape[1]))
+        ids_BU[example_K, place_K], rows_BUn[example_K, place_K] = self.ids[order_K], self.g[order_K]
+        return ids_BU, rows_BUn
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        example, _, rows = self.merged()
+        total = torch.zeros(self.batch, dtype=torch.float64, device=rows.device)
+        return total.index_add_(0, example, squared_norms(rows))
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        table = torch.zeros(self.V, self.g.shape[1], dtype=self.dtype, device=self.g.device)
+        return self.add_weighted_sum(table, w_B).view(self.shape)
+
+    def add_weighted_sum(self, table_Vn: Tensor, w_B: Tensor) -> Tensor:
+        """The weighted sum, added to a table."""
+        example, ids, rows = self.merged()
+        return table_Vn.index_add_(0, ids, (rows * w_B.to(self.dtype)[example, None]).to(table_Vn.dtype))
+
+    def instantiate(self, examples: slice) -> Tensor:
+        first, last, _ = examples.indices(self.batch)
+        example, ids, g = self.example, self.ids, self.g
+        if last - first < self.batch:  # (to pick entries makes the host wait for a GPU)
+            inside = (example >= first) & (example < last)
+            example, ids, g = example[inside] - first, ids[inside], g[inside]
+        tables = torch.zeros(last - first, self.V, g.shape[1], dtype=self.dtype, device=g.device)
+        return tables.index_put_((example, ids), g, accumulate=True).view(last - first, *self.shape)
+
+    def mass(self, example: int) -> float:
+        return float(torch.linalg.vector_norm(self.g[self.example == example].double(), dim=1).sum())
+
+    def mute(self, muted_B: Tensor) -> None:
+        self.g = self.g.masked_fill(muted_B[self.example, None], 0)
+        self._merged = None
