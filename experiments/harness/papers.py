@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.harness.paper import Paper
 
 # Each module has a `PAPER`. A new paper is one line here.
@@ -18,6 +18,6 @@ PAPERS = {
 
 def paper_of(name: str) -> Paper:
     """A paper, or an error that says which there are."""
-    require_known("paper", name, PAPERS)
+    one_of("paper", name, PAPERS)
     found: Paper = import_module(PAPERS[name]).PAPER
     return found

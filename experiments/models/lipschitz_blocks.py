@@ -9,7 +9,7 @@ from torch import nn
 
 from clipwise.layers.bounded_norm import BoundedGroupNorm
 from clipwise.layers.clip_input import ClipInput
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.models.norms import MOST_GROUPS, group_norm, no_norm
 
 KINDS = ("none", "group", "bounded")
@@ -32,7 +32,7 @@ def norm_behind(kind: str, channels: int, groups: int, alpha: float) -> nn.Modul
     """
     if kind == "bounded":
         return BoundedGroupNorm(math.gcd(min(groups, MOST_GROUPS), channels // 2 or 1), channels, alpha)
-    require_known("norm", kind, KINDS)
+    one_of("norm", kind, KINDS)
     return group_norm(channels) if kind == "group" else no_norm(channels)
 
 

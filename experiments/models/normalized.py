@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.models.norms import norm_of
 
 # How many of the last trainable layers have no norm behind them.
@@ -19,7 +19,7 @@ PLACEMENTS = {
 
 def without_norm(placement: str) -> int:
     """How many layers at the end have no norm."""
-    require_known("placement", placement, PLACEMENTS)
+    one_of("placement", placement, PLACEMENTS)
     return PLACEMENTS[placement]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipwise.accounting import interpret, pld
+from clipwise.accounting import accountants, pld
 from clipwise.accounting.composition import Amplification, Composition, Step
 from clipwise.accounting.schedule import with_few_kinds
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
@@ -72,7 +72,7 @@ def test_a_million_different_steps_take_less_than_a_minute() -> None:
     noises = np.linspace(2.0, 0.8, 10**6)
     history = [Entry(replace(event, noise_multiplier=float(z)), 1) for z in noises]
     start = time.process_time()
-    found = interpret.epsilon(history, DELTA)
+    found = accountants.epsilon_of(history, DELTA)
     assert time.process_time() - start < 60
     block = 10**6 // 64
     middles = noises[block // 2 :: block]

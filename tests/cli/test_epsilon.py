@@ -110,7 +110,7 @@ def test_without_dp_accounting_the_table_is_still_there(monkeypatch: pytest.Monk
     def missing(name: str) -> Any:
         raise ImportError(f"dp-accounting is not installed: {name}")
 
-    monkeypatch.setattr("clipwise.accounting.library.load", missing)
+    monkeypatch.setattr("clipwise.accounting.dp_accounting.load", missing)
     plan = ["--noise-multiplier", 1.234, "--sample-rate", 0.0123, "--steps", 25]  # in no cache
     result = clipwise("epsilon", *plan, "--second-opinion")
     exact = accounting.epsilon(noise_multiplier=1.234, sample_rate=0.0123, steps=25, delta=1e-5)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from clipwise.accounting import filter as renyi
-from clipwise.accounting import gaussian, interpret
-from clipwise.accounting.arguments import MOST_STEPS
+from clipwise.accounting import gaussian, truncation
+from clipwise.accounting.accountants import epsilon_of
 from clipwise.accounting.composition import LARGEST_NOISE, compose
+from clipwise.accounting.from_arguments import MOST_STEPS, budget, count, probability
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry, Event, Sampling
+from clipwise.validation.arguments import number, one_of
 
 # The noise returned is within this factor of the smallest, and rounded up to so many digits.
 TOLERANCE = 5e-4
@@ -35,11 +37,14 @@ def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> fl
         epsilon: the budget.
         delta: its delta.
     """
+    steps, delta = count("steps", steps), probability("delta", delta)
+    epsilon = number("epsilon", epsilon, above=0)
+    truncation.require_room(epsilon, delta, steps * event.excess)
     if steps == 0:
         return 0.0
 
     def cost(z: float) -> float:
-        return interpret.epsilon([Entry(replace(event, noise_multiplier=z), steps)], delta)
+        return epsilon_of([Entry(replace(event, noise_multiplier=z), steps)], delta)
 
     good, bad = _around(cost, epsilon, _up(_guess(event, steps, gaussian.largest_mu(epsilon, delta))), _up)
     assert good is not None  # there is always noise enough
@@ -91,9 +96,10 @@ def most_steps(event: Event, epsilon: float, delta: float) -> int:
 
     From 100,000 steps on it is rounded down, by less than 0.002 percent.
     """
+    epsilon, delta = budget(epsilon), probability("delta", delta)
 
     def cost(steps: float) -> float:
-        return interpret.epsilon([Entry(event, int(steps))], delta)
+        return epsilon_of([Entry(event, int(steps))], delta)
 
     one = (1.0, cost(1))
     if one[1] > epsilon:
@@ -126,23 +132,22 @@ def largest_rate(
         steps: how many steps, whatever the rate; or
         epochs: how many passes, so that a rate q takes epochs / q steps.
     """
-    if event.sampling not in SEARCHABLE:
-        raise ConfigurationError(
-            f"sampling={str(event.sampling)!r} is not possible for a search of the sample_rate: use one of "
-            + ", ".join(repr(str(scheme)) for scheme in SEARCHABLE)
-            + "."
-        )
+    one_of("sampling", event.sampling, SEARCHABLE)
+    epsilon, delta = budget(epsilon), probability("delta", delta)
     if (steps is None) == (epochs is None):
         raise ConfigurationError("Give either steps or epochs: how long the run is, beside its sample_rate.")
+    length = count("steps", steps) if epochs is None else number("epochs", epochs, above=0)
+
+    def steps_at(rate: float) -> float:
+        return length if epochs is None else length / rate
 
     def cost(inverse: float) -> float:
         """Of the rate 1 / inverse. Like noise, more of it costs less."""
         rate = _down(1 / inverse)
-        count = steps if epochs is None else epochs / rate
-        if count is not None and count > MOST_STEPS:
+        taken = steps_at(rate)
+        if taken > MOST_STEPS:
             return math.inf
-        count = math.ceil(count or 0)
-        return interpret.epsilon([Entry(replace(event, sample_rate=rate), count)], delta)
+        return epsilon_of([Entry(replace(event, sample_rate=rate), math.ceil(taken))], delta)
 
     def rounding(inverse: float) -> float:
         return 1 / _down(1 / min(max(inverse, 1.0), 1 / SMALLEST_RATE))
@@ -150,7 +155,7 @@ def largest_rate(
     everyone = (1.0, cost(1.0))
     if everyone[1] <= epsilon:
         return 1.0
-    start = rounding(_guessed_inverse_rate(event, epsilon, delta, steps, epochs))
+    start = rounding(_guessed_inverse_rate(event, epsilon, delta, steps_at))
     good, bad = _around(cost, epsilon, start, rounding, bad=everyone, furthest=rounding(math.inf))
     if good is None:
         raise ConfigurationError(
@@ -189,9 +194,11 @@ def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: 
         delta: its delta.
         at_most: stop looking here; also the answer if all of them fit.
     """
+    epsilon, delta = number("epsilon", epsilon, least=0), probability("delta", delta)
+    at_most = count("at_most", at_most)
 
     def cost(steps: float) -> float:
-        return interpret.epsilon([*history, Entry(event, int(steps))], delta)
+        return epsilon_of([*history, Entry(event, int(steps))], delta)
 
     all_of_them, none_of_them = (at_most, cost(at_most)), (0, cost(0))
     if all_of_them[1] <= epsilon:
@@ -229,17 +236,17 @@ def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
 
 
 def _guessed_inverse_rate(
-    event: Event, epsilon: float, delta: float, steps: int | None, epochs: float | None
+    event: Event, epsilon: float, delta: float, steps_at: Callable[[float], float]
 ) -> float:
     """1 / the rate that it allows, by bisection of its logarithm."""
     mu = gaussian.largest_mu(epsilon, delta)
+    z = min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE)
     low, high = 0.0, -math.log(SMALLEST_RATE)
     for _ in range(20):
         middle = 0.5 * (low + high)
         rate = math.exp(-middle)
-        count = steps if epochs is None else epochs / rate
-        _, variance = gaussian.loss_moments(rate, min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE))
-        low, high = (middle, high) if (count or 0) * variance > mu * mu else (low, middle)
+        _, variance = gaussian.loss_moments(rate, z)
+        low, high = (middle, high) if steps_at(rate) * variance > mu * mu else (low, middle)
     return math.exp(high)
 
 

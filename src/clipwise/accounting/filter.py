@@ -14,10 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from clipwise.accounting import rdp, truncation
-from clipwise.accounting.arguments import number, whole
 from clipwise.accounting.composition import compose, require_one_guarantee
+from clipwise.accounting.from_arguments import count as checked_count
 from clipwise.errors import BudgetExhausted, ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+from clipwise.validation.arguments import number
 
 # Of delta, kept for cut batches where the plan has some.
 FOR_CUTS = 1e-3
@@ -50,7 +51,7 @@ class Filter:
     def __init__(
         self, epsilon: float, delta: float, order: float | None = None, plan: Sequence[Entry] | None = None
     ) -> None:
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.epsilon = number("epsilon", epsilon, above=0)
         self.delta = number("delta", delta, above=0, below=1)
         if (order is None) == (plan is None):
             raise ConfigurationError(
@@ -82,7 +83,7 @@ class Filter:
 
     def allows(self, event: Event, count: int = 1) -> bool:
         """Whether `count` steps of `event` still fit. It charges nothing."""
-        divergence, entry = self._after(event, whole("count", count, at_least=1))
+        divergence, entry = self._after(event, checked_count("count", count, least=1))
         return (
             self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
         )

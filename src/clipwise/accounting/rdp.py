@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from clipwise.accounting import library
+from clipwise.accounting import dp_accounting
 from clipwise.accounting.composition import Amplification, Composition, Step
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.schedule import with_few_kinds
@@ -90,8 +90,8 @@ def of_step(step: Step) -> Array:
     relation, as `Step` does; its PLDs would double the sensitivity under REPLACE_ONE by themselves, and are
     never built that way here.
     """
-    dp = library.load("dp_accounting")
-    library.load("dp_accounting.rdp")
+    dp = dp_accounting.load("dp_accounting")
+    dp_accounting.load("dp_accounting.rdp")
     gaussian = dp.GaussianDpEvent(step.z)
     if step.amplification is Amplification.COIN:
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -103,7 +103,9 @@ def of_step(step: Step) -> Array:
     else:
         raise UnsupportedEventError(f"The RDP accountant has no bound for {step.amplification}.")
     accountant = dp.rdp.RdpAccountant(ORDERS, relation)
-    with library.without_warnings():  # an order whose series does not converge gets inf, which is a bound
+    with (
+        dp_accounting.without_warnings()
+    ):  # an order whose series does not converge gets inf, which is a bound
         accountant.compose(event)
     rounded_up: Array = np.maximum(accountant.rdp, 0.0) + ROUNDING
     rounded_up.setflags(write=False)  # the cache hands it out again

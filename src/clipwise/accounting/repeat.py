@@ -24,10 +24,10 @@ from functools import cached_property
 import numpy as np
 
 from clipwise.accounting import pld, rdp, truncation
-from clipwise.accounting.arguments import number
 from clipwise.accounting.composition import Composition
 from clipwise.accounting.gaussian import Array
 from clipwise.errors import ConfigurationError
+from clipwise.validation.arguments import number
 
 LARGEST_MEAN = 1e9
 # A shape is taken for 0 where that changes the mean by less than this part of it.

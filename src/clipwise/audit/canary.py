@@ -18,7 +18,7 @@ from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import Worlds
 from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import number, one_of, whole
 
 KINDS = ("dirac", "mislabelled", "record")
 # Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
@@ -73,22 +73,16 @@ def canary(
         confidence: with which all bounds hold together.
         seed: of the keys, and of torch's generator before each run.
     """
-    require_known("kind", kind, KINDS)
+    one_of("kind", kind, KINDS)
     if (kind == "record") != (planted is not None):
         raise ConfigurationError(
             "planted is the record of kind='record', and of no other kind: give both or neither."
         )
     if kind != "dirac" and loss is None:
         raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) gives one loss an example.")
-    least = least_runs(kind)
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < least:
-        raise ConfigurationError(
-            f"runs={runs!r} is not possible: give a whole number of at least {least}, the runs with the canary, which "
-            "are as many as those without."
-        )
-    require_confidence(confidence)
-    if not 0 <= record < len(dataset):
-        raise ConfigurationError(f"record={record!r} is no index of the data set.")
+    whole("runs", runs, least=least_runs(kind))
+    number("confidence", confidence, least=0.5, below=1)
+    whole("record", record, least=0, most=len(dataset) - 1)
     if kind == "mislabelled":
         planted = mislabelled(dataset, record)
     data = dataset if planted is None else with_record(dataset, record, planted)
@@ -142,12 +136,6 @@ def mislabelled(dataset: Any, record: int) -> Any:
 def least_runs(kind: str) -> int:
     """How many runs of each world an attack needs at least: the first ones with a record only set its scale."""
     return 2 if kind == "dirac" else 2 * _PILOTS
-
-
-def require_confidence(confidence: float, name: str = "confidence") -> None:
-    """Refuse what is no probability of being right; `name` is what the caller calls it."""
-    if not 0.5 <= confidence < 1:
-        raise ConfigurationError(f"{name}={confidence!r} is not possible: give a number from 0.5 to below 1.")
 
 
 def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:

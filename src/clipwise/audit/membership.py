@@ -23,7 +23,8 @@ from clipwise.engine.observer import Watch, watching
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Unit
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
+from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private
@@ -118,8 +119,7 @@ def membership(
         models: how many are trained; the first is attacked, the others show what losses are usual.
         seed: of the halves and of the keys.
     """
-    if isinstance(models, bool) or not isinstance(models, int) or models < 6:
-        raise ConfigurationError(f"models={models!r} is not possible: give at least 6.")
+    whole("models", models, least=6)
     random = np.random.default_rng(seed)
     is_member_MN = random.random((models, len(dataset))) < 0.5
     losses_MN = np.zeros(is_member_MN.shape)

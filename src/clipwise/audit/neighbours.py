@@ -15,6 +15,7 @@ from clipwise.audit.tape import Recorder, Release, state_of
 from clipwise.engine.observer import watching
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.privacy import Adjacency, Unit
+from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private
@@ -63,8 +64,7 @@ def neighbours(
     report = NeighboursReport()
     releases: list[Release] = []
     for index in (len(dataset) - 1,) if records is None else records:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(dataset):
-            raise ConfigurationError(f"records: {index!r} is no index of the data set.")
+        whole("records: an index", index, least=0, most=len(dataset) - 1)
         for change in changes.values():
             # Other keys for each pair: the more noise is seen, the more its size tells.
             releases += _pair(report, make_run, dataset, index, change, seed + report.pairs)

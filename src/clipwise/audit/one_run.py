@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from clipwise.audit.bounds import epsilon_in_one_run, mu_in_one_run, p_value_of_curve
-from clipwise.audit.canary import require_confidence
 from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Dirac
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import trained
-from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
+from clipwise.validation.arguments import number, whole
 
 # Of m canaries, how many are guessed: those that the attacker is surest of. Fixed beforehand.
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
@@ -46,8 +45,8 @@ def one_run(
         confidence: with which all bounds hold together.
         seed: of the coins and of the key.
     """
-    require_canaries(canaries, len(dataset))
-    require_confidence(confidence)
+    whole("canaries", canaries, least=2, most=len(dataset))
+    number("confidence", confidence, least=0.5, below=1)
     inside = np.random.default_rng(seed).random(canaries) < 0.5
     key = NoiseKey.from_seed(seed, b"clipwise.one-run")
     watch = Dirac(key, np.arange(canaries), inside, parameter=parameter)
@@ -74,11 +73,3 @@ def one_run(
             best = found
     assert best is not None
     return AuditReport(claim, best)
-
-
-def require_canaries(canaries: int, records: int, name: str = "canaries") -> None:
-    """Refuse a number of canaries that so many records cannot give; `name` is what the caller calls it."""
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or not 2 <= canaries <= records:
-        raise ConfigurationError(
-            f"{name}={canaries!r} is not possible: give at least 2 and at most as many as there are records, {records}."
-        )

@@ -31,8 +31,8 @@ from clipwise.engine.observer import Sums, Watch
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Part, Unit
+from clipwise.sampling.base import Indices
 from clipwise.sampling.fetch import Fetcher
-from clipwise.sampling.schemes import Indices
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private

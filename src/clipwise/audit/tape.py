@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from clipwise.engine.observer import Sums, Watch
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Event, Part
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clipwise.accounting.arguments import MOST_STEPS
+from clipwise.accounting.from_arguments import MOST_STEPS
 from clipwise.cli.naming import naming_options
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from clipwise.accounting import arguments
 from clipwise.cli.naming import naming_options
 from clipwise.cli.output import say
 from clipwise.cli.plan import Asked, plan_of
@@ -19,6 +18,7 @@ from clipwise.ledger import multi_run
 from clipwise.ledger.ledger import Snapshot
 from clipwise.privacy import Entry, Event
 from clipwise.report.wording import NO_GUARANTEE
+from clipwise.validation.arguments import number
 
 Ledgers = Annotated[
     list[Path] | None,
@@ -94,7 +94,7 @@ def subject_of(
     ledgers: Sequence[Path] | None, noise_multiplier: float | None, asked: Asked, delta: float
 ) -> Subject:
     """The one of the two that was given."""
-    arguments.number("--delta", delta, above=0, below=1)
+    number("--delta", delta, above=0, below=1)
     if ledgers:
         if noise_multiplier is not None or not asked.says_nothing:
             raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import positive
+from clipwise.validation.arguments import number
 
 
 class BoundedGroupNorm(nn.Module):
@@ -67,7 +67,7 @@ def _normalized(x: Tensor, dims: tuple[int, ...], alpha: float) -> Tensor:
 
 
 def _floor(alpha: float) -> float:
-    found = positive("alpha", alpha)
+    found = number("alpha", alpha, above=0)
     if not found * found > torch.finfo(torch.float32).tiny:
         raise ConfigurationError(f"alpha={alpha!r} is too small: its square is 0 in float32.")
     return found

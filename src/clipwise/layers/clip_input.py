@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import positive
+from clipwise.validation.arguments import number
 
 
 class ClipInput(nn.Module):
@@ -26,7 +26,7 @@ class ClipInput(nn.Module):
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
-        self.max_norm = positive("max_norm", max_norm)
+        self.max_norm = number("max_norm", max_norm, above=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) to the same shape."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import not_negative, require_module
+from clipwise.validation.arguments import number, require_module
 
 
 class StandardizedWeight(nn.Module):
@@ -22,7 +22,7 @@ class StandardizedWeight(nn.Module):
 
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = not_negative("eps", eps)
+        self.eps = number("eps", eps, least=0)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Of the first axis' channels."""

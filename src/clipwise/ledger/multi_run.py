@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clipwise.accounting import calibrate
+from clipwise.accounting.accountants import epsilon_of as epsilon_by
 from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
-from clipwise.accounting.interpret import epsilon as epsilon_by
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry, Event, rounded_up
 from clipwise.report.run_description import About

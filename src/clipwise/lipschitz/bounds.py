@@ -18,7 +18,7 @@ from clipwise.lipschitz.reach import Reach
 from clipwise.lipschitz.rule import EFFORTS, Effort
 from clipwise.lipschitz.shaping import JoinRule
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 
 _SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
 
@@ -106,7 +106,7 @@ def bounds_of(
     """
     if not (math.isfinite(loss_constant) and loss_constant > 0):
         raise ConfigurationError(f"loss_constant must be a positive, finite number, not {loss_constant!r}.")
-    require_known("effort", effort, EFFORTS)
+    one_of("effort", effort, EFFORTS)
     norms = _allowed_norms(network, limits) if limits is not None else measured_norms(network, effort)
     return bounds_from(network, norms, loss_constant)
 

@@ -14,7 +14,7 @@ from clipwise.lipschitz.bounds import Measured, measured_norms
 from clipwise.lipschitz.measuring import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
@@ -57,7 +57,7 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     Returns:
         For each parameter its norm before over its limit, on its device: above 1 it was clipped. See `on_limit`.
     """
-    require_known("norm", norm, NORMS)
+    one_of("norm", norm, NORMS)
     ratios = _clip_operations_(network, network.operations, limits, norm)
     return {
         name: torch.as_tensor(r, dtype=torch.float64, device=network.parameter(name).device)

@@ -25,8 +25,7 @@ from torch import Tensor
 from clipwise.errors import ConfigurationError
 from clipwise.noise.generators import generator_from, private_generator
 from clipwise.sampling.batch_structure import map_tensors, mapping_like, sequence_like
-from clipwise.sampling.schemes import whole
-from clipwise.validation.arguments import plain
+from clipwise.validation.arguments import whole
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
 
@@ -85,18 +84,13 @@ class Views:
     """
 
     def __init__(self, count: int, *draws: Draw) -> None:
-        count = plain(count)
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_VIEWS:
-            raise ConfigurationError(
-                f"averaged_views, Views: the number of views must be a whole number from 1 to {_MOST_VIEWS}."
-            )
+        self.count = whole("averaged_views, Views: the number of views", count, least=1, most=_MOST_VIEWS)
         for draw in draws:
             if isinstance(draw, type) or not callable(draw):
                 raise ConfigurationError(
                     f"Views: {draw!r} is no function of rows and a generator: give Crop(32) or Flip(), an object and "
                     "not its class, or a function of your own."
                 )
-        self.count = count
         self._draws = draws
 
     def of(self, x_BCHW: Tensor, random: torch.Generator | None = None) -> Tensor:

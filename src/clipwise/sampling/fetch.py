@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from clipwise.errors import ConfigurationError
+from clipwise.sampling.base import Indices
 from clipwise.sampling.batch_structure import mapping_like, sequence_like
 from clipwise.sampling.dataset_kind import length_of
-from clipwise.sampling.schemes import Indices
 
 Collate = Callable[[list[Any]], Any]
 

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.noise.generators import generator_from
+from clipwise.sampling.base import Indices, Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.microbatches import BySize, Cut
-from clipwise.sampling.schemes import Indices, Scheme, whole
+from clipwise.validation.arguments import whole
 
 # For the next unreleased step, then the one after, and so on: its secret, its epoch's secret and its
 # slot in that epoch. Looking ahead changes nothing.

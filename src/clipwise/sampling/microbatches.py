@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from clipwise.errors import ConfigurationError
-from clipwise.sampling.schemes import FixedSize, Indices, Partition, Scheme, whole
+from clipwise.sampling.base import Indices, Scheme
+from clipwise.validation.arguments import whole
 
 _NOBODY = np.empty(0, dtype=np.int64)
 
@@ -138,9 +139,9 @@ class ByUser(Cut):
 
 def mini_sets_of(scheme: Scheme, count: int) -> Cut:
     """How batches of a scheme are cut into so many mini-sets."""
-    if isinstance(scheme, Partition):
-        return ByBlock(scheme.mini_set_size)
-    return ByIndex(count, may_be_empty=count > 1 and not isinstance(scheme, FixedSize))
+    if scheme.block_size is not None:
+        return ByBlock(scheme.block_size)
+    return ByIndex(count, may_be_empty=count > 1 and not scheme.draws_by_mini_sets)
 
 
 def _listed(ids: Any) -> list[Hashable]:

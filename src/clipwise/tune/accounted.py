@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from clipwise.accounting import arguments
+from clipwise.accounting import from_arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling, rounded_up
@@ -17,7 +17,7 @@ from clipwise.tune.selection import Released, SelectionPlan, plan, select
 from clipwise.tune.space import Dimension, Range
 from clipwise.tune.training import judged, trained
 from clipwise.tune.trial import METHODS, Trial, require_bounded
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import number, one_of
 from experiments.models.lipschitz_blocks import KINDS
 
 
@@ -58,12 +58,12 @@ def require_possible(method: str, norm: str, epsilon: float, mean_runs: float, s
     """Refuse what no search can be planned for, before records are read or a folder is made."""
     if method == "plain":
         raise ConfigurationError("method='plain' has no privacy: use 'dp-sgd', 'lip' or 'fix-lip'.")
-    require_known("method", method, METHODS[:-1])
-    require_known("norm", norm, KINDS)
+    one_of("method", method, METHODS[:-1])
+    one_of("norm", norm, KINDS)
     require_bounded(method, norm)
-    arguments.budget(epsilon)
-    arguments.number("mean_runs", mean_runs, above=1, below=LARGEST_MEAN)
-    arguments.event(1.0, sample_rate, Sampling.POISSON)  # of the two only the rate can be refused
+    from_arguments.budget(epsilon)
+    number("mean_runs", mean_runs, above=1, below=LARGEST_MEAN)
+    from_arguments.event(1.0, sample_rate, Sampling.POISSON)  # of the two only the rate can be refused
 
 
 def search(

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from clipwise import accounting
-from clipwise.accounting import Repetitions, arguments
+from clipwise.accounting import Repetitions, from_arguments
 from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import NoiseKey, gaussian
 from clipwise.privacy import Adjacency, Entry, Sampling
@@ -43,7 +43,7 @@ def composed_epsilon(scores: Sequence[Score]) -> tuple[float, float] | None:
     for s in scores:
         assert s.release is not None
         z, rate, steps = s.release
-        event = arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT)
+        event = from_arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT)
         history.append(Entry(event, steps))
     kinds = len({entry.event for entry in history})
     return accounting.epsilon_of(history, delta, "pld" if kinds <= _MOST_KINDS else "rdp"), delta
@@ -82,7 +82,7 @@ def plan(
         mean: the mean number of runs, above 1.
         shape: see `accounting.Repetitions`.
     """
-    arguments.budget(epsilon)
+    from_arguments.budget(epsilon)
     common: dict[str, Any] = {"mean": mean, "shape": shape, "delta": delta, "adjacency": "zero-out"}
     z = _smallest(
         lambda z: accounting.search(noise_multiplier=z, sample_rate=sample_rate, steps=steps, **common),

@@ -15,7 +15,7 @@ from clipwise.tune.records import Records, names, records
 from clipwise.tune.space import Choice, Range, Space, paper_space
 from clipwise.tune.training import run
 from clipwise.tune.trial import METHODS, Trial, require_bounded
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.models.lipschitz_blocks import KINDS
 
 Settings = Mapping[str, Any]
@@ -60,7 +60,7 @@ def named(
     if method not in METHODS or method == "plain":
         choices = ", ".join(map(repr, METHODS[:-1]))
         raise ConfigurationError(f"method={method!r} is not known: use one of {choices}.")
-    require_known("norm", norm, KINDS)
+    one_of("norm", norm, KINDS)
     require_bounded(method, norm)
     at_hand = records(data, folder, device)
     space = paper_space(norm)

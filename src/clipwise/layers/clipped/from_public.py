@@ -19,7 +19,7 @@ from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
 from clipwise.layers.clipped.set_clips import set_clips
 from clipwise.layers.clipped.switch import measured, noting
-from clipwise.validation.arguments import require_known, require_module, require_takes
+from clipwise.validation.arguments import one_of, require_module, require_takes
 
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped
@@ -56,7 +56,7 @@ def norms_from_public(
         quantile: of the norms of the examples, between 0 and 1.
         bound: as `clip_inputs` will have it: what C2 is measured by.
     """
-    require_known("bound", bound, BOUNDS)
+    one_of("bound", bound, BOUNDS)
     quantile = _between_0_and_1(quantile)
     require_module(model)
     if not isinstance(batch, (list, tuple)):
