@@ -40,8 +40,6 @@ def delta_of(history: Sequence[Entry], epsilon: float, accountant: str = "pld") 
 def composed_epsilon(total: Composition, delta: float, accountant: str = "pld") -> float:
     """`epsilon_of` a history that is already composed."""
     module = _named(accountant)
-    if total.excess == 0:
-        return float(module.epsilon(total, delta))
     return truncation.epsilon(lambda d: float(module.epsilon(total, d)), delta, total.excess)
 
 

@@ -31,11 +31,7 @@ SMALLEST_RATE = 1e-9
 def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> float:
     """The smallest noise multiplier with which `steps` events like `event` are (epsilon, delta)-private.
 
-    Args:
-        event: the kind of step; its own noise multiplier does not matter.
-        steps: how many of them.
-        epsilon: the budget.
-        delta: its delta.
+    The noise multiplier of `event` itself does not matter.
     """
     steps, delta = count("steps", steps), probability("delta", delta)
     epsilon = number("epsilon", epsilon, above=0)
@@ -46,9 +42,7 @@ def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> fl
     def cost(z: float) -> float:
         return epsilon_of([Entry(replace(event, noise_multiplier=z), steps)], delta)
 
-    good, bad = _around(cost, epsilon, _up(_guess(event, steps, gaussian.largest_mu(epsilon, delta))), _up)
-    assert good is not None  # there is always noise enough
-    return _narrow(cost, epsilon, good, bad, _up, _close)
+    return _least_noise(cost, epsilon, _guess(event, steps, gaussian.largest_mu(epsilon, delta)))
 
 
 def smallest_noise_after(
@@ -57,15 +51,7 @@ def smallest_noise_after(
     """The smallest noise multiplier with which `steps` events like `event` fit into what a history leaves of a budget.
 
     By the Renyi filter at `order`, so that the answer holds if the run is planned after earlier releases were seen.
-    None if the history leaves nothing that any noise could do with.
-
-    Args:
-        history: what was released already.
-        event: the kind of step; its own noise multiplier does not matter.
-        steps: how many of them, in a row.
-        epsilon: the budget of all releases together.
-        delta: its delta.
-        order: of the filter.
+    None if the history leaves too little for any noise. The noise multiplier of `event` itself does not matter.
     """
 
     def planned(z: float) -> Entry:
@@ -74,18 +60,13 @@ def smallest_noise_after(
     def total(z: float) -> float:
         return renyi.epsilon_at(order, [*history, planned(z)], delta, budget=epsilon)
 
-    # Divergences add up, so this one may cost what the others leave: nearly a power of z, which the search is made for.
+    # Divergences add up, so this one may cost what the others leave: nearly a power of z, which suits the search.
     held = sum(renyi.divergence_at(order, entry) for entry in history)
     left = epsilon - renyi.conversion_at(order, delta) - held
     if not left > 0 or total(LARGEST_NOISE) > epsilon:
         return None
-
-    def cost(z: float) -> float:
-        return renyi.divergence_at(order, planned(z))
-
-    good, bad = _around(cost, left, _up(_guess(event, steps, math.sqrt(2 * left / order))), _up)
-    assert good is not None  # LARGEST_NOISE is one
-    found = _narrow(cost, left, good, bad, _up, _close)
+    start = _guess(event, steps, math.sqrt(2 * left / order))
+    found = _least_noise(lambda z: renyi.divergence_at(order, planned(z)), left, start)
     while total(found) > epsilon:  # rounding at most
         found = _up(found * (1 + TOLERANCE))
     return found
@@ -101,13 +82,12 @@ def most_steps(event: Event, epsilon: float, delta: float) -> int:
     def cost(steps: float) -> float:
         return epsilon_of([Entry(event, int(steps))], delta)
 
-    one = (1.0, cost(1))
-    if one[1] > epsilon:
+    good, bad = (1.0, cost(1)), None
+    if good[1] > epsilon:
         raise ConfigurationError(
-            f"epsilon={epsilon:g} at delta={delta:g} is too small for even one step, which costs {one[1]:.4g} with "
+            f"epsilon={epsilon:g} at delta={delta:g} is too small for even one step, which costs {good[1]:.4g} with "
             f"noise_multiplier={event.noise_multiplier:g}: allow a larger epsilon, add noise or sample less."
         )
-    good, bad = one, None
     steps = max(2, min(_guessed_steps(event, epsilon, delta), MOST_STEPS))
     while bad is None:
         point = (float(steps), cost(steps))
@@ -125,12 +105,8 @@ def largest_rate(
 ) -> float:
     """The largest sampling rate with which steps like `event` are (epsilon, delta)-private, or an error.
 
-    Args:
-        event: the kind of step; its own rate does not matter.
-        epsilon: the budget.
-        delta: its delta.
-        steps: how many steps, whatever the rate; or
-        epochs: how many passes, so that a rate q takes epochs / q steps.
+    Give `steps`, whatever the rate, or `epochs`: a rate q then takes epochs / q steps. The rate of `event` itself does
+    not matter.
     """
     one_of("sampling", event.sampling, SEARCHABLE)
     epsilon, delta = budget(epsilon), probability("delta", delta)
@@ -165,6 +141,12 @@ def largest_rate(
     return _down(1 / _narrow(cost, epsilon, good, bad, rounding, _close))
 
 
+def _least_noise(cost: Callable[[float], float], budget: float, start: float) -> float:
+    good, bad = _around(cost, budget, _up(start), _up)
+    assert good is not None  # some noise is always enough
+    return _narrow(cost, budget, good, bad, _up, _close)
+
+
 def _up(value: float) -> float:
     """Rounded up to a few digits, as it will be written down."""
     places = DIGITS - 1 - math.floor(math.log10(value))
@@ -182,17 +164,10 @@ def _close(a: float, b: float) -> bool:
 
 
 def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
-    """The largest number of further steps of `event` after `history` that keeps within (epsilon, delta).
+    """The largest number of further steps of `event` after `history` within (epsilon, delta), up to `at_most`; or 0.
 
     The steps are counted as an entry of their own. To go on with a shuffled epoch that the last entry of
     `history` has begun, leave that entry out and subtract its count from the answer.
-
-    Args:
-        history: what was released already.
-        event: the kind of step to come.
-        epsilon: the budget.
-        delta: its delta.
-        at_most: stop looking here; also the answer if all of them fit.
     """
     epsilon, delta = number("epsilon", epsilon, least=0), probability("delta", delta)
     at_most = count("at_most", at_most)

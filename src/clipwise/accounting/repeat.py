@@ -57,7 +57,7 @@ class Repetitions:
 
     @property
     def is_poisson(self) -> bool:
-        """Whether the number of runs has a Poisson distribution."""
+        """Whether the number of runs has a Poisson distribution: the shape is infinite."""
         return math.isinf(self.shape)
 
     @cached_property
@@ -73,10 +73,8 @@ class Repetitions:
         while _log_mean(low, self.shape) < math.log(self.mean):
             low *= 2
         while low < (middle := 0.5 * (low + high)) < high:
-            if _log_mean(middle, self.shape) >= math.log(self.mean):
-                low = middle
-            else:
-                high = middle
+            is_enough = _log_mean(middle, self.shape) >= math.log(self.mean)
+            low, high = (middle, high) if is_enough else (low, middle)
         return low - 10 * LEAST * (1 - low)
 
     def draw(self, random: np.random.Generator | None = None) -> int:
@@ -140,8 +138,6 @@ def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float
     if total.mu == 0 and not total.steps:
         return 0.0
     uncut = repetitions.divergences(rdp.divergences(total), lambda losses: pld.profile(total, losses))
-    if total.excess == 0:
-        return rdp.epsilon_from(uncut, delta)
     excess = repetitions.mean * total.excess
     return truncation.epsilon(lambda d: rdp.epsilon_from(uncut, d), delta, excess)
 

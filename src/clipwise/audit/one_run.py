@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from clipwise.audit.bounds import epsilon_in_one_run, mu_in_one_run, p_value_of_curve
-from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Dirac
 from clipwise.audit.report import AuditReport, Claim, Measured
-from clipwise.audit.worlds import trained
+from clipwise.audit.watch import MakeRun
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.validation.arguments import number, whole
 
@@ -50,26 +49,18 @@ def one_run(
     inside = np.random.default_rng(seed).random(canaries) < 0.5
     key = NoiseKey.from_seed(seed, b"clipwise.one-run")
     watch = Dirac(key, np.arange(canaries), inside, parameter=parameter)
-    history = trained(make_run, dataset, watch, seed)
-    assert watch.run is not None
-    claim = Claim(tuple(history), watch.run._delta if delta is None else delta)
+    history = watch.trained(make_run, dataset, seed)
+    claim = Claim(tuple(history), watch.delta if delta is None else delta)
     failure = (1 - confidence) / len(SHARES)
-    best: Measured | None = None
+    found: list[Measured] = []
     order = np.argsort(watch.scores, kind="stable")
     for share in SHARES:
         half = max(1, round(share * canaries / 2))
         right = int((~inside[order[:half]]).sum() + inside[order[canaries - half :]].sum())
-        found = Measured(
-            "one run of many canaries",
-            1,
-            2 * half,
-            right,
-            epsilon_in_one_run(2 * half, right, canaries, claim.delta, failure),
-            mu_in_one_run(2 * half, right, canaries, failure),
-            confidence,
-            p_value_of_curve(2 * half, right, canaries, claim.curve.delta) <= failure,
+        epsilon = epsilon_in_one_run(2 * half, right, canaries, claim.delta, failure)
+        mu = mu_in_one_run(2 * half, right, canaries, failure)
+        exceeds = p_value_of_curve(2 * half, right, canaries, claim.curve.delta) <= failure
+        found.append(
+            Measured("one run of many canaries", 1, 2 * half, right, epsilon, mu, confidence, exceeds)
         )
-        if best is None or (found.exceeds, found.mu, found.epsilon) > (best.exceeds, best.mu, best.epsilon):
-            best = found
-    assert best is not None
-    return AuditReport(claim, best)
+    return AuditReport(claim, max(found, key=lambda m: (m.exceeds, m.mu, m.epsilon)))

@@ -52,14 +52,13 @@ class PrivateLoader:
     """An iterable whose every `iter` gives the steps of the current epoch that are not yet released.
 
     The batch of a step follows from the step's secret. A batch that was looked at but not stepped on
-    (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing; and no batch
-    can be passed over because of what it holds. A new iterator ends the older ones.
+    (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing, and no batch can be skipped
+    because of what it holds. A new iterator ends the older ones.
 
-    It yields one item per step, and its length is the number of steps in an epoch, so a framework that stops after
-    `len(loader)` items has made exactly one epoch of steps. The item is the batch. Where a step can come in several
-    pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over the pieces of that
-    step: `for step_pieces in loader: for x, y in step_pieces: ...`. `pieces()` iterates over the pieces of all steps
-    in one loop. The realised number of pieces is as secret as the batch size, so no `len` depends on it.
+    It yields one item per step, and its length is the number of steps in an epoch. The item is the batch. Where a step
+    can come in several pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over
+    the pieces of that step: `for step_pieces in loader: for x, y in step_pieces: ...`. `pieces()` iterates over the
+    pieces of all steps in one loop. The number of pieces is as secret as the batch size, so no `len` depends on it.
 
     Args:
         scheme: who is in a batch.
@@ -144,7 +143,7 @@ class PrivateLoader:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a piece was handed out whose losses are due."""
+        """Whether there is such a piece."""
         return self.current is not None and not self.current.consumed
 
     @property
@@ -155,7 +154,7 @@ class PrivateLoader:
 
     @property
     def is_mixing_possible(self) -> bool:
-        """Whether code of the user's sees several records at once before the batch is handed out."""
+        """See `Fetcher.is_mixing_possible`."""
         return self._fetcher.is_mixing_possible
 
     def arrangements(self, piece: Piece) -> list[Callable[[Sequence[int]], Any]]:
@@ -197,7 +196,10 @@ class PrivateLoader:
 
     def _hand_out(self, turn: int) -> Iterator[Any]:
         self._require_turn(turn)
-        fetched = self._fetch_ahead() if self._num_workers or self._pin_memory else self._fetch()
+        if self._num_workers or self._pin_memory:
+            fetched = self._fetch_ahead()
+        else:
+            fetched = ((piece, self._fetcher[piece.indices]) for piece in self._schedule())
         self.is_fetching = True
         for piece, batch in fetched:
             if self._prepare is not None:
@@ -229,10 +231,6 @@ class PrivateLoader:
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part)
             if slot + 1 >= self._scheme.steps_per_epoch:
                 return
-
-    def _fetch(self) -> Iterator[tuple[Piece, Any]]:
-        for piece in self._schedule():
-            yield piece, self._fetcher[piece.indices]
 
     def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
         """The same, through a `DataLoader`, which asks for pieces before it gives earlier ones, in order."""
@@ -266,8 +264,7 @@ class PrivateLoader:
                     raise
                 raise StepError(
                     "A worker process of private.loader has died (killed, or out of memory). Nothing was released "
-                    "for the batch that it fetched: loop over private.loader again to go on, perhaps with a smaller "
-                    "num_workers."
+                    "for the batch that it fetched: loop over private.loader again, perhaps with a smaller num_workers."
                 ) from error
             yield asked.popleft(), batch
 
@@ -283,8 +280,8 @@ def _seed_worker(secret: bytes, number: int) -> None:
 class Pieces:
     """The pieces of all remaining steps of an epoch; see `PrivateLoader.pieces`.
 
-    Its length is an upper bound that follows from public numbers: the steps of an epoch times the most pieces that one
-    step can have. Under Poisson sampling every record may be drawn at once, so an epoch usually ends long before it.
+    Its length is a public upper bound: the steps of an epoch times the most pieces that one step can have. Under
+    Poisson sampling every record may be drawn at once, so an epoch usually ends long before it.
     """
 
     def __init__(self, loader: PrivateLoader) -> None:

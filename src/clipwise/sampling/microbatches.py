@@ -154,7 +154,9 @@ def _listed(ids: Any) -> list[Hashable]:
         )
     found = list(ids)
     for owner in found:
-        if not _is_hashable(owner) or isinstance(owner, torch.Tensor):  # a tensor is hashed by its identity
+        if not isinstance(owner, Hashable) or isinstance(
+            owner, torch.Tensor
+        ):  # a tensor is hashed by its identity
             raise ConfigurationError(
                 f"group: a user id must be a plain value such as a number or a text, not {type(owner).__name__}."
             )
@@ -167,30 +169,16 @@ def _listed(ids: Any) -> list[Hashable]:
 
 
 def _require_column(ids: Any) -> None:
-    """Refuse what gives something else than whose the records are, in their order, when it is looped over."""
+    """Refuse what does not give one owner after the other when it is looped over."""
     dimensions = getattr(ids, "ndim", 1)  # a table is looped over by the names of its columns
     if dimensions != 1:
         raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")
-    if isinstance(ids, (Mapping, MappingView)):
+    if isinstance(ids, (Mapping, MappingView, Set)):
         raise ConfigurationError(
-            f"group is a {type(ids).__name__}: a mapping goes by its keys and not by the data set's order, and "
-            "its keys are all different, so each record would pass for a user of its own. Give a list with one "
-            "user id for each record, in the data set's order: [owner[i] for i in range(n)] for n records."
+            f"group is a {type(ids).__name__}: it has no order or one of its own, and holds each key once, so each "
+            "record would pass for a user of its own. Give a list with one user id for each record, in the data set's "
+            "order: [owner[i] for i in range(n)] for n records."
         )
-    if isinstance(ids, Set):
-        raise ConfigurationError(
-            f"group is a {type(ids).__name__}, which has no order and holds each id once, so each record "
-            "would pass for a user of its own. Give a list with one user id for each record, in the data set's "
-            "order."
-        )
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _in_order(owners: Iterable[Hashable]) -> list[Hashable]:

@@ -49,12 +49,10 @@ class Poisson(Scheme):
 
     @property
     def expected_size(self) -> float:
-        """L = q N."""
         return self.sample_rate * self.dataset_size
 
     @property
     def largest_size(self) -> int:
-        """N: every unit may be drawn."""
         return self.dataset_size
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
@@ -99,7 +97,6 @@ class TruncatedPoisson(Poisson):
 
     @property
     def largest_size(self) -> int:
-        """The limit, unless the data set is smaller."""
         return min(self.max_batch_size, self.dataset_size)
 
     @cached_property
@@ -137,12 +134,10 @@ class _OfBatchSize(Scheme):
 
     @property
     def steps_per_epoch(self) -> int:
-        """ceil(N / B)."""
-        return -(-self.dataset_size // self.batch_size)
+        return -(-self.dataset_size // self.batch_size)  # ceil(N / B)
 
     @property
     def largest_size(self) -> int:
-        """B."""
         return self.batch_size
 
 
@@ -185,7 +180,6 @@ class FixedSize(_OfMiniSets):
 
     @property
     def expected_size(self) -> float:
-        """L = B."""
         return float(self.batch_size)
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
@@ -212,26 +206,21 @@ class Partition(_OfMiniSets):
 
     @property
     def block_size(self) -> int:
-        """b: the blocks are the mini-sets."""
         return self.mini_set_size
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, n = ceil(N / b)."""
-        return -(-self.dataset_size // self.block_size)
+        return -(-self.dataset_size // self.block_size)  # n = ceil(N / b)
 
     @property
     def sample_rate(self) -> float:
-        """k / n."""
         return self.mini_sets / self.blocks
 
     @property
     def expected_size(self) -> float:
-        """L = k N / n."""
         return self.mini_sets * self.dataset_size / self.blocks
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The indices of the blocks chosen."""
         random, size = generator_of(step_secret), self.block_size
         if self.mini_sets == 1:
             chosen = random.integers(self.blocks, size=1)
@@ -252,21 +241,17 @@ class Shuffled(_OfBatchSize):
 
     @property
     def period(self) -> int:
-        """The number of slots of an epoch, ceil(N / B)."""
         return self.steps_per_epoch
 
     @property
     def sample_rate(self) -> float:
-        """1 / period."""
         return 1 / self.period
 
     @property
     def expected_size(self) -> float:
-        """L = N / period."""
         return self.dataset_size / self.period
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The slot's piece of the epoch's order; the secret of the step is not used."""
         if not 0 <= slot < self.period:
             raise StepError(f"slot must lie from 0 to {self.period - 1}, the last slot of an epoch.")
         first = slot * self.batch_size
@@ -289,16 +274,13 @@ class Full(Scheme):
 
     @property
     def expected_size(self) -> float:
-        """L = N."""
         return float(self.dataset_size)
 
     @property
     def largest_size(self) -> int:
-        """N."""
         return self.dataset_size
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """All indices."""
         return np.arange(self.dataset_size, dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Whether the noise of a run is what its ledger says: its size, its independence, its key, and who was drawn.
+"""Checks of one run: the size of its noise, its independence, its key, and what was drawn.
 
 One run is enough for these. Where chance plays a part, a finding has a probability below 1e-9 if all is well.
 """
@@ -15,8 +15,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from clipwise.audit.findings import Finding
-from clipwise.audit.tape import Release, entries
+from clipwise.audit.recorder import Release, entries
+from clipwise.audit.report import Finding
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Part, Sampling
 
