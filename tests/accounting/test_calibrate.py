@@ -179,7 +179,7 @@ def test_rates_at_their_ends(entry: Make) -> None:
         calibrate.largest_rate(replace(event, noise_multiplier=0.02), 1e-3, 1e-12, steps=10**6)
     with pytest.raises(ConfigurationError, match="either steps or epochs"):
         calibrate.largest_rate(event, 1.0, DELTA)
-    with pytest.raises(ConfigurationError, match="'shuffled' is not possible"):
+    with pytest.raises(ConfigurationError, match="sampling='shuffled' is not known"):
         calibrate.largest_rate(entry("shuffled", 0.1, 1.0, 1, period=10).event, 1.0, DELTA, steps=10)
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from clipwise.accounting import accountants, gaussian, rdp
-from clipwise.accounting.composition import Amplification, Step
+from clipwise.accounting.composition import Step
 from clipwise.errors import UnsupportedEventError
 from clipwise.ledger.ledger import MemoryLedger
-from clipwise.privacy import Adjacency, Entry
+from clipwise.privacy import Adjacency, Amplification, Entry
 
 Make = Callable[..., Entry]
 DELTA = 1e-5

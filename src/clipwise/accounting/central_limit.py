@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from scipy import special
 
 from clipwise.accounting import gaussian
-from clipwise.accounting.composition import Amplification, Step, amplified_step, compose
+from clipwise.accounting.composition import Step, amplified_step, compose
 from clipwise.errors import UnsupportedEventError
-from clipwise.privacy import Entry
+from clipwise.privacy import Amplification, Entry
 
 
 @dataclass(frozen=True)

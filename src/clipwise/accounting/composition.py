@@ -60,9 +60,9 @@ class Composition:
     sure_mu: float = 0.0
 
     @property
-    def count(self) -> int:
-        """The number of amplified steps."""
-        return sum(count for _, count in self.steps)
+    def is_empty(self) -> bool:
+        """Whether nothing was released."""
+        return self.mu == 0 and not self.steps
 
 
 def compose(history: Sequence[Entry]) -> Composition:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from clipwise.accounting.composition import Amplification, Composition
+from clipwise.accounting.composition import Composition
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 INTERVAL = 1e-4  # of the grid of privacy losses; dp-accounting's own default
 

@@ -162,7 +162,7 @@ def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: 
     if batches are cut more often than the kept part of delta allows.
     """
     total = compose(history)
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     place = _place_of(order)
     divergence = float(rdp.divergences(total)[place]) * (1 + rdp.SLACK)

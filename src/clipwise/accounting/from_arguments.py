@@ -161,12 +161,7 @@ def _period(sample_rate: Any, period: Any) -> int:
     if period is None and sample_rate is None:
         refuse("period", None, "given if sampling is 'shuffled': the number of steps in one epoch")
     rate = None if sample_rate is None else number("sample_rate", sample_rate, above=0, most=1)
-    if period is None:
-        steps = round(1 / rate)
-        is_whole = abs(1 / rate - steps) <= 1e-6 / rate
-    else:
-        steps = count("period", period, least=1)
-        is_whole = rate is None or abs(rate * steps - 1) <= 1e-6
-    if not is_whole:
+    steps = round(1 / (rate or 1.0)) if period is None else count("period", period, least=1)
+    if rate is not None and abs(rate * steps - 1) > 1e-6:
         refuse("sample_rate", sample_rate, "1 / period, for a whole period, if sampling is 'shuffled'")
     return steps

@@ -78,7 +78,8 @@ class Losses:
         positions = np.floor(epsilons / self.interval) + 1 - self.first
         index = np.clip(positions, 0, len(self.masses)).astype(np.int64)
         share = np.exp(np.minimum(epsilons - self.interval * (self.first + index), 0.0))
-        return upper[index] - share * weighted[index]
+        deltas: Array = upper[index] - share * weighted[index]
+        return deltas
 
     def epsilon(self, delta: float) -> float:
         """The smallest epsilon >= 0 with delta(epsilon) <= delta, rounded up."""

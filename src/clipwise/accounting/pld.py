@@ -19,11 +19,12 @@ import numpy as np
 from scipy import special
 
 from clipwise.accounting import gaussian, participations, rdp, schedule
-from clipwise.accounting.composition import Amplification, Composition, Step
+from clipwise.accounting.composition import Composition, Step
 from clipwise.accounting.convolve import add_up, tail_mass
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.losses import UNIT_ROUNDOFF, Losses, both_orders, grid
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 # Interval over the root mean square loss of a step: puts epsilon within about 0.03 percent.
 FINENESS = 0.05

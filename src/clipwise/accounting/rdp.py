@@ -12,10 +12,11 @@ from functools import lru_cache
 import numpy as np
 
 from clipwise.accounting import dp_accounting
-from clipwise.accounting.composition import Amplification, Composition, Step
+from clipwise.accounting.composition import Composition, Step
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.schedule import with_few_kinds
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 # Any order gives a bound; these are dense where the best one usually lies.
 ORDERS: Array = np.array([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [128, 256, 512, 1024])
@@ -30,14 +31,14 @@ MOST_KINDS = 256
 
 def epsilon(total: Composition, delta: float) -> float:
     """An upper bound on the smallest epsilon of a composition."""
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     return epsilon_from(divergences(total), delta)
 
 
 def delta(total: Composition, epsilon: float) -> float:
     """An upper bound on the smallest delta of a composition."""
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     return delta_from(divergences(total), epsilon)
 

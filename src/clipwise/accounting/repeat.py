@@ -135,7 +135,7 @@ def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float
 
     Batches are cut in any of the runs with probability at most E[K] X.
     """
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     uncut = repetitions.divergences(rdp.divergences(total), lambda losses: pld.profile(total, losses))
     excess = repetitions.mean * total.excess

@@ -20,11 +20,11 @@ from typing import Any, overload
 import numpy as np
 from scipy import special
 
-from clipwise.accounting import gaussian, pld, refine, schedule, tensor, truncation
+from clipwise.accounting import gaussian, pld, schedule, tensor_product, truncation
 from clipwise.accounting.composition import Composition, compose
 from clipwise.accounting.from_arguments import count as checked_count
 from clipwise.accounting.gaussian import Array
-from clipwise.accounting.hull import crossings, lower_hull
+from clipwise.accounting.tradeoff_lines import LARGEST, crossings, lower_hull, refined
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry
 from clipwise.validation.arguments import number
@@ -45,14 +45,10 @@ class Tradeoff:
 
     Build one by `of(history)`, `Tradeoff.gaussian(mu)`, `Tradeoff.from_profile(epsilons, deltas)` or
     `Tradeoff.identity()`; the corners are not checked.
-
-    Args:
-        alphas: false-positive rates of the corners, rising from 0. Beyond the last, f is 0.
-        betas: f at the corners, falling to 0.
     """
 
-    alphas: Array
-    betas: Array
+    alphas: Array  # false-positive rates of the corners, rising from 0. Beyond the last, f is 0.
+    betas: Array  # f at the corners, falling to 0
 
     @classmethod
     def identity(cls) -> Tradeoff:
@@ -77,7 +73,7 @@ class Tradeoff:
             return cls.nothing() if mu else cls.identity()
         thresholds = np.arange(max(mu / 2, mu - gaussian.TAIL), mu + gaussian.TAIL, TANGENTS)
         epsilons = mu * (thresholds - mu / 2)
-        epsilons = np.append(0.0, epsilons[(epsilons > 0) & (epsilons < refine.LARGEST)])
+        epsilons = np.append(0.0, epsilons[(epsilons > 0) & (epsilons < LARGEST)])
         return cls.from_profile(epsilons, [gaussian.delta(float(e), mu) for e in epsilons])
 
     @classmethod
@@ -209,8 +205,7 @@ class Tradeoff:
     def accuracy(self, prior: float = 0.5) -> float:
         """The largest probability of a right guess, 1 - min over f of (1 - prior) alpha + prior beta.
 
-        Args:
-            prior: the probability that the unit was in, before anything was released.
+        `prior` is the probability that the unit was in, before anything was released.
         """
         p = _probability("prior", prior)
         return _rounded_up(1 - float(np.min((1 - p) * self.alphas + p * self.betas)))
@@ -219,10 +214,6 @@ class Tradeoff:
         """The largest posterior probability of "in" after a positive test, by Bayes' rule.
 
         It bounds every test whose false-positive rate is *at least* fpr, since power(fpr) / fpr falls with fpr.
-
-        Args:
-            fpr: the rate at which the test says "in" for units that were not.
-            prior: the probability that the unit was in, before anything was released.
         """
         rate, p = _probability("fpr", fpr), _probability("prior", prior)
         caught, wronged = p * self.power(rate), (1 - p) * rate
@@ -272,10 +263,9 @@ def _odds_factor(alphas: Array, betas: Array, tail: float) -> float:
 
 
 def of(history: Sequence[Entry]) -> Tradeoff:
-    """The trade-off function of everything in a history, for both orders of the neighbours.
+    """The trade-off function of everything in a history, for both orders, by the PLD accountant.
 
-    By the PLD accountant, from below and within 1e-3. Perfect privacy for an empty history; no privacy if
-    anything was released without noise.
+    From below and within 1e-3. Perfect privacy for an empty history; none if anything was released without noise.
     """
     total = compose(history)
     if math.isinf(total.unamplified_mu):
@@ -283,7 +273,7 @@ def of(history: Sequence[Entry]) -> Tradeoff:
     if not total.steps and total.excess == 0:
         return Tradeoff.gaussian(total.mu)
     total = schedule.with_few_kinds(total, pld.MOST_KINDS)
-    return Tradeoff.from_profile(*refine.refined(lambda epsilons: _profile(total, epsilons)))
+    return Tradeoff.from_profile(*refined(lambda epsilons: _profile(total, epsilons)))
 
 
 def profile(history: Sequence[Entry], epsilons: Array) -> Array:
@@ -310,10 +300,10 @@ def _product(factors: Sequence[tuple[Tradeoff, int]]) -> Tradeoff:
             f"count is not possible: at most {MOST_RELEASES:g} curves can be composed. For more steps of a run ask "
             "accounting.tradeoff(...), which takes any number."
         )
-    deltas_at = tensor.product([(curve.alphas, curve.betas, count) for curve, count in counted])
+    deltas_at = tensor_product.product([(curve.alphas, curve.betas, count) for curve, count in counted])
     if all(curve.is_symmetric for curve, _ in counted):
-        return Tradeoff.from_profile(*refine.refined(lambda e: np.clip(deltas_at(e), 0.0, 1.0)))
-    epsilons, deltas = refine.refined(
+        return Tradeoff.from_profile(*refined(lambda e: np.clip(deltas_at(e), 0.0, 1.0)))
+    epsilons, deltas = refined(
         lambda e: np.clip(np.maximum(deltas_at(e), -np.expm1(e)), 0.0, 1.0), both_signs=True
     )
     return _of_one_order(epsilons, deltas)
@@ -349,8 +339,8 @@ def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:
         raise ConfigurationError(
             "epsilons and deltas are not possible: give as many of the one as of the other."
         )
-    if not bool(np.all((e >= 0) & (e <= refine.LARGEST))):
-        raise ConfigurationError(f"epsilons is not possible: each must lie in [0, {refine.LARGEST:g}].")
+    if not bool(np.all((e >= 0) & (e <= LARGEST))):
+        raise ConfigurationError(f"epsilons is not possible: each must lie in [0, {LARGEST:g}].")
     if not bool(np.all((d >= 0) & (d <= 1))):
         raise ConfigurationError("deltas is not possible: each must lie in [0, 1].")
     order = np.argsort(e, kind="stable")

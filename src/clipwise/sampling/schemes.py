@@ -263,8 +263,8 @@ class Full(Scheme):
     """Every unit in every step: a step is an epoch, and no size is random."""
 
     sampling: ClassVar[Sampling] = Sampling.FULL
-    sample_rate: ClassVar[float] = 1.0  # type: ignore[misc]
-    steps_per_epoch: ClassVar[int] = 1  # type: ignore[misc]
+    sample_rate: ClassVar[float] = 1.0
+    steps_per_epoch: ClassVar[int] = 1
 
     @classmethod
     def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> Full:

@@ -126,7 +126,9 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 def _shown(value: Any) -> str:
     """The value itself only if it is a plain one: an array in its place could hold data."""
-    is_plain = value is None or isinstance(value, (str, bool, numbers.Number))
+    if isinstance(value, str):
+        return repr(str(value))
+    is_plain = value is None or isinstance(value, (bool, numbers.Number))
     return repr(value) if is_plain else f"a {type(value).__name__}"
 
 
