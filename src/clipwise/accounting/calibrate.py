@@ -193,12 +193,11 @@ def _guess(event: Event, steps: int, mu: float) -> float:
     unamplified = compose([entry]).unamplified_mu / mu
     if not compose([entry]).steps:
         return unamplified
-    low, high = -5.0, max(math.log(unamplified), 0.0)
-    for _ in range(20):
-        middle = 0.5 * (low + high)
-        _, variance = gaussian.loss_moments(event.sample_rate, math.exp(middle))
-        low, high = (middle, high) if steps * variance > mu * mu else (low, middle)
-    return math.exp(high)
+
+    def is_too_little(log_z: float) -> bool:
+        return steps * gaussian.loss_moments(event.sample_rate, math.exp(log_z))[1] > mu * mu
+
+    return _first_enough(is_too_little, -5.0, max(math.log(unamplified), 0.0))
 
 
 def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
@@ -216,12 +215,19 @@ def _guessed_inverse_rate(
     """1 / the rate that it allows, by bisection of its logarithm."""
     mu = gaussian.largest_mu(epsilon, delta)
     z = min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE)
-    low, high = 0.0, -math.log(SMALLEST_RATE)
+
+    def is_too_little(log_inverse: float) -> bool:
+        rate = math.exp(-log_inverse)
+        return steps_at(rate) * gaussian.loss_moments(rate, z)[1] > mu * mu
+
+    return _first_enough(is_too_little, 0.0, -math.log(SMALLEST_RATE))
+
+
+def _first_enough(is_too_little: Callable[[float], bool], low: float, high: float) -> float:
+    """About e^x for the smallest x in [low, high] that is enough, by bisection."""
     for _ in range(20):
         middle = 0.5 * (low + high)
-        rate = math.exp(-middle)
-        _, variance = gaussian.loss_moments(rate, z)
-        low, high = (middle, high) if steps_at(rate) * variance > mu * mu else (low, middle)
+        low, high = (middle, high) if is_too_little(middle) else (low, middle)
     return math.exp(high)
 
 

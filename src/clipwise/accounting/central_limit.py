@@ -22,13 +22,9 @@ from clipwise.privacy import Amplification, Entry
 
 @dataclass(frozen=True)
 class CentralLimit:
-    """The Gaussian mechanism that a run would amount to if its steps were infinitely many and small.
+    """The Gaussian mechanism that a run would amount to if its steps were infinitely many and small."""
 
-    Args:
-        mu: sensitivity / noise of that mechanism.
-    """
-
-    mu: float
+    mu: float  # sensitivity / noise of that mechanism
 
     def epsilon_if_it_were_true(self, delta: float) -> float:
         """Epsilon of G_mu at delta. The run's own may be larger: do not report this one."""

@@ -38,24 +38,18 @@ Steps: TypeAlias = "tuple[tuple[Step, int], ...]"
 
 @dataclass(frozen=True)
 class Composition:
-    """A history as accountants see it.
+    """A history as accountants see it."""
 
-    Args:
-        mu: sensitivity / noise of the one Gaussian mechanism that all unamplified releases amount to.
-        steps: the amplified steps, each with the number of times it was taken.
-        unamplified_mu: mu of the whole history if no amplification is claimed for any of it: an upper bound
-            in closed form, whatever the numbers.
-        excess: a bound on the probability that any batch was cut (truncated Poisson sampling). The rest says
-            what the history costs if none is; accountants.py adds what cutting costs.
-        drawn: how often a unit is drawn by chance, independently from step to step, as ((rate, z), count), also with
-            so little noise that it is no amplified step; and
-        sure_mu: mu of all other releases, if a unit takes part in each: for participations.py.
-    """
-
-    mu: float
-    steps: Steps
-    unamplified_mu: float
+    mu: float  # sensitivity / noise of the one Gaussian mechanism that all unamplified releases amount to
+    steps: Steps  # the amplified steps, each with the number of times it was taken
+    unamplified_mu: (
+        float  # mu of the whole history without any amplification: a closed form that always bounds it
+    )
+    # A bound on the probability that any batch was cut (truncated Poisson sampling). The rest bounds the history if
+    # none is; accountants.py adds what cutting costs.
     excess: float = 0.0
+    # For participations.py: how often a unit is drawn independently from step to step, as ((rate, z), count), also with
+    # so little noise that it is no amplified step; and mu of all other releases, if a unit takes part in each.
     drawn: tuple[tuple[tuple[float, float], int], ...] = ()
     sure_mu: float = 0.0
 

@@ -29,19 +29,12 @@ _ROUNDING = 2.0**-29
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """The distribution of a privacy loss under P.
+    """The distribution of a privacy loss under P."""
 
-    Args:
-        interval: the spacing h of the grid, a power of two: every multiple of it is exact.
-        first: the lowest loss, in units of h.
-        masses: the probabilities of the losses first h, (first + 1) h, ...
-        lost: the probability of an infinite loss.
-    """
-
-    interval: float
-    first: int
-    masses: Array
-    lost: float
+    interval: float  # the spacing h of the grid, a power of two: every multiple of it is exact
+    first: int  # the lowest loss, in units of h
+    masses: Array  # the probabilities of the losses first h, (first + 1) h, ...
+    lost: float  # the probability of an infinite loss
 
     @property
     def rounding(self) -> float:

@@ -36,15 +36,12 @@ LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Repetitions:
-    """The distribution of the number of runs.
+    """The distribution of the number of runs."""
 
-    Args:
-        mean: how many runs on average; above 1, except that it is just positive for a Poisson distribution.
-        shape: eta > -1 of a truncated negative binomial distribution; infinity for a Poisson distribution.
-    """
-
-    mean: float
-    shape: float = 1.0
+    mean: float  # above 1, or just positive for a Poisson distribution
+    shape: float = (
+        1.0  # eta > -1 of a truncated negative binomial distribution; infinity for a Poisson distribution
+    )
 
     def __post_init__(self) -> None:
         shape = self.shape

@@ -336,13 +336,10 @@ def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:
     """Epsilons >= 0 and as many deltas in [0, 1], sorted by epsilon."""
     e, d = np.atleast_1d(np.asarray(epsilons, np.float64)), np.atleast_1d(np.asarray(deltas, np.float64))
     if e.ndim != 1 or e.shape != d.shape or not len(e):
-        raise ConfigurationError(
-            "epsilons and deltas are not possible: give as many of the one as of the other."
-        )
-    if not bool(np.all((e >= 0) & (e <= LARGEST))):
-        raise ConfigurationError(f"epsilons is not possible: each must lie in [0, {LARGEST:g}].")
-    if not bool(np.all((d >= 0) & (d <= 1))):
-        raise ConfigurationError("deltas is not possible: each must lie in [0, 1].")
+        raise ConfigurationError("epsilons and deltas must be as many of the one as of the other.")
+    for name, values, most in (("epsilons", e, LARGEST), ("deltas", d, 1.0)):
+        if not bool(np.all((values >= 0) & (values <= most))):
+            raise ConfigurationError(f"{name}: each must lie in [0, {most:g}].")
     order = np.argsort(e, kind="stable")
     return e[order], d[order]
 

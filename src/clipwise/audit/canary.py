@@ -141,19 +141,12 @@ def least_runs(kind: str) -> int:
 
 @dataclass
 class _Worlds:
-    """Runs with the canary and without it, by turns.
-
-    Args:
-        make_run: trains on a data set.
-        inside, outside: the data sets of the two worlds. The second is for replace-one only: elsewhere a canary that
-            is out is left out of every draw of the first.
-        make_watch: from a key, whether the canary is in, and further keys to noise each release with.
-        seed: of the keys, and of torch's generator before each run.
-    """
+    """Runs with the canary and without it, by turns."""
 
     make_run: MakeRun
-    inside: Any
-    outside: Any
+    inside: Any  # the data set of one world, and of the other where the canary is left out of every draw
+    outside: Any  # that of the other world under replace-one
+    # From a key, whether the canary is in, and further keys to noise each release with.
     make_watch: Callable[[NoiseKey, bool, Sequence[NoiseKey]], Planted]
     seed: int
     watches: list[Planted] = field(default_factory=list)

@@ -29,11 +29,11 @@ def one_run(
 ) -> AuditReport:
     """Bound from below what one training run reveals, with many Dirac canaries at once.
 
-    The first records of the data set become canaries with an entry of their own, and a fair coin decides of each
-    whether it takes part. From what the run released, the coins of the canaries that stand out most are guessed; how
-    many of them can be right is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The
-    bound on mu goes through all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, at
-    the price of one run.
+    The first records of the data set become canaries with an entry of their own; each takes part with probability
+    1/2. From what the run released, whether the most conspicuous canaries took part is guessed; how many guesses can
+    be right is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The bound on mu goes
+    through all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, at the price of one
+    run.
 
     Args:
         make_run: as in `neighbours`; it runs once.

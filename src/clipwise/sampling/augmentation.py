@@ -8,10 +8,9 @@
 Guarantee:
     An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so
     one record moves the sum as far as without views: the sensitivity is unchanged, for any K.
-    The draws must be as secret as the noise. If somebody knew them, taking a record out of a batch would visibly
-    shift the draws of those behind it, and no clip bounds that. So they come from the key of the run: a generator for
-    each piece of a batch, whose whole state is filled from the key. A batch that is handed out again, before its
-    release, has the same views again.
+    The draws must be as secret as the noise: taking a record out of a batch shifts the draws of those behind it, and
+    no clip bounds that. So they come from the key of the run: a generator for each piece of a batch, whose whole state
+    is filled from the key. A batch that is handed out again, before its release, has the same views again.
 """
 
 from __future__ import annotations

@@ -28,24 +28,16 @@ Secrets = Callable[[], Iterator[tuple[bytes, bytes, int]]]
 
 @dataclass(eq=False)
 class Piece:
-    """What was handed out last. What tells of the draw is secret and not shown.
+    """What was handed out last. What depends on the draw is secret and not shown."""
 
-    Args:
-        step_offset: the number of steps between the start of the iterator and this piece's step.
-        index_in_batch: the piece's place in its batch. 0 begins a batch, perhaps one that was begun
-            before and left: what was gathered of it must be dropped, or a record would count twice.
-        size: the number of records in this piece.
-        last: whether it ends its batch.
-        indices: the records in it.
-        consumed: whether the training loop has used it.
-    """
-
-    step_offset: int
+    step_offset: int  # steps between the start of the iterator and this piece's step
+    # The piece's place in its batch. 0 begins a batch, perhaps one that was begun before and left: what was gathered
+    # of it must be dropped, or a record would count twice.
     index_in_batch: int = field(repr=False)
     size: int = field(repr=False)
-    last: bool = field(repr=False)
-    indices: Indices = field(repr=False)
-    consumed: bool = False
+    last: bool = field(repr=False)  # whether it ends its batch
+    indices: Indices = field(repr=False)  # the records in it
+    consumed: bool = False  # whether the training loop has used it
 
 
 class PrivateLoader:

@@ -1,9 +1,8 @@
 """How the batch of a step is cut into the pieces that are handed out one by one.
 
 For a sum over examples any cut will do. A mini-set, whose mean is clipped as a whole, is fixed beforehand: by the
-index of a record, by a block of the partition that batches are drawn from, or by whose records they are. Were it cut
-by the place in the draw, one record more would move others from mini-set to mini-set, and with them every clipped
-mean.
+index of a record, by a block of the partition that batches are drawn from, or by user. Cut by the place in the draw,
+one record more would move others from mini-set to mini-set, and with them every clipped mean.
 """
 
 from __future__ import annotations
@@ -93,13 +92,10 @@ class ByBlock(Cut):
 
 
 class ByUser(Cut):
-    """All records of a user are one mini-set. What is drawn is users.
+    """All records of a user are one mini-set; users are drawn. `ids` gives the owner of each record, in order.
 
-    Users are numbered by their ids in order, and not by where their records are: another user's records must not
-    change anyone's number.
-
-    Args:
-        ids: whose each record is: one hashable value, in the data set's order.
+    Users are numbered by their sorted ids, and not by where their records are: another user's records must not
+    change any number.
     """
 
     may_be_empty = False  # unless nobody is drawn
