@@ -45,9 +45,9 @@ def test_poisson_within_two_sided_bounds(entry: Make, rate: float, z: float, ste
 
 @pytest.mark.parametrize(("rate", "z", "steps"), SETTINGS[:3])
 def test_poisson_agrees_with_opacus(entry: Make, rate: float, z: float, steps: int) -> None:
-    accountants = pytest.importorskip("opacus.accountants")
+    theirs_by = pytest.importorskip("opacus.accountants")
     ours = accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA)
-    by_rdp, by_prv = accountants.RDPAccountant(), accountants.PRVAccountant()
+    by_rdp, by_prv = theirs_by.RDPAccountant(), theirs_by.PRVAccountant()
     for accountant in (by_rdp, by_prv):
         accountant.history = [(z, rate, steps)]
     assert ours <= by_rdp.get_epsilon(DELTA) <= 1.5 * ours
