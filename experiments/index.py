@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.harness.command import Command
 from experiments.harness.paper import Paper
 
@@ -48,6 +48,6 @@ SCRIPTS = {
 
 def paper_of(name: str) -> Paper:
     """A paper, or an error that names those there are."""
-    require_known("paper", name, PAPERS)
+    one_of("paper", name, PAPERS)
     found: Paper = import_module(PAPERS[name].module).PAPER
     return found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clipwise import accounting
-from clipwise.accounting import interpret, pld
+from clipwise.accounting import accountants, pld
 from clipwise.errors import ClipwiseError
 from experiments.harness.command import parser_of
 
@@ -81,7 +81,7 @@ def measured() -> list[dict[str, Any]]:
     rows = []
     for sampling in ("poisson", "fixed-size"):
         for rate, z, steps in SETTINGS:
-            found = {name: figure(sampling, rate, z, steps, name) for name in interpret.ACCOUNTANTS}
+            found = {name: figure(sampling, rate, z, steps, name) for name in accountants.ACCOUNTANTS}
             row = {"sampling": sampling, "rate": rate, "z": z, "steps": steps, "accountants": found}
             rows.append(
                 {**row, "prv_accountant": two_sided(rate, z, steps) if sampling == "poisson" else None}
@@ -108,7 +108,7 @@ def version(package: str) -> str:
 
 def as_markdown(result: dict[str, Any]) -> str:
     """The table for people."""
-    names = list(interpret.ACCOUNTANTS)
+    names = list(accountants.ACCOUNTANTS)
     lines = [
         "# Epsilon at delta = 1e-5, by accountant",
         "",

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.digits import digits
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.data.cifar10 import read_cifar10
 from experiments.data.folder import folder_of, require_file
 from experiments.data.idx import read_idx
@@ -59,7 +59,7 @@ LOOKS = {
 
 def look(name: str) -> Look:
     """The public facts of a data set."""
-    require_known("data", name, LOOKS)
+    one_of("data", name, LOOKS)
     return LOOKS[name]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.data.encoding import Column, Flag, Levels, Number
 
 
@@ -38,7 +38,7 @@ class Schema:
 
 def schema(name: str) -> Schema:
     """The schema of a table by name."""
-    require_known("data", name, SCHEMAS)
+    one_of("data", name, SCHEMAS)
     return SCHEMAS[name]
 
 

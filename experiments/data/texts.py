@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch.utils.data import TensorDataset
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.data.columns import columns
 
 BUCKETS, LENGTH, PADDING = 2**14, 64, 0
@@ -49,7 +49,7 @@ def texts(
     Returns:
         Ids, int64 [N, length] from 0 to buckets - 1, and labels, int64 [N].
     """
-    require_known("data", name, _FILES)
+    one_of("data", name, _FILES)
     table = columns(_FILES[name][0 if train else 1], folder)
     parts = [table[column] for column in _TEXT_COLUMNS if column in table]
     ids = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from clipwise.errors import ClipwiseError
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 
 Main = Callable[[Sequence[str]], object]
 
@@ -44,7 +44,7 @@ def dispatch(
         return 0
     name, *rest = arguments
     try:
-        require_known("name", name, commands)
+        one_of("name", name, commands)
         code = commands[name][1](rest)
     except ClipwiseError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch.utils.data import TensorDataset
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments import data
 
 VALIDATION_SHARE = 0.2
@@ -87,7 +87,7 @@ def _whole(name: str, folder: str | None, device: str) -> Records:
     if name == DIGITS:
         train, test = (data.placed(_flat(data.digits(t)), device) for t in (True, False))
         return Records(train, test, "mlp2", 10, 4.0, IMAGE_DELTA)
-    require_known("data", name, names())
+    one_of("data", name, names())
     table = data.table(name, folder)
     count = len(table.train) + len(table.test)
     train, test = (data.placed(part, device) for part in (table.train, table.test))

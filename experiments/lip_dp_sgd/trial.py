@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.harness.setting import Keyed
 
 METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
@@ -70,8 +70,8 @@ class Trial(Keyed):
     network: str | None = None
 
     def __post_init__(self) -> None:
-        require_known("method", self.method, METHODS)
-        require_known("first_weights", self.first_weights, FIRST_WEIGHTS)
+        one_of("method", self.method, METHODS)
+        one_of("first_weights", self.first_weights, FIRST_WEIGHTS)
         if self.method != "plain" and (self.epsilon is None) == (self.noise_multiplier is None):
             raise ConfigurationError("Give epsilon or noise_multiplier, and not both.")
         if (self.batch_size is None) == (self.sample_rate is None):

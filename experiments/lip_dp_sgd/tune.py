@@ -16,7 +16,7 @@ from clipwise.cli.tune import require_no_options_of_accounted, search_accounted,
 from clipwise.tune import Choice, Range, Recipe, Run
 from clipwise.tune.space import Dimension
 from clipwise.tune.subject import Settings
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.harness.command import parser_of
 from experiments.harness.environment import device_of
 from experiments.lip_dp_sgd.sets import names, records
@@ -47,9 +47,9 @@ def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]
 
 def recipe(data: str, method: str, norm: str, folder: Path | None, device: torch.device) -> Recipe:
     """A data set by name over `paper_space`, judged by a validation part."""
-    require_known("data", data, names())
-    require_known("method", method, METHODS[:-1])
-    require_known("norm", norm, KINDS)
+    one_of("data", data, names())
+    one_of("method", method, METHODS[:-1])
+    one_of("norm", norm, KINDS)
     require_bounded(method, norm)
     at_hand = records(data, folder, device)
     size = len(at_hand.held_out)

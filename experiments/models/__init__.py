@@ -10,7 +10,7 @@ from torch import nn
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.small_cnn import small_cnn
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.models.backprop_networks import backprop_cifar10, backprop_mnist
 from experiments.models.bilstm import bilstm
 from experiments.models.lipschitz_networks import (
@@ -74,7 +74,7 @@ def build(name: str, **options: Any) -> nn.Module:
         options: those of the function of that name, such as `classes`; for the networks with a normalization also
             `norm`: "batch", "layer", "group" or "none".
     """
-    require_known("model", name, _MODELS)
+    one_of("model", name, _MODELS)
     known = inspect.signature(_MODELS[name])
     try:
         known.bind(**options)

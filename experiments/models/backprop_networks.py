@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.models.norms import norm_of
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
@@ -105,5 +105,5 @@ def _norm(name: str, channels: int) -> list[nn.Module]:
 
 
 def _activation(name: str) -> type[nn.Module]:
-    require_known("activation", name, _ACTIVATIONS)
+    one_of("activation", name, _ACTIVATIONS)
     return _ACTIVATIONS[name]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from clipwise.layers.bounded import BoundedGroupNorm, ClipInput
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 from experiments.models.normalized_networks import CONVNET_CHANNELS
 from experiments.models.norms import MOST_GROUPS, Norm, group_norm, no_norm
 
@@ -163,7 +163,7 @@ def _norm(kind: str, groups: int, alpha: float) -> Norm:
             parameters, whose slope is at most 1 / alpha.
         groups: at most so many, evenly, of two channels or more.
     """
-    require_known("norm", kind, KINDS)
+    one_of("norm", kind, KINDS)
     if kind == "bounded":
         return lambda channels: BoundedGroupNorm(
             math.gcd(min(groups, MOST_GROUPS), channels // 2 or 1), channels, alpha

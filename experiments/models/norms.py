@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 
 Norm = Callable[[int], nn.Module]
 MOST_GROUPS = 32
@@ -50,7 +50,7 @@ _WITHOUT_POSITIONS: dict[str, Norm] = {"batch": nn.BatchNorm1d, "group": unit_gr
 
 def norm_of(name: str, *, positions: bool = True) -> Norm:
     """From channels to a layer, for images or, without `positions`, for the units of a linear layer."""
-    require_known("norm", name, NORMS)
+    one_of("norm", name, NORMS)
     return NORMS[name] if positions else _WITHOUT_POSITIONS.get(name, NORMS[name])
 
 
@@ -64,7 +64,7 @@ PLACEMENTS = {
 
 def without_norm(placement: str) -> int:
     """How many layers at the end have no norm."""
-    require_known("placement", placement, PLACEMENTS)
+    one_of("placement", placement, PLACEMENTS)
     return PLACEMENTS[placement]
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary that the rooms share: who is protected, what one step releases, what that costs.
+"""The vocabulary that all stages share: what is protected, what one step releases, what that costs.
 
 Nothing here touches tensors or data. A *scheme* draws the batch, a *strategy* bounds a sum over it,
 and one step is one Gaussian mechanism on that sum. `Event` is that mechanism as data: all that an
@@ -48,7 +48,7 @@ class Unit(str, Enum):
 class Sampling(str, Enum):
     """How a batch is drawn.
 
-    POISSON: every unit by its own coin.
+    POISSON: each unit is included independently with one probability.
     TRUNCATED_POISSON: the same, but of more units than a public limit a uniform subset of that size is kept.
     FIXED_SIZE: a uniform subset of constant size.
     PARTITION: one block or several, uniformly, of a partition fixed beforehand and independent of the data. Its
@@ -77,6 +77,31 @@ SUPPORTED: Mapping[Sampling, tuple[Adjacency, ...]] = {
     Sampling.PARTITION: (Adjacency.REPLACE_ONE,),
     Sampling.SHUFFLED: (Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE),
     Sampling.FULL: (Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE),
+}
+
+
+class Amplification(Enum):
+    """Why a step costs less than its Gaussian mechanism.
+
+    COIN: the unit is in the batch independently of all others, and adds nothing if not. Worst pairs: (P, Q) and
+    (Q, P) of accounting/gaussian.py, which are two directions to be composed each on its own.
+    DRAW: another unit stands in if it is not drawn (replace-one), and moves the release by one sensitivity at most. The
+    worst pair is the subsampling operator C_p(G_{1/z}), which is symmetric: one pair that dominates both directions at
+    once. In a partition a whole block stands in, so each block must be clipped as a whole.
+    """
+
+    COIN = "coin"
+    DRAW = "draw"
+
+
+# The pair that a step of each scheme reduces to; None for a Gaussian mechanism that every unit takes part in.
+AMPLIFICATION: Mapping[Sampling, Amplification | None] = {
+    Sampling.POISSON: Amplification.COIN,
+    Sampling.TRUNCATED_POISSON: Amplification.COIN,
+    Sampling.FIXED_SIZE: Amplification.DRAW,
+    Sampling.PARTITION: Amplification.DRAW,
+    Sampling.SHUFFLED: None,
+    Sampling.FULL: None,
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from clipwise.accounting import gaussian, interpret
+from clipwise.accounting import accountants, gaussian
 from clipwise.privacy import Entry
 
 Make = Callable[..., Entry]
@@ -38,16 +38,16 @@ def test_poisson_within_two_sided_bounds(entry: Make, rate: float, z: float, ste
         delta_error=DELTA * 1e-4,
     )
     low, estimate, high = accountant.compute_epsilon(delta=DELTA, num_self_compositions=[steps])
-    ours = interpret.epsilon([entry("poisson", rate, z, steps)], DELTA)
+    ours = accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA)
     assert low <= ours <= high * 1.001 + 1e-3
     assert ours == pytest.approx(estimate, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize(("rate", "z", "steps"), SETTINGS[:3])
 def test_poisson_agrees_with_opacus(entry: Make, rate: float, z: float, steps: int) -> None:
-    accountants = pytest.importorskip("opacus.accountants")
-    ours = interpret.epsilon([entry("poisson", rate, z, steps)], DELTA)
-    by_rdp, by_prv = accountants.RDPAccountant(), accountants.PRVAccountant()
+    theirs_by = pytest.importorskip("opacus.accountants")
+    ours = accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA)
+    by_rdp, by_prv = theirs_by.RDPAccountant(), theirs_by.PRVAccountant()
     for accountant in (by_rdp, by_prv):
         accountant.history = [(z, rate, steps)]
     assert ours <= by_rdp.get_epsilon(DELTA) <= 1.5 * ours
@@ -58,7 +58,7 @@ def test_poisson_agrees_with_opacus(entry: Make, rate: float, z: float, steps: i
 @pytest.mark.parametrize(("mu_of_step", "steps"), [(0.05, 100), (1.0, 1), (0.001, 10**6)])
 def test_almost_certain_participation_is_the_closed_form(entry: Make, mu_of_step: float, steps: int) -> None:
     exact = gaussian.epsilon(DELTA, mu_of_step * math.sqrt(steps))
-    found = interpret.epsilon([entry("poisson", 1 - 2.0**-40, 1 / mu_of_step, steps)], DELTA)
+    found = accountants.epsilon_of([entry("poisson", 1 - 2.0**-40, 1 / mu_of_step, steps)], DELTA)
     assert exact * (1 - 1e-9) <= found <= exact * 1.001
 
 
@@ -95,7 +95,7 @@ def test_fixed_size_of_one_and_two_steps_by_integration(entry: Make, rate: float
             (1, float(gaussian.hockey_stick(np.array([epsilon]), rate, z)[0])),
             (2, two_draws(rate, z, epsilon)),
         ):
-            found = interpret.delta([entry("fixed-size", rate, z, steps)], epsilon)
+            found = accountants.delta_of([entry("fixed-size", rate, z, steps)], epsilon)
             assert exact * (1 - 1e-6) <= found <= exact * 1.003 + 1e-9
 
 
@@ -110,7 +110,7 @@ def test_fixed_size_dominates_an_attack_by_samples(entry: Make) -> None:
     # The worst pair of neighbours: the record's sum is 1/2 in one data set and -1/2 in the other.
     present, absent = outputs(1.0), outputs(0.0)
     for epsilon in (0.1, 0.4):
-        bound = interpret.delta([entry("fixed-size", rate, z, 2)], epsilon)
+        bound = accountants.delta_of([entry("fixed-size", rate, z, 2)], epsilon)
         in_test, out_test = (gaussian.loss(x, rate, z).sum(axis=1) > epsilon for x in (present, absent))
         gap = in_test.mean() - math.exp(epsilon) * out_test.mean()
         noise = 4 * math.sqrt((in_test.mean() + math.exp(2 * epsilon) * out_test.mean()) / size)

@@ -8,8 +8,9 @@ from scipy import integrate, stats
 
 from clipwise import accounting
 from clipwise.accounting.central_limit import mu_of_step
-from clipwise.accounting.composition import Amplification, Step
+from clipwise.accounting.composition import Step
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 # "Batch clipping and adaptive layerwise clipping for differential private stochastic gradient descent" (Nguyen et
 # al.): N = 54000, mini-sets of 64, 50 epochs, 8 layers. sigma, mu; epsilon at 1e-5 if mu were true.

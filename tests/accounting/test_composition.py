@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.accounting.composition import Amplification, Step, compose
+from clipwise.accounting.composition import Step, compose
 from clipwise.errors import ConfigurationError, UnsupportedEventError
-from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+from clipwise.privacy import Adjacency, Amplification, Entry, Event, Sampling, Unit
 
 Make = Callable[..., Entry]
 

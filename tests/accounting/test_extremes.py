@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipwise.accounting import gaussian, interpret
+from clipwise.accounting import accountants, gaussian
 from clipwise.privacy import Entry
 
 Make = Callable[..., Entry]
@@ -35,14 +35,14 @@ def test_any_input_has_a_bound(
 ) -> None:
     history = [entry(sampling, min(rate, 1.0), z, steps)]
     start = time.process_time()
-    epsilon = interpret.epsilon(history, delta)
+    epsilon = accountants.epsilon_of(history, delta)
     assert time.process_time() - start < SECONDS
     assert 0 <= epsilon <= gaussian.epsilon(delta, math.sqrt(steps) / z) * (1 + 1e-9)
     # One step of several is never more private than all of them.
     one_step = gaussian.hockey_stick(np.array([epsilon]), min(rate, 1.0), z)[0]
     assert one_step <= delta * (1 + 1e-9)
     start = time.process_time()
-    assert 0 <= interpret.delta(history, epsilon) <= delta * 1.05
+    assert 0 <= accountants.delta_of(history, epsilon) <= delta * 1.05
     assert time.process_time() - start < SECONDS
 
 
@@ -63,10 +63,10 @@ def test_any_input_has_a_bound(
 def test_named_extremes(entry: Make, sampling: str, rate: float, z: float, steps: int, delta: float) -> None:
     history = [entry(sampling, rate, z, steps)]
     start = time.process_time()
-    epsilon = interpret.epsilon(history, delta)
+    epsilon = accountants.epsilon_of(history, delta)
     assert epsilon >= 0
     for at in (0.0, 1.0, 1e300):
-        assert 0 <= interpret.delta(history, at) <= 1
+        assert 0 <= accountants.delta_of(history, at) <= 1
     assert time.process_time() - start < 2 * SECONDS
 
 
@@ -95,6 +95,6 @@ def test_mixtures_of_extremes(entry: Make, seed: int) -> None:
     ]
     delta = float(10 ** rng.uniform(-20, -1))
     start = time.process_time()
-    epsilon = interpret.epsilon(history, delta)
-    assert epsilon >= max(interpret.epsilon([part], delta) for part in history) * 0.99
+    epsilon = accountants.epsilon_of(history, delta)
+    assert epsilon >= max(accountants.epsilon_of([part], delta) for part in history) * 0.99
     assert time.process_time() - start < 5 * SECONDS

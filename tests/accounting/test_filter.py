@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipwise.accounting import Filter, gaussian, interpret, rdp
+from clipwise.accounting import Filter, accountants, gaussian, rdp
 from clipwise.accounting.composition import compose
 from clipwise.accounting.filter import best_order, order_for_budget
 from clipwise.accounting.filter import epsilon_at as history_at
@@ -48,13 +48,13 @@ def test_no_schedule_passes_the_budget(entry: Make, epsilon: float, wishes: list
     if made:
         assert epsilon_at(budget.order, made) <= epsilon
         assert budget.spent == pytest.approx(max(0.0, epsilon_at(budget.order, made)), rel=1e-9)
-        assert interpret.epsilon(made, DELTA) <= epsilon  # a fixed schedule costs no more than that
+        assert accountants.epsilon_of(made, DELTA) <= epsilon  # a fixed schedule costs no more than that
 
 
 @pytest.mark.parametrize(("rate", "z", "steps"), [(0.01, 1.0, 700), (0.1, 4.0, 300), (1.0, 20.0, 50)])
 def test_a_constant_plan_gets_its_steps(entry: Make, rate: float, z: float, steps: int) -> None:
     plan = [entry("poisson", rate, z, steps)]
-    epsilon = interpret.epsilon(plan, DELTA, "rdp")
+    epsilon = accountants.epsilon_of(plan, DELTA, "rdp")
     budget = Filter(epsilon, DELTA, plan=plan)
     for _ in range(steps):
         budget.charge(plan[0].event)
@@ -73,7 +73,7 @@ def test_a_quieter_step_may_fit_where_a_louder_one_does_not(entry: Make) -> None
 
 def test_a_shuffled_epoch_is_charged_once(entry: Make) -> None:
     event = entry("shuffled", 0.1, 2.0, 1, period=10).event
-    budget = Filter(interpret.epsilon([Entry(event, 20)], DELTA, "rdp"), DELTA, plan=[Entry(event, 20)])
+    budget = Filter(accountants.epsilon_of([Entry(event, 20)], DELTA, "rdp"), DELTA, plan=[Entry(event, 20)])
     for _ in range(20):
         budget.charge(event)
     assert not budget.allows(event)

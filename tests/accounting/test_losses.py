@@ -1,39 +1,18 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipwise.accounting import gaussian, pld
-from clipwise.accounting.losses import Losses, _gathered, _Table, _trimmed, add_up, grid
+from clipwise.accounting import gaussian
+from clipwise.accounting.losses import Losses, both_orders, connect_dots, grid
 
 COIN = Losses(0.5, -1, np.array([0.3, 0.1, 0.4, 0.15]), 0.05)
-
-
-def enumerate_sums(parts: list[tuple[Losses, int]]) -> tuple[dict[int, float], float]:
-    """The distribution of a sum by brute force."""
-    sums, finite = {0: 1.0}, 1.0
-    for part, count in parts:
-        for _ in range(count):
-            finite *= 1 - part.lost
-            new: dict[int, float] = {}
-            for total, mass in sums.items():
-                for i, m in enumerate(part.masses):
-                    new[total + part.first + i] = new.get(total + part.first + i, 0.0) + mass * m
-            sums = new
-    return sums, 1 - finite
-
-
-def test_add_up_equals_enumeration() -> None:
-    other = Losses(0.5, 2, np.array([0.5, 0.0, 0.5]), 0.0)
-    total = add_up([(COIN, 3), (other, 2)])
-    sums, lost = enumerate_sums([(COIN, 3), (other, 2)])
-    found = {total.first + i: m for i, m in enumerate(total.masses) if m > 1e-12}
-    assert found == pytest.approx({k: m for k, m in sums.items() if m > 1e-12}, abs=1e-12)
-    assert lost <= total.lost <= lost + 1e-9
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,21 +29,6 @@ def test_delta_and_epsilon_by_the_definition(epsilon: float, delta: float) -> No
         assert COIN.delta(smallest - 1e-6) > delta
 
 
-def test_trimming_moves_mass_up_and_never_drops_it() -> None:
-    part = Losses(0.5, -3, np.array([0.01, 0.02, 0.5, 0.3, 0.02, 0.01]), 0.14)
-    trimmed = _trimmed(part, 0.04)
-    assert trimmed.first == -1
-    assert list(trimmed.masses) == pytest.approx([0.53, 0.3])
-    assert trimmed.lost == pytest.approx(0.17)
-    assert _trimmed(part, 1.0).lost + _trimmed(part, 1.0).masses.sum() == pytest.approx(1.0)
-
-
-def test_a_sum_is_lost_if_any_of_its_terms_is() -> None:
-    mostly = Losses(0.5, 0, np.array([0.05]), 0.95)
-    assert add_up([(mostly, 1)]).lost >= 0.95
-    assert add_up([(mostly, 2)]).lost == pytest.approx(1 - 0.05**2, rel=1e-6)
-
-
 def test_more_lost_than_delta_is_an_infinite_epsilon() -> None:
     assert COIN.epsilon(0.049) == math.inf
 
@@ -74,56 +38,69 @@ def test_all_losses_positive() -> None:
     assert certain.epsilon(1e-9) == pytest.approx(1.0, abs=1e-8)
 
 
-@pytest.mark.parametrize("level", [1.0, 1e-3, 1e-9, 1e-30])
-def test_a_sum_is_a_bound_for_any_level(level: float) -> None:
-    """Tight around its level, above the truth everywhere."""
-    sums, lost = enumerate_sums([(COIN, 6)])
-    total = add_up([(COIN, 6)], level)
-    for epsilon in (-1.0, 0.0, 0.5, 2.0, 5.0):
-        true = lost + sum(m * max(0.0, -math.expm1(epsilon - 0.5 * k)) for k, m in sums.items())
-        assert true <= total.delta(epsilon)
-        if level == 1.0:
-            assert total.delta(epsilon) <= true + 1e-9
+def curves(rate: float, z: float, interval: float) -> tuple[np.ndarray, np.ndarray]:
+    last = math.ceil(gaussian.loss_at(gaussian.TAIL, rate, z) / interval) + 1
+    points = grid(0, last, interval)
+    up = 1 + gaussian.precision(z)
+    return gaussian.hockey_stick(points, rate, z) * up, gaussian.hockey_stick_back(points, rate, z) * up
 
 
-@pytest.mark.parametrize(("mu", "times"), [(1.0, 1), (1.0, 1000), (5.0, 10**5), (0.1, 10**6), (1.0, 10**6)])
-@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12, 1e-20, 1e-30])
-def test_a_composed_gaussian_meets_its_closed_form_from_above(mu: float, times: int, delta: float) -> None:
-    """Digits that an FFT would drown come out, since the masses are tilted towards the tail."""
-    z = math.sqrt(times) / mu
-    depth = pld._depth(delta)
-    interval = 2.0 ** math.floor(math.log2(0.05 / z))
-    part = pld._of_gaussian(z, interval, 8 + depth)[0]
-    total = add_up([(part, times)], pld._level(depth))
-    exact = gaussian.epsilon(delta, mu)
-    assert delta * (1 - 1e-9) <= total.delta(exact) <= delta * 1.04
-    assert exact * (1 - 1e-9) <= total.epsilon(delta) <= exact * 1.002
+def true_delta(epsilon: float, rate: float, z: float, back: bool) -> float:
+    """Of either order and any sign of epsilon, by delta(-e) of one order = 1 - e^-e (1 - delta(e) of the other)."""
+    curve = gaussian.hockey_stick_back if back else gaussian.hockey_stick
+    if epsilon >= 0:
+        return float(curve(np.array([epsilon]), rate, z)[0])
+    return 1 - math.exp(epsilon) * (1 - true_delta(-epsilon, rate, z, not back))
 
 
-def test_epsilon_is_confirmed_by_delta() -> None:
-    part = pld._of_gaussian(3.0, 2.0**-7, 12)[0]
-    for delta in (0.3, 1e-3, 1e-8):
-        total = add_up([(part, 10)], delta)
-        assert total.delta(total.epsilon(delta)) <= delta
+@settings(max_examples=30, deadline=None)
+@given(
+    st.floats(-6, -0.01).map(lambda x: 10**x),
+    st.floats(0.3, 5),
+    st.sampled_from([2.0**-1, 2.0**-4, 2.0**-7]),
+    st.floats(-1, 1),
+)
+def test_both_pairs_dominate_the_true_ones(rate: float, z: float, interval: float, at: float) -> None:
+    pairs = both_orders(*curves(rate, z, interval), interval)
+    epsilon = at * gaussian.loss_at(gaussian.TAIL, rate, z)
+    for back, losses in enumerate(pairs):
+        true = true_delta(epsilon, rate, z, bool(back))
+        assert losses.delta(epsilon) >= true * (1 - 1e-12) - 1e-16
+        assert losses.masses.sum() + losses.lost == pytest.approx(1, abs=1e-9)
+        assert losses.masses.sum() + losses.lost >= 1 - 1e-15
+
+
+def test_the_curve_passes_through_the_dots() -> None:
+    interval = 2.0**-4
+    forward, back = curves(0.2, 1.0, interval)
+    for deltas, losses in zip((forward, back), both_orders(forward, back, interval), strict=True):
+        found = [losses.delta(i * interval) for i in range(len(deltas))]
+        assert found == pytest.approx(list(deltas), rel=1e-8, abs=1e-14)
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.floats(-1, 1))
-def test_gathering_positions_only_raises_their_generating_function(seed: int, t: float) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2.0**-3, 2.0**-12, 2.0**-30]))
+def test_masses_are_rounded_up(seed: int, interval: float) -> None:
+    """Against exact arithmetic on the same deltas."""
     rng = np.random.default_rng(seed)
-    positions = np.arange(-3000.0, 9000.0)
-    masses = rng.dirichlet(np.ones(len(positions)))
-    knots, gathered = _gathered(positions, masses)
-    assert len(knots) < len(positions) / 2
-    assert gathered.sum() == pytest.approx(1) and gathered @ knots == pytest.approx(masses @ positions)
-    order = t / 100
-    true = math.log(masses @ np.exp(order * positions))
-    assert true <= math.log(gathered @ np.exp(order * knots)) + 1e-12 <= true + 0.1
+    deltas = np.sort(rng.random(12))[::-1].copy()
+    masses, added = connect_dots(deltas, interval)
+    with mpmath.workdps(60):
+        exact = [mpmath.mpf(float(d)) for d in deltas]
+        grow = mpmath.e ** mpmath.mpf(interval)
+        drops = [a - b for a, b in pairwise(exact)] + [mpmath.mpf(0)]
+        true = [(grow * drops[i - 1] - drops[i]) / (grow - 1) for i in range(1, len(exact))]
+        assert all(mpmath.mpf(float(m)) >= max(t, 0) for m, t in zip(masses, true, strict=True))
+    assert added >= 0
 
 
-def test_tilted_masses_sum_up_to_one() -> None:
-    table = _Table(Losses(0.5, 0, np.array([0.5, 0.25, 0.25]), 0.0), 3)
-    weights, kappa = table.tilted(0.7)
-    assert weights.sum() == pytest.approx(1)
-    assert kappa == pytest.approx(table.cumulants(0.7)[0])
-    assert list(weights / table.masses) == pytest.approx(list(np.exp(0.7 * table.positions - kappa)))
+def test_a_curve_that_rises_by_rounding_is_brought_down() -> None:
+    masses, _ = connect_dots(np.array([0.5, 0.2, np.nextafter(0.2, 1), 0.1]), 0.5)
+    assert np.all(masses >= 0) and np.all(np.isfinite(masses))
+
+
+def test_a_symmetric_pair_is_the_same_in_both_orders() -> None:
+    curve, _ = curves(1.0, 2.0, 2.0**-5)
+    one, other = both_orders(curve, curve, 2.0**-5)
+    assert one.first == other.first and np.array_equal(one.masses, other.masses)
+    assert isinstance(one, Losses) and one.lost == other.lost

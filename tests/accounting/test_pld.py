@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft, special
 
-from clipwise.accounting import gaussian, interpret, pld, rdp
+from clipwise.accounting import accountants, gaussian, pld, rdp
 from clipwise.accounting.composition import Step, compose
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
@@ -33,10 +33,12 @@ TABLE = [
 
 @pytest.mark.parametrize(("z", "rate", "steps", "poisson", "fixed"), TABLE)
 def test_known_values(entry: Make, z: float, rate: float, steps: int, poisson: float, fixed: float) -> None:
-    assert interpret.epsilon([entry("poisson", rate, z, steps)], DELTA) == pytest.approx(poisson, rel=2e-3)
-    found = interpret.epsilon([entry("fixed-size", rate, z, steps)], DELTA)
+    assert accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA) == pytest.approx(
+        poisson, rel=2e-3
+    )
+    found = accountants.epsilon_of([entry("fixed-size", rate, z, steps)], DELTA)
     assert 0.989 * fixed <= found <= 1.001 * fixed
-    assert interpret.epsilon([entry("partition", rate, z, steps)], DELTA) == found
+    assert accountants.epsilon_of([entry("partition", rate, z, steps)], DELTA) == found
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,13 @@ def test_poisson_lies_between_an_optimistic_and_a_pessimistic_reference(
     grid = {"sampling_prob": rate, "value_discretization_interval": interval}
     below = reference.from_gaussian_mechanism(z, pessimistic_estimate=False, use_connect_dots=False, **grid)
     below, above = (p.self_compose(steps) for p in (below, reference.from_gaussian_mechanism(z, **grid)))
-    assert below.get_epsilon_for_delta(DELTA) <= interpret.epsilon(history, DELTA)
-    assert interpret.epsilon(history, DELTA) == pytest.approx(above.get_epsilon_for_delta(DELTA), rel=1e-3)
+    assert below.get_epsilon_for_delta(DELTA) <= accountants.epsilon_of(history, DELTA)
+    assert accountants.epsilon_of(history, DELTA) == pytest.approx(
+        above.get_epsilon_for_delta(DELTA), rel=1e-3
+    )
     for epsilon in (0.0, 0.1, 1.0):
-        assert below.get_delta_for_epsilon(epsilon) <= interpret.delta(history, epsilon)
-        assert interpret.delta(history, epsilon) == pytest.approx(
+        assert below.get_delta_for_epsilon(epsilon) <= accountants.delta_of(history, epsilon)
+        assert accountants.delta_of(history, epsilon) == pytest.approx(
             above.get_delta_for_epsilon(epsilon), rel=2e-3
         )
 
@@ -106,7 +110,7 @@ def test_fixed_size_lies_between_roundings(
 ) -> None:
     below, above = (bucketed_draw(rate, z, steps, 2e-5, upwards) for upwards in (False, True))
     assert above - below < width
-    found = interpret.epsilon([entry("fixed-size", rate, z, steps)], DELTA)
+    found = accountants.epsilon_of([entry("fixed-size", rate, z, steps)], DELTA)
     assert below <= found <= above
     assert found == pytest.approx((above + below) / 2, rel=1e-3)
 
@@ -116,22 +120,24 @@ def test_fixed_size_lies_between_roundings(
 def test_one_step_is_the_closed_form(entry: Make, sampling: str, z: float, rate: float) -> None:
     for epsilon in (0.0, 0.05, 0.3):
         exact = gaussian.hockey_stick(np.array([epsilon]), rate, z)[0]
-        found = interpret.delta([entry(sampling, rate, z, 1)], epsilon)
+        found = accountants.delta_of([entry(sampling, rate, z, 1)], epsilon)
         assert exact <= found <= exact * 1.002 + 1e-12
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
 def test_a_rate_towards_one_becomes_the_gaussian(entry: Make, sampling: str) -> None:
     exact = gaussian.epsilon(DELTA, math.sqrt(10) / 1.5)
-    assert interpret.epsilon([entry(sampling, 1.0, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-9)
-    assert interpret.epsilon([entry(sampling, 1 - 1e-9, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-3)
+    assert accountants.epsilon_of([entry(sampling, 1.0, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-9)
+    assert accountants.epsilon_of([entry(sampling, 1 - 1e-9, 1.5, 10)], DELTA) == pytest.approx(
+        exact, rel=1e-3
+    )
 
 
 def test_unamplified_histories_are_exact(entry: Make) -> None:
     history = [entry("full", 1.0, 3.0, 9), entry("shuffled", 0.05, 2.0, 41, period=20)]
     mu = math.sqrt(9 / 9 + 3 / 4)
-    assert interpret.epsilon(history, DELTA) == pytest.approx(gaussian.epsilon(DELTA, mu), rel=1e-9)
-    assert interpret.delta(history, 1.0) == pytest.approx(gaussian.delta(1.0, mu), rel=1e-9)
+    assert accountants.epsilon_of(history, DELTA) == pytest.approx(gaussian.epsilon(DELTA, mu), rel=1e-9)
+    assert accountants.delta_of(history, 1.0) == pytest.approx(gaussian.delta(1.0, mu), rel=1e-9)
 
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
@@ -139,9 +145,11 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
     """Equal z is equal privacy without sampling; dp-accounting's PLD would take z / 2 under replace-one."""
     z = 2.0
     exact = gaussian.epsilon(DELTA, 1 / z)
-    assert interpret.epsilon([entry("full", 1.0, z, 1, adjacency=adjacency)], DELTA) == pytest.approx(exact)
+    assert accountants.epsilon_of([entry("full", 1.0, z, 1, adjacency=adjacency)], DELTA) == pytest.approx(
+        exact
+    )
     if adjacency is Adjacency.REPLACE_ONE:
-        assert interpret.epsilon([entry("fixed-size", 1 - 1e-9, z, 1)], DELTA) == pytest.approx(
+        assert accountants.epsilon_of([entry("fixed-size", 1 - 1e-9, z, 1)], DELTA) == pytest.approx(
             exact, rel=1e-3
         )
         doubled = reference.from_gaussian_mechanism(
@@ -159,8 +167,8 @@ def test_mixed_histories_compose(entry: Make) -> None:
         .compose(reference.from_gaussian_mechanism(3.0, sampling_prob=0.1).self_compose(50))
     )
     expected = by_reference.get_epsilon_for_delta(DELTA)
-    assert interpret.epsilon(history, DELTA) == pytest.approx(expected, rel=1e-3)
-    assert interpret.epsilon(history[::-1], DELTA) == interpret.epsilon(history, DELTA)
+    assert accountants.epsilon_of(history, DELTA) == pytest.approx(expected, rel=1e-3)
+    assert accountants.epsilon_of(history[::-1], DELTA) == accountants.epsilon_of(history, DELTA)
 
 
 def test_mixed_replace_one_histories_compose(entry: Make) -> None:
@@ -168,17 +176,19 @@ def test_mixed_replace_one_histories_compose(entry: Make) -> None:
     draws = entry("fixed-size", 0.05, 1.0, 100)
     full = entry("full", 1.0, 2.0, 3, adjacency=Adjacency.REPLACE_ONE)
     almost = entry("partition", 1 - 1e-9, 2.0, 3)
-    assert interpret.epsilon([draws, full], DELTA) == pytest.approx(
-        interpret.epsilon([draws, almost], DELTA), rel=1e-3
+    assert accountants.epsilon_of([draws, full], DELTA) == pytest.approx(
+        accountants.epsilon_of([draws, almost], DELTA), rel=1e-3
     )
-    assert interpret.epsilon([draws, full], DELTA) > max(
-        interpret.epsilon([draws], DELTA), interpret.epsilon([full], DELTA)
+    assert accountants.epsilon_of([draws, full], DELTA) > max(
+        accountants.epsilon_of([draws], DELTA), accountants.epsilon_of([full], DELTA)
     )
 
 
 def test_entries_of_one_event_add_up(entry: Make) -> None:
     split = [entry("poisson", 0.01, 1.0, 300), entry("poisson", 0.01, 1.0, 700)]
-    assert interpret.epsilon(split, DELTA) == interpret.epsilon([entry("poisson", 0.01, 1.0, 1000)], DELTA)
+    assert accountants.epsilon_of(split, DELTA) == accountants.epsilon_of(
+        [entry("poisson", 0.01, 1.0, 1000)], DELTA
+    )
 
 
 schemes = st.sampled_from(["poisson", "fixed-size"])
@@ -191,18 +201,20 @@ counts = st.integers(1, 3000)
 @given(schemes, rates, noises, counts)
 def test_monotone_and_below_rdp(entry: Make, sampling: str, rate: float, z: float, steps: int) -> None:
     history = [entry(sampling, rate, z, steps)]
-    epsilon = interpret.epsilon(history, DELTA)
+    epsilon = accountants.epsilon_of(history, DELTA)
     slack = 1 + 5e-4
-    assert epsilon <= interpret.epsilon([entry(sampling, rate, z, 2 * steps)], DELTA) * slack
-    assert epsilon <= interpret.epsilon([entry(sampling, min(1.0, 1.3 * rate), z, steps)], DELTA) * slack
-    assert epsilon <= interpret.epsilon([entry(sampling, rate, z / 1.2, steps)], DELTA) * slack
+    assert epsilon <= accountants.epsilon_of([entry(sampling, rate, z, 2 * steps)], DELTA) * slack
+    assert epsilon <= accountants.epsilon_of([entry(sampling, min(1.0, 1.3 * rate), z, steps)], DELTA) * slack
+    assert epsilon <= accountants.epsilon_of([entry(sampling, rate, z / 1.2, steps)], DELTA) * slack
     assert epsilon <= gaussian.epsilon(DELTA, math.sqrt(steps) / z)
-    assert epsilon <= interpret.epsilon(history, DELTA, "rdp") * slack
-    assert interpret.delta(history, epsilon) <= DELTA * slack
+    assert epsilon <= accountants.epsilon_of(history, DELTA, "rdp") * slack
+    assert accountants.delta_of(history, epsilon) <= DELTA * slack
 
 
 def test_replace_one_costs_more_than_zero_out(entry: Make) -> None:
-    fixed, poisson = (interpret.epsilon([entry(s, 0.01, 1.0, 500)], DELTA) for s in ("fixed-size", "poisson"))
+    fixed, poisson = (
+        accountants.epsilon_of([entry(s, 0.01, 1.0, 500)], DELTA) for s in ("fixed-size", "poisson")
+    )
     assert fixed > 1.05 * poisson
 
 
@@ -226,23 +238,23 @@ EXTREME = [
 @pytest.mark.parametrize(("z", "rate", "steps"), EXTREME)
 def test_extreme_inputs_are_bounded(entry: Make, sampling: str, z: float, rate: float, steps: int) -> None:
     history = [entry(sampling, rate, z, steps)]
-    epsilon = interpret.epsilon(history, DELTA)
+    epsilon = accountants.epsilon_of(history, DELTA)
     assert epsilon >= 0
     # One step bounds many from below; giving up amplification bounds them from above.
-    one_step = interpret.epsilon([entry(sampling, rate, z, 1)], DELTA)
+    one_step = accountants.epsilon_of([entry(sampling, rate, z, 1)], DELTA)
     assert epsilon >= one_step * (1 - 1e-9)
     assert epsilon <= gaussian.epsilon(DELTA, math.sqrt(steps) / z) * (1 + 1e-9)
     if math.isfinite(epsilon):
         by_rdp = steps > pld.MOST_STEPS  # which rounds a little at such numbers
-        assert 0 <= interpret.delta(history, epsilon) <= DELTA * (1.5 if by_rdp else 1.01)
+        assert 0 <= accountants.delta_of(history, epsilon) <= DELTA * (1.5 if by_rdp else 1.01)
 
 
 @pytest.mark.parametrize("delta", [1e-30, 1e-14, 1e-12, 0.5, 0.999])
 def test_any_delta_has_a_bound(entry: Make, delta: float) -> None:
     history = [entry("poisson", 0.01, 1.0, 100)]
-    epsilon = interpret.epsilon(history, delta)
+    epsilon = accountants.epsilon_of(history, delta)
     assert math.isfinite(epsilon)
-    assert interpret.epsilon(history, delta / 2) >= epsilon >= 0
+    assert accountants.epsilon_of(history, delta / 2) >= epsilon >= 0
     # One step's closed form bounds from below also where only RDP is left.
     assert gaussian.hockey_stick(np.array([epsilon]), 0.01, 1.0)[0] <= delta
 
@@ -254,13 +266,13 @@ def test_figures_do_without_the_rdp_library(entry: Make, monkeypatch: pytest.Mon
         raise ImportError
 
     usual, hard = [entry("poisson", 0.01, 1.0, 100)], [entry("poisson", 0.01, 2.0, 10**12)]
-    before = interpret.epsilon(usual, DELTA)
-    with_rdp = interpret.epsilon(hard, DELTA), interpret.delta(hard, 1e9)
+    before = accountants.epsilon_of(usual, DELTA)
+    with_rdp = accountants.epsilon_of(hard, DELTA), accountants.delta_of(hard, 1e9)
     monkeypatch.setattr(rdp, "epsilon", missing)
     monkeypatch.setattr(rdp, "delta", missing)
-    assert interpret.epsilon(usual, DELTA) == before
-    assert with_rdp[0] < interpret.epsilon(hard, DELTA) <= gaussian.epsilon(DELTA, 1e6 / 2) * (1 + 1e-9)
-    assert with_rdp[1] <= interpret.delta(hard, 1e9) <= 1
+    assert accountants.epsilon_of(usual, DELTA) == before
+    assert with_rdp[0] < accountants.epsilon_of(hard, DELTA) <= gaussian.epsilon(DELTA, 1e6 / 2) * (1 + 1e-9)
+    assert with_rdp[1] <= accountants.delta_of(hard, 1e9) <= 1
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
@@ -285,10 +297,10 @@ def test_small_deltas_of_one_step_are_tight(entry: Make, sampling: str, delta: f
 
 
 def test_no_noise_and_no_history(entry: Make) -> None:
-    assert interpret.epsilon([], DELTA) == 0 and interpret.delta([], 0.0) == 0
+    assert accountants.epsilon_of([], DELTA) == 0 and accountants.delta_of([], 0.0) == 0
     for z in (0.0, 1e-170):
         silent = [entry("poisson", 0.1, 1.0, 5), entry("poisson", 0.1, z, 1)]
-        assert interpret.epsilon(silent, DELTA) == math.inf and interpret.delta(silent, 100.0) == 1
+        assert accountants.epsilon_of(silent, DELTA) == math.inf and accountants.delta_of(silent, 100.0) == 1
 
 
 def test_an_amplification_without_a_bound_is_refused() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from clipwise.accounting import gaussian, interpret, rdp
-from clipwise.accounting.composition import Amplification, Step
+from clipwise.accounting import accountants, gaussian, rdp
+from clipwise.accounting.composition import Step
 from clipwise.errors import UnsupportedEventError
 from clipwise.ledger.ledger import MemoryLedger
-from clipwise.privacy import Adjacency, Entry
+from clipwise.privacy import Adjacency, Amplification, Entry
 
 Make = Callable[..., Entry]
 DELTA = 1e-5
@@ -30,7 +30,7 @@ DELTA = 1e-5
     ],
 )
 def test_known_values(entry: Make, z: float, rate: float, steps: int, epsilon: float) -> None:
-    assert interpret.epsilon([entry("poisson", rate, z, steps)], DELTA, "rdp") == pytest.approx(
+    assert accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA, "rdp") == pytest.approx(
         epsilon, rel=1e-3
     )
 
@@ -40,11 +40,13 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
     exact = gaussian.epsilon(DELTA, 1 / 2.0)
     assert (
         exact
-        <= interpret.epsilon([entry("full", 1.0, 2.0, 1, adjacency=adjacency)], DELTA, "rdp")
+        <= accountants.epsilon_of([entry("full", 1.0, 2.0, 1, adjacency=adjacency)], DELTA, "rdp")
         <= 1.15 * exact
     )
     if adjacency is Adjacency.REPLACE_ONE:
-        assert exact <= interpret.epsilon([entry("fixed-size", 1.0, 2.0, 1)], DELTA, "rdp") <= 1.15 * exact
+        assert (
+            exact <= accountants.epsilon_of([entry("fixed-size", 1.0, 2.0, 1)], DELTA, "rdp") <= 1.15 * exact
+        )
 
 
 def test_fixed_size_divergence_of_order_two_pins_the_unit() -> None:
@@ -66,21 +68,21 @@ def test_divergences_of_a_history_add_up(entry: Make) -> None:
     orders = rdp.ORDERS
     total = 500 * rdp.of_step(Step(Amplification.COIN, 0.01, 1.0)) + orders * 2 / (2 * 16)
     by_hand = np.min(total + np.log1p(-1 / orders) - np.log(DELTA * orders) / (orders - 1))
-    assert interpret.epsilon(history, DELTA, "rdp") == pytest.approx(by_hand, rel=1e-9)
+    assert accountants.epsilon_of(history, DELTA, "rdp") == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_shuffled_passes_are_counted(entry: Make) -> None:
     shuffled = entry("shuffled", 0.1, 2.0, 31, period=10)
-    assert interpret.epsilon([shuffled], DELTA, "rdp") == interpret.epsilon(
+    assert accountants.epsilon_of([shuffled], DELTA, "rdp") == accountants.epsilon_of(
         [entry("full", 1.0, 2.0, 4)], DELTA, "rdp"
     )
 
 
 def test_delta_inverts_epsilon(entry: Make) -> None:
     history = [entry("poisson", 0.02, 1.2, 700)]
-    assert interpret.delta(history, interpret.epsilon(history, DELTA, "rdp"), "rdp") == pytest.approx(
-        DELTA, rel=1e-6
-    )
+    assert accountants.delta_of(
+        history, accountants.epsilon_of(history, DELTA, "rdp"), "rdp"
+    ) == pytest.approx(DELTA, rel=1e-6)
 
 
 @pytest.mark.parametrize("amplification", list(Amplification))
@@ -92,15 +94,18 @@ def test_rounding_makes_no_step_cheaper(amplification: Amplification, rate: floa
 
 
 def test_no_noise_and_no_history(entry: Make) -> None:
-    assert interpret.epsilon([], DELTA, "rdp") == 0 and interpret.delta([], 0.0, "rdp") == 0
+    assert accountants.epsilon_of([], DELTA, "rdp") == 0 and accountants.delta_of([], 0.0, "rdp") == 0
     silent = [entry("poisson", 0.1, 0.0, 1)]
-    assert interpret.epsilon(silent, DELTA, "rdp") == math.inf and interpret.delta(silent, 100.0, "rdp") == 1
+    assert (
+        accountants.epsilon_of(silent, DELTA, "rdp") == math.inf
+        and accountants.delta_of(silent, 100.0, "rdp") == 1
+    )
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
 @pytest.mark.parametrize(("z", "rate", "steps"), [(0.01, 0.1, 10**6), (1e6, 1e-12, 10**15), (0.3, 0.97, 1)])
 def test_extreme_inputs_are_bounded(entry: Make, sampling: str, z: float, rate: float, steps: int) -> None:
-    assert 0 <= interpret.epsilon([entry(sampling, rate, z, steps)], DELTA, "rdp") < math.inf
+    assert 0 <= accountants.epsilon_of([entry(sampling, rate, z, steps)], DELTA, "rdp") < math.inf
 
 
 def test_orders_without_a_value_are_left_out_in_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,19 +124,19 @@ def test_a_live_figure_is_cheap(entry: Make, sampling: str) -> None:
     for _ in range(200):
         start = time.perf_counter()
         ledger.charge(event)
-        interpret.epsilon(ledger.history(), DELTA, "rdp")
+        accountants.epsilon_of(ledger.history(), DELTA, "rdp")
         times.append(time.perf_counter() - start)
     assert sorted(times)[len(times) // 4] < 1e-3  # what others do on this machine at the time is not counted
 
 
 def test_many_different_steps_share_divergences(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     history = [entry("poisson", 0.01, 1 + 0.01 * i, 100) for i in range(12)]
-    exact = interpret.epsilon(history, DELTA, "rdp")
+    exact = accountants.epsilon_of(history, DELTA, "rdp")
     monkeypatch.setattr(rdp, "MOST_KINDS", 4)
     seen = set()
     real = rdp.of_step
     monkeypatch.setattr(rdp, "of_step", lambda step: (seen.add(step), real(step))[1])
-    assert exact <= interpret.epsilon(history, DELTA, "rdp") <= 1.04 * exact
+    assert exact <= accountants.epsilon_of(history, DELTA, "rdp") <= 1.04 * exact
     assert len(seen) <= 5
 
 

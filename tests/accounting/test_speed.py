@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from clipwise.accounting import calibrate, interpret, pld
+from clipwise.accounting import accountants, calibrate, pld
 from clipwise.privacy import Entry
 
 Make = Callable[..., Entry]
@@ -39,14 +39,14 @@ def seconds(ask: Callable[[], object]) -> float:
 @pytest.mark.parametrize(("rate", "z", "steps"), SETTINGS)
 def test_one_epsilon(entry: Make, sampling: str, rate: float, z: float, steps: int) -> None:
     history = [entry(sampling, rate, z, steps)]
-    assert seconds(lambda: interpret.epsilon(history, DELTA)) < 0.3 * ROOM
+    assert seconds(lambda: accountants.epsilon_of(history, DELTA)) < 0.3 * ROOM
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
 def test_one_calibration(entry: Make, sampling: str) -> None:
     rate, z, steps = 1e-4, 0.7, 200_000  # the slowest of the settings
     event = entry(sampling, rate, z, 1).event
-    epsilon = interpret.epsilon([Entry(event, steps)], DELTA)
+    epsilon = accountants.epsilon_of([Entry(event, steps)], DELTA)
     for ask in (
         lambda: calibrate.smallest_noise(event, steps, epsilon, DELTA),
         lambda: calibrate.most_steps(event, epsilon, DELTA),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from clipwise.accounting import gaussian, interpret, truncation
+from clipwise.accounting import accountants, gaussian, truncation
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
 
@@ -108,7 +108,7 @@ def test_a_truncated_step_costs_no_more_than_accounted(value: float) -> None:
     event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, z, rate, 1, excess)
     for epsilon in (0.0, 1.0, 2.0):
         exact = hockey_sticks(epsilon, limit, rate, others, value, z)
-        assert exact <= interpret.delta([Entry(event, 1)], epsilon) * (1 + 1e-6)
+        assert exact <= accountants.delta_of([Entry(event, 1)], epsilon) * (1 + 1e-6)
         plain = float(gaussian.hockey_stick(np.array([epsilon]), rate, z)[0])
         plain_is_passed = plain_is_passed or exact > plain * (1 + 1e-6)
     assert plain_is_passed == (value == -1.0)  # so what is added for cuts is needed
@@ -118,11 +118,13 @@ def test_cuts_add_up_over_a_history(entry: Callable[..., Entry]) -> None:
     event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01, 1, 1e-11)
     cut, plain = [Entry(event, 600), Entry(event, 400)], [entry("poisson", 0.01, 1.0, 1000)]
     for accountant in ("pld", "rdp", "dp-accounting"):
-        added = interpret.delta(cut, 2.0, accountant) - interpret.delta(plain, 2.0, accountant)
+        added = accountants.delta_of(cut, 2.0, accountant) - accountants.delta_of(plain, 2.0, accountant)
         assert added == pytest.approx((1 + math.exp(2)) * 1e-8, rel=1e-3)
-        assert interpret.epsilon(cut, 1e-5, accountant) > interpret.epsilon(plain, 1e-5, accountant)
-        assert interpret.delta(cut, interpret.epsilon(cut, 1e-5, accountant), accountant) <= 1e-5 * (1 + 1e-9)
+        assert accountants.epsilon_of(cut, 1e-5, accountant) > accountants.epsilon_of(plain, 1e-5, accountant)
+        assert accountants.delta_of(
+            cut, accountants.epsilon_of(cut, 1e-5, accountant), accountant
+        ) <= 1e-5 * (1 + 1e-9)
     none = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01), 1000)]
-    assert interpret.epsilon(none, 1e-5) == interpret.epsilon(plain, 1e-5)
+    assert accountants.epsilon_of(none, 1e-5) == accountants.epsilon_of(plain, 1e-5)
     always = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1.0, 1, 1.0), 1)]
-    assert interpret.epsilon(always, 1e-5) == math.inf and interpret.delta(always, 1.0) == 1
+    assert accountants.epsilon_of(always, 1e-5) == math.inf and accountants.delta_of(always, 1.0) == 1

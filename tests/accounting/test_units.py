@@ -17,7 +17,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as distributions
 
 from clipwise import accounting
-from clipwise.accounting import gaussian, interpret, rdp
+from clipwise.accounting import accountants, gaussian, rdp
 from clipwise.accounting.composition import compose
 from clipwise.privacy import SUPPORTED, Adjacency, Entry, Sampling, Unit
 
@@ -51,8 +51,8 @@ def test_at_rate_one_every_scheme_is_the_same_gaussian(
     history = [entry(sampling, 1.0, Z, 3, adjacency=adjacency)]
     exact = gaussian.epsilon(DELTA, math.sqrt(3) / Z)
     assert compose(history).mu == pytest.approx(math.sqrt(3) / Z, rel=1e-12)
-    assert exact <= interpret.epsilon(history, DELTA, accountant) * (1 + 1e-9)
-    assert interpret.epsilon(history, DELTA, accountant) <= exact * (
+    assert exact <= accountants.epsilon_of(history, DELTA, accountant) * (1 + 1e-9)
+    assert accountants.epsilon_of(history, DELTA, accountant) <= exact * (
         1.15 if accountant in ("rdp", "zcdp") else 1.001
     )
 
@@ -63,9 +63,9 @@ def test_one_amplified_step_has_the_closed_form_of_its_scheme(entry: Make, rate:
     for epsilon in (0.05, 0.3, 1.0):
         exact = float(gaussian.hockey_stick(np.array([epsilon]), rate, z)[0])
         for sampling in ("poisson", "truncated-poisson", "fixed-size", "partition"):
-            found = interpret.delta([entry(sampling, rate, z, 1)], epsilon)
+            found = accountants.delta_of([entry(sampling, rate, z, 1)], epsilon)
             assert exact <= found <= exact * 1.003 + 1e-12
-            assert interpret.delta([entry(sampling, rate, z, 1)], epsilon, "rdp") >= exact
+            assert accountants.delta_of([entry(sampling, rate, z, 1)], epsilon, "rdp") >= exact
 
 
 @pytest.mark.parametrize("unit", Unit)

@@ -134,12 +134,12 @@ def _text(path: Any) -> str:
         ({"kind": "mislabelled"}, "needs loss="),
         ({"kind": "record", "loss": losses}, "planted"),
         ({"planted": (1, 2)}, "planted"),
-        ({"runs": 1}, "runs=1"),
-        ({"runs": 20.0}, "runs=20.0"),
+        ({"runs": 1}, "runs must be"),
+        ({"runs": 20.0}, r"runs must be a whole number of at least 2, not 20\.0"),
         ({"runs": 39, "kind": "mislabelled", "loss": losses}, "at least 40"),
-        ({"runs": True}, "runs=True"),
-        ({"confidence": 1.0}, "confidence=1.0"),
-        ({"record": 99}, "record=99"),
+        ({"runs": True}, "runs must be"),
+        ({"confidence": 1.0}, "confidence must be"),
+        ({"record": 99}, "record must be"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

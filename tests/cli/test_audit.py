@@ -97,12 +97,12 @@ def test_a_mislabelled_canary_takes_the_loss_of_the_subject(run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--confidence", 2], ["--confidence=2.0", "from 0.5"]),
+        (["--confidence", 2], ["--confidence must be", "at least 0.5", "not 2.0"]),
         (["--runs", 1], ["--runs=1", "at least 2"]),
         (["--runs", 30, "--kind", "mislabelled"], ["--runs=30", "--kind mislabelled", "at least 40"]),
-        (["--canaries", 1], ["--canaries=1", "at least 2"]),
-        (["--canaries", 17], ["--canaries=17", "at most", "16"]),
-        (["--delta", 2], ["--delta=2.0"]),
+        (["--canaries", 1], ["--canaries must be", "from 2", "not 1"]),
+        (["--canaries", 17], ["--canaries must be", "to 16", "not 17"]),
+        (["--delta", 2], ["--delta must be", "not 2.0"]),
         (["--runs", 0, "--plot", "a.png"], ["--plot", "--runs 0", "--canaries"]),
     ],
 )

@@ -11,7 +11,8 @@ from clipwise.engine import compiled, observer
 from clipwise.engine.observer import Watch, watched, watching
 from clipwise.engine.private import Private
 from clipwise.noise.gaussian import NoiseKey
-from clipwise.sampling.schemes import Indices, make_scheme
+from clipwise.sampling.base import Indices
+from clipwise.sampling.schemes import make_scheme
 from tests.runs import gradients, losses_of, private_run, same, train
 
 

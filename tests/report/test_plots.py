@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.accounting import interpret
+from clipwise.accounting import accountants
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.report import plots
@@ -110,7 +110,7 @@ def test_epsilon_over_steps_is_that_of_the_accountants(tmp_path: Path, axes: lis
         x, y = line.get_data()
         assert x[0] == y[0] == 0
         assert x[-1] == 200
-        assert y[-1] == interpret.epsilon(POISSON, 1e-5, name)
+        assert y[-1] == accountants.epsilon_of(POISSON, 1e-5, name)
         assert np.all(np.diff(y) > 0)
 
 
@@ -137,7 +137,7 @@ def test_delta_falls_from_the_advantage(tmp_path: Path, axes: list[Any]) -> None
     plots.delta_profile(POISSON, tmp_path / "a.svg")
     epsilons, deltas = axes[0].lines[0].get_data()
     assert epsilons[0] == 0
-    assert deltas[0] == pytest.approx(interpret.delta(POISSON, 0.0), rel=1e-3)
+    assert deltas[0] == pytest.approx(accountants.delta_of(POISSON, 0.0), rel=1e-3)
     assert np.all(np.diff(deltas) < 0)
     assert deltas[-1] == pytest.approx(1e-10, rel=0.1)
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from clipwise import Batch, Private, layers, make_private
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.sampling import ByUser, Cut
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
 
 N, D, C = 40, 6, 0.7  # records, half the length of one, and the norm that is clipped to
 BATCH = 20

@@ -36,7 +36,7 @@ from clipwise.clipping.constants import Constants
 from clipwise.clipping.grouping import Policy
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
 from clipwise.sampling import Cut
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
 from tests.soundness.first_step import (
     BATCH,
     DRAWS,

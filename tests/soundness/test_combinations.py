@@ -8,9 +8,9 @@ from dataclasses import fields
 import pytest
 
 from clipwise import Backprop, Batch, ConfigurationError, Lipschitz, PerExample
-from clipwise.accounting.composition import Amplification, amplified_step
+from clipwise.accounting.composition import amplified_step
 from clipwise.clipping import Strategy
-from clipwise.privacy import Adjacency, Sampling, Unit
+from clipwise.privacy import Adjacency, Amplification, Sampling, Unit
 from tests.soundness.combinations import (
     OPTIONS,
     STRATEGIES,

@@ -218,9 +218,12 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
     [
         (lambda: layers.PublicBatchNorm1d(0), "num_features must be a whole number"),
         (lambda: layers.PublicBatchNorm2d(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
-        (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number from 0 on"),
-        (lambda: layers.PublicBatchNorm1d(4, eps=float("nan")), "eps must be a finite number from 0 on"),
-        (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number from 0 on"),  # type: ignore[arg-type]
+        (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number that is at least 0"),
+        (
+            lambda: layers.PublicBatchNorm1d(4, eps=float("nan")),
+            "eps must be a finite number that is at least 0",
+        ),
+        (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number that is at least 0"),  # type: ignore[arg-type]
         (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
         (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]
     ],

@@ -1,7 +1,7 @@
 """What a run has cost, and what it may cost: from events to epsilon, delta and noise.
 
-Events are data (`clipwise.privacy.Event`); accountants interpret them, and an event that an accountant cannot
-bound is refused. Every figure is an upper bound:
+Events are data (`clipwise.privacy.Event`). Accountants interpret them and refuse events that they cannot bound.
+Every figure is an upper bound:
 
 - `pld` (privacy loss distributions) is tight, and takes milliseconds to tenths of a second;
 - `rdp` (Renyi divergences) is looser, and takes microseconds for a new step: a live figure while training;
@@ -9,7 +9,7 @@ bound is refused. Every figure is an upper bound:
 - `dp-accounting` is that library's own PLD, a second opinion on the first, without fixed-size batches.
 
 Beyond one run of fixed steps: `search` bounds a search over hyper-parameters, `Filter` a schedule that is
-chosen from released values, and `tradeoff` says what an attacker can do.
+chosen from released values, and `tradeoff` gives the best that an attacker can do.
 
 `central_limit` gives the Gaussian approximation of the f-DP literature, which is no bound: a diagnostic.
 
@@ -19,10 +19,12 @@ question: std / C for a clipped sum under zero-out and add-remove, std / 2C unde
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from clipwise.accounting import arguments, calibrate, interpret, repeat, truncation
+from clipwise.accounting import calibrate, from_arguments, repeat
+from clipwise.accounting.accountants import delta_of, epsilon_of
+from clipwise.accounting.calibrate import smallest_noise, steps_within
 from clipwise.accounting.central_limit import CentralLimit
 from clipwise.accounting.central_limit import of as central_limit_of
 from clipwise.accounting.composition import compose
@@ -31,7 +33,13 @@ from clipwise.accounting.repeat import Repetitions
 from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.accounting.tradeoff import of as tradeoff_of
 from clipwise.errors import ConfigurationError
-from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+from clipwise.privacy import Adjacency, Entry, Sampling, Unit
+from clipwise.validation.arguments import number, one_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from clipwise.accounting.from_arguments import Run, Steps
 
 __all__ = [
     "CentralLimit",
@@ -89,88 +97,40 @@ def epsilon(
         accountant: "pld" (tight), "rdp" (cheap), "zcdp" or "gdp" (without amplification), or "dp-accounting" (a
             second opinion).
     """
-    history = arguments.history(
-        noise_multiplier, steps, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size
+    run = from_arguments.history(
+        noise_multiplier,
+        steps,
+        sample_rate=sample_rate,
+        sampling=sampling,
+        adjacency=adjacency,
+        unit=unit,
+        period=period,
+        dataset_size=dataset_size,
+        max_batch_size=max_batch_size,
     )
-    return epsilon_of(history, delta, accountant)
+    return epsilon_of(run, delta, accountant)
 
 
-def delta(
-    *,
-    noise_multiplier: float | Sequence[float],
-    sample_rate: float | None = None,
-    steps: int | None = None,
-    epsilon: float,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    unit: str | Unit = "record",
-    period: int | None = None,
-    dataset_size: int | None = None,
-    max_batch_size: int | None = None,
-    accountant: str = "pld",
-) -> float:
+def delta(*, epsilon: float, accountant: str = "pld", **run: Unpack[Run]) -> float:
     """Delta of `steps` private steps at `epsilon`; the other arguments are those of `epsilon`."""
-    history = arguments.history(
-        noise_multiplier, steps, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size
-    )
-    return delta_of(history, epsilon, accountant)
+    return delta_of(from_arguments.history(**run), epsilon, accountant)
 
 
-def noise_multiplier(
-    *,
-    epsilon: float,
-    delta: float,
-    sample_rate: float | None = None,
-    steps: int,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    unit: str | Unit = "record",
-    period: int | None = None,
-    dataset_size: int | None = None,
-    max_batch_size: int | None = None,
-) -> float:
+def noise_multiplier(*, epsilon: float, delta: float, steps: int, **kind: Unpack[Steps]) -> float:
     """The smallest noise multiplier for which `steps` steps cost at most `epsilon` at `delta`.
 
     Rounded up by less than 0.1 percent; the PLD accountant confirms the value returned. The other arguments
     are those of `epsilon`.
     """
-    event = arguments.event(1.0, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size)
-    count = arguments.whole("steps", steps)
-    budget = arguments.budget(epsilon)
-    probability = arguments.number("delta", delta, above=0, below=1)
-    return smallest_noise(event, count, budget, probability)
+    return smallest_noise(from_arguments.event(**kind), steps, from_arguments.budget(epsilon), delta)
 
 
-def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> float:
-    """`noise_multiplier` of `steps` events like `event`, whose own multiplier does not matter."""
-    truncation.require_room(epsilon, delta, steps * event.excess)
-    return calibrate.smallest_noise(event, steps, epsilon, delta)
-
-
-def steps(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    sample_rate: float | None = None,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    unit: str | Unit = "record",
-    period: int | None = None,
-    dataset_size: int | None = None,
-    max_batch_size: int | None = None,
-) -> int:
+def steps(*, epsilon: float, delta: float, noise_multiplier: float, **kind: Unpack[Steps]) -> int:
     """The largest number of steps that cost at most `epsilon` at `delta`; an error if not even one does.
 
     Large numbers are rounded down a little. The other arguments are those of `epsilon`.
     """
-    return calibrate.most_steps(
-        arguments.event(
-            noise_multiplier, sample_rate, sampling, adjacency, period, unit, dataset_size, max_batch_size
-        ),
-        arguments.budget(epsilon),
-        arguments.number("delta", delta, above=0, below=1),
-    )
+    return calibrate.most_steps(from_arguments.event(noise_multiplier, **kind), epsilon, delta)
 
 
 def sample_rate(
@@ -196,70 +156,19 @@ def sample_rate(
         adjacency: as for `epsilon`.
         unit: as for `epsilon`.
     """
-    scheme = arguments.one_of("sampling", sampling, calibrate.SEARCHABLE)
-    return calibrate.largest_rate(
-        arguments.event(noise_multiplier, 1.0, scheme, adjacency, None, unit),
-        arguments.budget(epsilon),
-        arguments.number("delta", delta, above=0, below=1),
-        steps=None if steps is None else arguments.whole("steps", steps),
-        epochs=None if epochs is None else arguments.number("epochs", epochs, above=0, below=math.inf),
-    )
+    scheme = one_of("sampling", sampling, calibrate.SEARCHABLE)
+    event = from_arguments.event(noise_multiplier, 1.0, scheme, adjacency, unit=unit)
+    return calibrate.largest_rate(event, epsilon, delta, steps=steps, epochs=epochs)
 
 
-def tradeoff(
-    *,
-    noise_multiplier: float | Sequence[float],
-    sample_rate: float | None = None,
-    steps: int | None = None,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    unit: str | Unit = "record",
-    period: int | None = None,
-    dataset_size: int | None = None,
-    max_batch_size: int | None = None,
-) -> Tradeoff:
+def tradeoff(**run: Unpack[Run]) -> Tradeoff:
     """The trade-off function (f-DP) of `steps` private steps, from below; the arguments are those of `epsilon`."""
-    return tradeoff_of(
-        arguments.history(
-            noise_multiplier,
-            steps,
-            sample_rate,
-            sampling,
-            adjacency,
-            period,
-            unit,
-            dataset_size,
-            max_batch_size,
-        )
-    )
+    return tradeoff_of(from_arguments.history(**run))
 
 
-def central_limit(
-    *,
-    noise_multiplier: float | Sequence[float],
-    sample_rate: float | None = None,
-    steps: int | None = None,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    unit: str | Unit = "record",
-    period: int | None = None,
-    dataset_size: int | None = None,
-    max_batch_size: int | None = None,
-) -> CentralLimit:
+def central_limit(**run: Unpack[Run]) -> CentralLimit:
     """The Gaussian approximation of `steps` private steps: no guarantee. The arguments are those of `epsilon`."""
-    return central_limit_of(
-        arguments.history(
-            noise_multiplier,
-            steps,
-            sample_rate,
-            sampling,
-            adjacency,
-            period,
-            unit,
-            dataset_size,
-            max_batch_size,
-        )
-    )
+    return central_limit_of(from_arguments.history(**run))
 
 
 def search(
@@ -268,15 +177,7 @@ def search(
     mean: float,
     shape: float = 1.0,
     delta: float,
-    noise_multiplier: float | Sequence[float] | None = None,
-    sample_rate: float | None = None,
-    steps: int | None = None,
-    sampling: str | Sampling = "poisson",
-    adjacency: str | Adjacency | None = None,
-    unit: str | Unit = "record",
-    period: int | None = None,
-    dataset_size: int | None = None,
-    max_batch_size: int | None = None,
+    **run: Unpack[Run],
 ) -> float:
     """Epsilon at `delta` of a search: a random number of runs, of which only the best is released.
 
@@ -290,48 +191,11 @@ def search(
         shape: 1 for a geometric number of runs, 0 for a logarithmic one, any number above -1 for a truncated
             negative binomial one, infinity for a Poisson one.
         delta: the delta of the guarantee.
+        run: the arguments of `epsilon`, without a history.
     """
     repetitions = Repetitions(mean, shape)
     if history is None:
-        history = arguments.history(
-            noise_multiplier,
-            steps,
-            sample_rate,
-            sampling,
-            adjacency,
-            period,
-            unit,
-            dataset_size,
-            max_batch_size,
-        )
-    elif noise_multiplier is not None or steps is not None:
-        raise ConfigurationError(
-            "history says what a run releases: give it alone, or describe a run without it."
-        )
-    return repeat.epsilon(compose(history), arguments.number("delta", delta, above=0, below=1), repetitions)
-
-
-def epsilon_of(history: Sequence[Entry], delta: float, accountant: str = "pld") -> float:
-    """Epsilon at `delta` of everything in a history; 0 for an empty one, inf if anything had no noise."""
-    return interpret.epsilon(history, arguments.number("delta", delta, above=0, below=1), accountant)
-
-
-def delta_of(history: Sequence[Entry], epsilon: float, accountant: str = "pld") -> float:
-    """Delta at `epsilon` of everything in a history."""
-    target = arguments.number("epsilon", epsilon, above=0, below=math.inf, open_end=False)
-    return interpret.delta(history, target, accountant)
-
-
-def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
-    """The largest number of further steps of `event` after `history` within (epsilon, delta), up to `at_most`.
-
-    0 if none. The steps are counted as an entry of their own; to go on with a shuffled epoch that the last
-    entry of `history` has begun, leave that entry out and subtract its count from the answer.
-    """
-    return calibrate.steps_within(
-        history,
-        event,
-        arguments.number("epsilon", epsilon, above=0, below=math.inf, open_end=False),
-        arguments.number("delta", delta, above=0, below=1),
-        arguments.whole("at_most", at_most),
-    )
+        history = from_arguments.history(**run)
+    elif run:
+        raise ConfigurationError("Give either history or the arguments that describe a run, not both.")
+    return repeat.epsilon(compose(history), number("delta", delta, above=0, below=1), repetitions)

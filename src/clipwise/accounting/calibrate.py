@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from clipwise.accounting import filter as renyi
-from clipwise.accounting import gaussian, interpret
-from clipwise.accounting.arguments import MOST_STEPS
+from clipwise.accounting import gaussian, truncation
+from clipwise.accounting.accountants import epsilon_of
 from clipwise.accounting.composition import LARGEST_NOISE, compose
+from clipwise.accounting.from_arguments import MOST_STEPS, budget, count, probability
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry, Event, Sampling
+from clipwise.validation.arguments import number, one_of
 
 # The noise returned is within this factor of the smallest, and rounded up to so many digits.
 TOLERANCE = 5e-4
@@ -29,21 +31,18 @@ SMALLEST_RATE = 1e-9
 def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> float:
     """The smallest noise multiplier with which `steps` events like `event` are (epsilon, delta)-private.
 
-    Args:
-        event: the kind of step; its own noise multiplier does not matter.
-        steps: how many of them.
-        epsilon: the budget.
-        delta: its delta.
+    The noise multiplier of `event` itself does not matter.
     """
+    steps, delta = count("steps", steps), probability("delta", delta)
+    epsilon = number("epsilon", epsilon, above=0)
+    truncation.require_room(epsilon, delta, steps * event.excess)
     if steps == 0:
         return 0.0
 
     def cost(z: float) -> float:
-        return interpret.epsilon([Entry(replace(event, noise_multiplier=z), steps)], delta)
+        return epsilon_of([Entry(replace(event, noise_multiplier=z), steps)], delta)
 
-    good, bad = _around(cost, epsilon, _up(_guess(event, steps, gaussian.largest_mu(epsilon, delta))), _up)
-    assert good is not None  # there is always noise enough
-    return _narrow(cost, epsilon, good, bad, _up, _close)
+    return _least_noise(cost, epsilon, _guess(event, steps, gaussian.largest_mu(epsilon, delta)))
 
 
 def smallest_noise_after(
@@ -52,15 +51,7 @@ def smallest_noise_after(
     """The smallest noise multiplier with which `steps` events like `event` fit into what a history leaves of a budget.
 
     By the Renyi filter at `order`, so that the answer holds if the run is planned after earlier releases were seen.
-    None if the history leaves nothing that any noise could do with.
-
-    Args:
-        history: what was released already.
-        event: the kind of step; its own noise multiplier does not matter.
-        steps: how many of them, in a row.
-        epsilon: the budget of all releases together.
-        delta: its delta.
-        order: of the filter.
+    None if the history leaves too little for any noise. The noise multiplier of `event` itself does not matter.
     """
 
     def planned(z: float) -> Entry:
@@ -69,18 +60,13 @@ def smallest_noise_after(
     def total(z: float) -> float:
         return renyi.epsilon_at(order, [*history, planned(z)], delta, budget=epsilon)
 
-    # Divergences add up, so this one may cost what the others leave: nearly a power of z, which the search is made for.
+    # Divergences add up, so this one may cost what the others leave: nearly a power of z, which suits the search.
     held = sum(renyi.divergence_at(order, entry) for entry in history)
     left = epsilon - renyi.conversion_at(order, delta) - held
     if not left > 0 or total(LARGEST_NOISE) > epsilon:
         return None
-
-    def cost(z: float) -> float:
-        return renyi.divergence_at(order, planned(z))
-
-    good, bad = _around(cost, left, _up(_guess(event, steps, math.sqrt(2 * left / order))), _up)
-    assert good is not None  # LARGEST_NOISE is one
-    found = _narrow(cost, left, good, bad, _up, _close)
+    start = _guess(event, steps, math.sqrt(2 * left / order))
+    found = _least_noise(lambda z: renyi.divergence_at(order, planned(z)), left, start)
     while total(found) > epsilon:  # rounding at most
         found = _up(found * (1 + TOLERANCE))
     return found
@@ -91,17 +77,17 @@ def most_steps(event: Event, epsilon: float, delta: float) -> int:
 
     From 100,000 steps on it is rounded down, by less than 0.002 percent.
     """
+    epsilon, delta = budget(epsilon), probability("delta", delta)
 
     def cost(steps: float) -> float:
-        return interpret.epsilon([Entry(event, int(steps))], delta)
+        return epsilon_of([Entry(event, int(steps))], delta)
 
-    one = (1.0, cost(1))
-    if one[1] > epsilon:
+    good, bad = (1.0, cost(1)), None
+    if good[1] > epsilon:
         raise ConfigurationError(
-            f"epsilon={epsilon:g} at delta={delta:g} is too small for even one step, which costs {one[1]:.4g} with "
+            f"epsilon={epsilon:g} at delta={delta:g} is too small for even one step, which costs {good[1]:.4g} with "
             f"noise_multiplier={event.noise_multiplier:g}: allow a larger epsilon, add noise or sample less."
         )
-    good, bad = one, None
     steps = max(2, min(_guessed_steps(event, epsilon, delta), MOST_STEPS))
     while bad is None:
         point = (float(steps), cost(steps))
@@ -119,30 +105,25 @@ def largest_rate(
 ) -> float:
     """The largest sampling rate with which steps like `event` are (epsilon, delta)-private, or an error.
 
-    Args:
-        event: the kind of step; its own rate does not matter.
-        epsilon: the budget.
-        delta: its delta.
-        steps: how many steps, whatever the rate; or
-        epochs: how many passes, so that a rate q takes epochs / q steps.
+    Give `steps`, whatever the rate, or `epochs`: a rate q then takes epochs / q steps. The rate of `event` itself does
+    not matter.
     """
-    if event.sampling not in SEARCHABLE:
-        raise ConfigurationError(
-            f"sampling={str(event.sampling)!r} is not possible for a search of the sample_rate: use one of "
-            + ", ".join(repr(str(scheme)) for scheme in SEARCHABLE)
-            + "."
-        )
+    one_of("sampling", event.sampling, SEARCHABLE)
+    epsilon, delta = budget(epsilon), probability("delta", delta)
     if (steps is None) == (epochs is None):
         raise ConfigurationError("Give either steps or epochs: how long the run is, beside its sample_rate.")
+    length = count("steps", steps) if epochs is None else number("epochs", epochs, above=0)
+
+    def steps_at(rate: float) -> float:
+        return length if epochs is None else length / rate
 
     def cost(inverse: float) -> float:
         """Of the rate 1 / inverse. Like noise, more of it costs less."""
         rate = _down(1 / inverse)
-        count = steps if epochs is None else epochs / rate
-        if count is not None and count > MOST_STEPS:
+        taken = steps_at(rate)
+        if taken > MOST_STEPS:
             return math.inf
-        count = math.ceil(count or 0)
-        return interpret.epsilon([Entry(replace(event, sample_rate=rate), count)], delta)
+        return epsilon_of([Entry(replace(event, sample_rate=rate), math.ceil(taken))], delta)
 
     def rounding(inverse: float) -> float:
         return 1 / _down(1 / min(max(inverse, 1.0), 1 / SMALLEST_RATE))
@@ -150,7 +131,7 @@ def largest_rate(
     everyone = (1.0, cost(1.0))
     if everyone[1] <= epsilon:
         return 1.0
-    start = rounding(_guessed_inverse_rate(event, epsilon, delta, steps, epochs))
+    start = rounding(_guessed_inverse_rate(event, epsilon, delta, steps_at))
     good, bad = _around(cost, epsilon, start, rounding, bad=everyone, furthest=rounding(math.inf))
     if good is None:
         raise ConfigurationError(
@@ -158,6 +139,12 @@ def largest_rate(
             f"{bad[1]:.4g} with noise_multiplier={event.noise_multiplier:g}. Allow a larger epsilon or add noise."
         )
     return _down(1 / _narrow(cost, epsilon, good, bad, rounding, _close))
+
+
+def _least_noise(cost: Callable[[float], float], budget: float, start: float) -> float:
+    good, bad = _around(cost, budget, _up(start), _up)
+    assert good is not None  # some noise is always enough
+    return _narrow(cost, budget, good, bad, _up, _close)
 
 
 def _up(value: float) -> float:
@@ -177,21 +164,16 @@ def _close(a: float, b: float) -> bool:
 
 
 def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
-    """The largest number of further steps of `event` after `history` that keeps within (epsilon, delta).
+    """The largest number of further steps of `event` after `history` within (epsilon, delta), up to `at_most`; or 0.
 
     The steps are counted as an entry of their own. To go on with a shuffled epoch that the last entry of
     `history` has begun, leave that entry out and subtract its count from the answer.
-
-    Args:
-        history: what was released already.
-        event: the kind of step to come.
-        epsilon: the budget.
-        delta: its delta.
-        at_most: stop looking here; also the answer if all of them fit.
     """
+    epsilon, delta = number("epsilon", epsilon, least=0), probability("delta", delta)
+    at_most = count("at_most", at_most)
 
     def cost(steps: float) -> float:
-        return interpret.epsilon([*history, Entry(event, int(steps))], delta)
+        return epsilon_of([*history, Entry(event, int(steps))], delta)
 
     all_of_them, none_of_them = (at_most, cost(at_most)), (0, cost(0))
     if all_of_them[1] <= epsilon:
@@ -211,12 +193,11 @@ def _guess(event: Event, steps: int, mu: float) -> float:
     unamplified = compose([entry]).unamplified_mu / mu
     if not compose([entry]).steps:
         return unamplified
-    low, high = -5.0, max(math.log(unamplified), 0.0)
-    for _ in range(20):
-        middle = 0.5 * (low + high)
-        _, variance = gaussian.loss_moments(event.sample_rate, math.exp(middle))
-        low, high = (middle, high) if steps * variance > mu * mu else (low, middle)
-    return math.exp(high)
+
+    def is_too_little(log_z: float) -> bool:
+        return steps * gaussian.loss_moments(event.sample_rate, math.exp(log_z))[1] > mu * mu
+
+    return _first_enough(is_too_little, -5.0, max(math.log(unamplified), 0.0))
 
 
 def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
@@ -229,17 +210,24 @@ def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
 
 
 def _guessed_inverse_rate(
-    event: Event, epsilon: float, delta: float, steps: int | None, epochs: float | None
+    event: Event, epsilon: float, delta: float, steps_at: Callable[[float], float]
 ) -> float:
     """1 / the rate that it allows, by bisection of its logarithm."""
     mu = gaussian.largest_mu(epsilon, delta)
-    low, high = 0.0, -math.log(SMALLEST_RATE)
+    z = min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE)
+
+    def is_too_little(log_inverse: float) -> bool:
+        rate = math.exp(-log_inverse)
+        return steps_at(rate) * gaussian.loss_moments(rate, z)[1] > mu * mu
+
+    return _first_enough(is_too_little, 0.0, -math.log(SMALLEST_RATE))
+
+
+def _first_enough(is_too_little: Callable[[float], bool], low: float, high: float) -> float:
+    """About e^x for the smallest x in [low, high] that is enough, by bisection."""
     for _ in range(20):
         middle = 0.5 * (low + high)
-        rate = math.exp(-middle)
-        count = steps if epochs is None else epochs / rate
-        _, variance = gaussian.loss_moments(rate, min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE))
-        low, high = (middle, high) if (count or 0) * variance > mu * mu else (low, middle)
+        low, high = (middle, high) if is_too_little(middle) else (low, middle)
     return math.exp(high)
 
 

@@ -15,20 +15,16 @@ from dataclasses import dataclass
 from scipy import special
 
 from clipwise.accounting import gaussian
-from clipwise.accounting.composition import Amplification, Step, amplified_step, compose
+from clipwise.accounting.composition import Step, amplified_step, compose
 from clipwise.errors import UnsupportedEventError
-from clipwise.privacy import Entry
+from clipwise.privacy import Amplification, Entry
 
 
 @dataclass(frozen=True)
 class CentralLimit:
-    """The Gaussian mechanism that a run would amount to if its steps were infinitely many and small.
+    """The Gaussian mechanism that a run would amount to if its steps were infinitely many and small."""
 
-    Args:
-        mu: sensitivity / noise of that mechanism.
-    """
-
-    mu: float
+    mu: float  # sensitivity / noise of that mechanism
 
     def epsilon_if_it_were_true(self, delta: float) -> float:
         """Epsilon of G_mu at delta. The run's own may be larger: do not report this one."""

@@ -14,30 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from clipwise.errors import ConfigurationError, UnsupportedEventError
-from clipwise.privacy import Entry, Event, Sampling
+from clipwise.privacy import AMPLIFICATION, Amplification, Entry, Event, Sampling
 
 # Outside of these an amplified step is replaced by a worse one that double precision can handle.
 SMALLEST_RATE = 1e-12
 SMALLEST_NOISE = 1e-2
 LARGEST_NOISE = 1e6
-
-
-class Amplification(Enum):
-    """Why a step costs less than its Gaussian mechanism.
-
-    COIN: the unit is in the batch by its own coin, and adds nothing if not. Worst pairs: (P, Q) and (Q, P)
-    of gaussian.py, which are two directions to be composed each on its own.
-    DRAW: another unit stands in if it is not drawn (replace-one), and moves the release by one sensitivity at most. The
-    worst pair is the subsampling operator C_p(G_{1/z}), which is symmetric: one pair that dominates both directions at
-    once. In a partition a whole block stands in, so each block must be clipped as a whole.
-    """
-
-    COIN = "coin"
-    DRAW = "draw"
 
 
 class Step(NamedTuple):
@@ -53,31 +38,25 @@ Steps: TypeAlias = "tuple[tuple[Step, int], ...]"
 
 @dataclass(frozen=True)
 class Composition:
-    """A history as accountants see it.
+    """A history as accountants see it."""
 
-    Args:
-        mu: sensitivity / noise of the one Gaussian mechanism that all unamplified releases amount to.
-        steps: the amplified steps, each with the number of times it was taken.
-        unamplified_mu: mu of the whole history if no amplification is claimed for any of it: an upper bound
-            in closed form, whatever the numbers.
-        excess: a bound on the probability that any batch was cut (truncated Poisson sampling). The rest says
-            what the history costs if none is; interpret.py adds what cutting costs.
-        drawn: how often a unit is drawn by chance, independently from step to step, as ((rate, z), count), also with
-            so little noise that it is no amplified step; and
-        sure_mu: mu of all other releases, if a unit takes part in each: for participations.py.
-    """
-
-    mu: float
-    steps: Steps
-    unamplified_mu: float
+    mu: float  # sensitivity / noise of the one Gaussian mechanism that all unamplified releases amount to
+    steps: Steps  # the amplified steps, each with the number of times it was taken
+    unamplified_mu: (
+        float  # mu of the whole history without any amplification: a closed form that always bounds it
+    )
+    # A bound on the probability that any batch was cut (truncated Poisson sampling). The rest bounds the history if
+    # none is; accountants.py adds what cutting costs.
     excess: float = 0.0
+    # For participations.py: how often a unit is drawn independently from step to step, as ((rate, z), count), also with
+    # so little noise that it is no amplified step; and mu of all other releases, if a unit takes part in each.
     drawn: tuple[tuple[tuple[float, float], int], ...] = ()
     sure_mu: float = 0.0
 
     @property
-    def count(self) -> int:
-        """The number of amplified steps."""
-        return sum(count for _, count in self.steps)
+    def is_empty(self) -> bool:
+        """Whether nothing was released."""
+        return self.mu == 0 and not self.steps
 
 
 def compose(history: Sequence[Entry]) -> Composition:
@@ -140,8 +119,8 @@ def require_one_guarantee(history: Sequence[Entry]) -> None:
 
 def _is_drawn(event: Event) -> bool:
     """Whether a unit is in the batch by a draw of this step alone, and not always; blocks are chosen anew, too."""
-    draws = event.sampling not in (Sampling.FULL, Sampling.SHUFFLED)
-    return draws and event.sample_rate < 1 and event.noise_multiplier > 0
+    is_amplified = AMPLIFICATION[event.sampling] is not None
+    return is_amplified and event.sample_rate < 1 and event.noise_multiplier > 0
 
 
 def amplified_step(event: Event) -> Step | None:
@@ -149,19 +128,13 @@ def amplified_step(event: Event) -> Step | None:
 
     Its numbers are those of the event: `compose` replaces such that bounds cannot be computed with.
     """
-    if event.sampling in (Sampling.FULL, Sampling.SHUFFLED):
-        return None
-    if event.sampling in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
-        amplification = Amplification.COIN
-    elif event.sampling in (Sampling.FIXED_SIZE, Sampling.PARTITION):
-        amplification = Amplification.DRAW
-    else:
+    if event.sampling not in AMPLIFICATION:
+        names = ", ".join(repr(str(s)) for s in Sampling)
         raise UnsupportedEventError(
-            f"No accountant bounds sampling={str(event.sampling)!r}: use one of "
-            + ", ".join(repr(str(s)) for s in Sampling)
-            + "."
+            f"No accountant bounds sampling={str(event.sampling)!r}: use one of {names}."
         )
-    if event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
+    amplification = AMPLIFICATION[event.sampling]
+    if amplification is None or event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
         return None
     return Step(amplification, event.sample_rate, event.noise_multiplier)
 

@@ -14,10 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from clipwise.accounting import rdp, truncation
-from clipwise.accounting.arguments import number, whole
 from clipwise.accounting.composition import compose, require_one_guarantee
+from clipwise.accounting.from_arguments import count as checked_count
 from clipwise.errors import BudgetExhausted, ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+from clipwise.validation.arguments import number
 
 # Of delta, kept for cut batches where the plan has some.
 FOR_CUTS = 1e-3
@@ -35,10 +36,8 @@ class Filter:
     via a Renyi filter", 2021): the product of the likelihood ratios, each to the power alpha and over e^((alpha - 1)
     D_t), is a supermartingale, whatever rule chose the steps from what came before.
 
-    Why not several orders at once, going on as long as one of them still has room? Because then the order at
-    which the sum stays small depends on the releases. The supermartingale of each order bounds that order
-    alone; that each run meets the bound of *some* order does not say that one order's bound holds for all
-    runs.
+    Several orders at once, going on as long as one of them has budget left, would not be sound: the order at which
+    the sum stays small then depends on the releases, and the supermartingale of each order bounds that order alone.
 
     Args:
         epsilon: the budget.
@@ -50,7 +49,7 @@ class Filter:
     def __init__(
         self, epsilon: float, delta: float, order: float | None = None, plan: Sequence[Entry] | None = None
     ) -> None:
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.epsilon = number("epsilon", epsilon, above=0)
         self.delta = number("delta", delta, above=0, below=1)
         if (order is None) == (plan is None):
             raise ConfigurationError(
@@ -82,16 +81,16 @@ class Filter:
 
     def allows(self, event: Event, count: int = 1) -> bool:
         """Whether `count` steps of `event` still fit. It charges nothing."""
-        divergence, entry = self._after(event, whole("count", count, at_least=1))
+        divergence, entry = self._after(event, checked_count("count", count, least=1))
         return (
             self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
         )
 
     def restart(self) -> None:
-        """A new noise key, or another run: steps that follow are not merged with those before.
+        """After a new noise key, or another run: steps that follow are not merged with those before.
 
-        Call it wherever a shuffled epoch may have been broken off: the next one takes its units part once more, so
-        each stretch of `count` steps between two restarts costs ceil(count / period) passes.
+        Call it wherever a shuffled epoch may have been broken off: each stretch of `count` steps between two restarts
+        costs ceil(count / period) passes.
         """
         if self._open is not None:
             self._divergence = self._with_open()
@@ -121,7 +120,7 @@ class Filter:
         self._divergence, self._open, self._excess = divergence, entry, self._cuts(event, count)
 
     def _best_for(self, plan: Sequence[Entry]) -> int:
-        """The order at which most of such plans fit."""
+        """The place of the order at which most of such plans fit."""
         divergences = rdp.divergences(compose(plan))
         if not 0 < divergences.min() < math.inf:
             raise ConfigurationError("plan must hold at least one step, and every step needs noise.")
@@ -158,17 +157,12 @@ class Filter:
 def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: float | None = None) -> float:
     """The epsilon that a history has used up of a filter at this order, with 0.1% of delta kept for cut batches.
 
-    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. It is
-    infinity if batches are cut more often than the kept part of delta allows.
-
-    Args:
-        order: alpha, one of those that `Filter` takes.
-        history: all that was released; entries are not merged.
-        delta: of the guarantee.
-        budget: the epsilon that must not be passed, if there is one: cut batches are judged at it.
+    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. Entries
+    are not merged. Cut batches are judged at `budget`, the epsilon that must not be passed, if there is one; infinity
+    if batches are cut more often than the kept part of delta allows.
     """
     total = compose(history)
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     place = _place_of(order)
     divergence = float(rdp.divergences(total)[place]) * (1 + rdp.SLACK)
@@ -197,10 +191,7 @@ def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float
         return float(rdp.ORDERS[len(rdp.ORDERS) // 2])
     conversion = rdp.conversion(delta * (1 - FOR_CUTS))
     with np.errstate(invalid="ignore"):
-        if epsilon is None:
-            badness = divergences + conversion
-        else:
-            badness = -(epsilon - conversion) / divergences
+        badness = divergences + conversion if epsilon is None else -(epsilon - conversion) / divergences
     return float(rdp.ORDERS[int(np.argmin(np.where(usable, badness, np.inf)))])
 
 

@@ -153,8 +153,5 @@ def _bisect(holds: Callable[[float], bool], good: float, bad: float) -> float:
     """A point next to the boundary between `good`, where `holds` is true, and `bad`; it is true there."""
     while abs(good - bad) > 1e-12 * max(good, bad):
         middle = 0.5 * (good + bad)
-        if holds(middle):
-            good = middle
-        else:
-            bad = middle
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
     return good

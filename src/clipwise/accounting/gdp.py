@@ -23,7 +23,7 @@ def mu(total: Composition) -> float:
 
 
 def epsilon(total: Composition, delta: float) -> float:
-    """The smallest epsilon, rounded up."""
+    """The smallest epsilon, from above."""
     return gaussian.epsilon(delta, mu(total))
 
 

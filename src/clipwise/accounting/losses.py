@@ -1,65 +1,56 @@
-"""Privacy losses on a grid: the discrete pairs that stand in for true ones, their sums, and what they cost.
+"""Privacy losses on a grid: the discrete pairs that stand in for true ones, and what they cost.
 
 A pair (P, Q) of output distributions enters composition only through the distribution of the loss
 l = log(P / Q) under P. It is replaced by one on a grid whose curve delta(epsilon) lies on or above the true one
-everywhere (dots.py), and a composition of dominating pairs dominates the composition. Rounding is on the same
+everywhere, and a composition of dominating pairs dominates the composition (convolve.py). Rounding is on the same
 side. A curve is linear in the masses, with weights that are not negative, so every mass is rounded up by what
 floating point may have taken off it; the masses then sum up to a little over 1.
 
-Composition is a sum of losses, by FFT. That rounds relative to the largest mass, and delta is in the tail, so
-the masses are tilted first: the one at position j is multiplied by e^(theta j - kappa), with kappa such that they
-sum up to 1 again. The sum of tilted losses is the tilted sum, e^(theta j - K) times the masses wanted, with K the
-sum of the kappas; theta puts its bulk where delta is. After the FFT every mass is raised by a bound on its
-error (spectrum.py) and tilted back. The result is a bound at every epsilon, and tight around the delta that it
-was made for, however small.
+The pair on the grid connects the dots of the true curve: its own curve passes through the deltas given and is
+linear in e^epsilon between them. A true curve is convex in e^epsilon, so it lies below (Doroshenko et al., "Connect
+the Dots", 2022). That holds for any grid, so a coarse one costs tightness and never validity.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from scipy import fft, signal
+from scipy import signal
 
 from clipwise.accounting.gaussian import Array
-from clipwise.accounting.spectrum import ROOM, UNIT_ROUNDOFF, Spectrum
 
-# The part of delta that tails may cost, and the part of the tilted mass that may lie outside of the window.
-TAIL_SHARE = 1e-7
-# Tails are cut at least as thin as for this level.
-TAIL_LEVEL = 1e-6
-# Positions further than this from the mean are gathered, in steps that widen by this factor.
-NEAR = 1024
-WIDENING = 0.01
-# By how much a tilt may lengthen the window, and how long it may get if there is no way without.
-LENGTHENING = 1.2
-LONGEST = 2**20
-# No tilt changes a mass by more than this power of e.
-STEEPEST = 600.0
+UNIT_ROUNDOFF = 2.0**-53
+# 7 n u for the longest grids, n = 2^21.
+_ROUNDING = 2.0**-29
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Losses:
-    """The distribution of a privacy loss under P.
+    """The distribution of a privacy loss under P."""
 
-    Args:
-        interval: the spacing h of the grid, a power of two: every multiple of it is exact.
-        first: the lowest loss, in units of h.
-        masses: the probabilities of the losses first h, (first + 1) h, ...
-        lost: the probability of an infinite loss.
-    """
-
-    interval: float
-    first: int
-    masses: Array
-    lost: float
+    interval: float  # the spacing h of the grid, a power of two: every multiple of it is exact
+    first: int  # the lowest loss, in units of h
+    masses: Array  # the probabilities of the losses first h, (first + 1) h, ...
+    lost: float  # the probability of an infinite loss
 
     @property
     def rounding(self) -> float:
         """A sum over all masses, none of them negative, is good to this part of it, in whatever order."""
         return 4 * UNIT_ROUNDOFF * (len(self.masses) + 8)
+
+    @cached_property
+    def _sums(self) -> tuple[Array, Array]:
+        """U_j = lost + sum_{i >= j} m_i and W_j = sum_{i >= j} m_i e^(l_j - l_i), for every j and one beyond.
+
+        With l_j the first loss above epsilon, delta(epsilon) = U_j - e^(epsilon - l_j) W_j.
+        """
+        downwards = self.masses[::-1]
+        upper = self.lost + np.cumsum(downwards)
+        weighted = signal.lfilter([1.0], [1.0, -math.exp(-self.interval)], downwards)
+        return np.append(upper[::-1], self.lost), np.append(weighted[::-1], 0.0)
 
     def delta(self, epsilon: float) -> float:
         """delta(epsilon) = lost + sum_l m(l) max(0, 1 - e^(epsilon - l)), rounded up."""
@@ -68,20 +59,30 @@ class Losses:
         losses = grid(self.first + above, self.first + size - 1, self.interval)
         return (self.lost + float(self.masses[above:] @ -np.expm1(epsilon - losses))) * (1 + self.rounding)
 
-    def epsilon(self, delta: float) -> float:
-        """The smallest epsilon >= 0 with delta(epsilon) <= delta, rounded up.
+    def deltas(self, epsilons: Array) -> Array:
+        """delta at many epsilons of either sign, rounded up: U - W is good to 4 n u U, and
+        U(e) <= delta(e - 1) / (1 - 1/e)."""
+        return np.maximum(self._deltas(epsilons), 0.0) + _ROUNDING * np.maximum(
+            self._deltas(epsilons - 1), 0.0
+        )
 
-        On the grid, with U_j = lost + sum_{i >= j} m_i and W_j = sum_{i >= j} m_i e^(l_j - l_i),
-        delta(l_j) = U_j - W_j, and between l_{j-1} and l_j it is U_j - e^(epsilon - l_j) W_j.
-        """
+    def _deltas(self, epsilons: Array) -> Array:
+        upper, weighted = self._sums
+        positions = np.floor(epsilons / self.interval) + 1 - self.first
+        index = np.clip(positions, 0, len(self.masses)).astype(np.int64)
+        share = np.exp(np.minimum(epsilons - self.interval * (self.first + index), 0.0))
+        deltas: Array = upper[index] - share * weighted[index]
+        return deltas
+
+    def epsilon(self, delta: float) -> float:
+        """The smallest epsilon >= 0 with delta(epsilon) <= delta, rounded up."""
         if not self.lost * (1 + 2 * self.rounding) <= delta:
             return math.inf
-        masses = self.masses[max(0, -self.first) :][::-1]  # of losses >= 0, the largest first
-        upper = self.lost + np.cumsum(masses)
-        weighted = signal.lfilter([1.0], [1.0, -math.exp(-self.interval)], masses)
+        # Of the losses >= 0, the largest first.
+        upper, weighted = (sums[max(0, -self.first) : -1][::-1] for sums in self._sums)
         aim = delta / (1 + 4 * self.rounding)
         beyond = np.flatnonzero(upper - weighted > aim)
-        j = max(0, int(beyond[0]) - 1) if len(beyond) else len(masses) - 1
+        j = max(0, int(beyond[0]) - 1) if len(beyond) else len(upper) - 1
         loss = self.interval * (self.first + len(self.masses) - 1 - j)
         share = max(upper[j] - aim, 0.0) / weighted[j] if weighted[j] > 0 else 1.0
         found = max(0.0, loss + (math.log(share) if 0 < share < 1 else 0.0))
@@ -97,200 +98,43 @@ def grid(first: int, last: int, interval: float) -> Array:
     return interval * np.arange(first, last + 1, dtype=np.float64)
 
 
-def tail_mass(level: float) -> float:
-    """What a sum that is to be good for deltas around `level` may leave out at the upper end."""
-    return TAIL_SHARE * min(level, TAIL_LEVEL)
+def connect_dots(deltas: Array, interval: float) -> tuple[Array, float]:
+    """Masses of the pair whose curve passes through `deltas` and is linear in e^epsilon between, rounded up.
 
+    With drops g_i = delta_i - delta_{i+1} the mass at point i is (e^h g_{i-1} - g_i) / (e^h - 1). The first point
+    has none before it and gets no mass; above the last the curve stays at its delta, which is the lost mass.
 
-def add_up(parts: Sequence[tuple[Losses, int]], level: float = 1.0) -> Losses:
-    """The distribution of the sum of independent losses, each taken a number of times.
-
-    Masses are convolved by FFT on a window. What lies above it is counted as lost, what lies below is moved up to
-    its lowest point (and what wraps around is counted once more, never missed).
-
-    Args:
-        parts: losses on grids of one spacing, and how often each is taken.
-        level: the delta that the result is to be tight for. It is valid for any, and tight for those around.
+    Returns:
+        The masses of all points but the first, and how much rounding up has added to them.
     """
-    total = sum(count for _, count in parts)
-    trimmed = [(_trimmed(part, tail_mass(level) / total), count) for part, count in parts]
-    tables = [_Table(part, count) for part, count in trimmed]
-    theta = _affordable(tables, _tilt(tables, level), level)
-    tilted = [table.tilted(theta) for table in tables]
-    K = math.fsum(table.count * kappa for table, (_, kappa) in zip(tables, tilted, strict=True))
-    low, high = _window(tables, theta, K, level)
-    size = max(high - low + 1, max(len(table.masses) for table in tables))
-    spectrum = Spectrum(fft.next_fast_len(size, real=True))
-    slack = 0.0
-    for table, (weights, kappa) in zip(tables, tilted, strict=True):
-        spectrum.multiply(weights, table.count)
-        reach = theta * len(table.masses) + abs(kappa)
-        slack += 4 * UNIT_ROUNDOFF * table.count * (reach + 4)
-    origin = low + sum(table.count * table.centre for table in tables)
-    found = spectrum.masses(origin)[: high - low + 1]
-    untilt = K - theta * np.arange(low, high + 1, dtype=np.float64)
-    slack += 4 * UNIT_ROUNDOFF * float(np.abs(untilt).max() + abs(K))
-    masses = found * np.exp(np.minimum(untilt + slack, 700.0))
-    masses[0] += 1.0 if theta > 0 else ROOM * tail_mass(level)
-    first = sum(table.count * (table.first + table.centre) for table in tables) + low
-    return Losses(parts[0][0].interval, first, masses, ROOM * tail_mass(level) + _lost(trimmed))
+    # A delta that rounding lifted over the one before comes down.
+    drops = -np.diff(np.minimum.accumulate(deltas))
+    after = np.append(drops[1:], 0.0)
+    raised = math.exp(interval) * drops
+    exact = (raised - after) / math.expm1(interval)
+    # Six roundings of u each: of the drops, the product, the difference, the quotient, and of e^h twice.
+    masses = np.maximum(exact, 0.0) + 8 * UNIT_ROUNDOFF * (raised + after) / math.expm1(interval)
+    return masses, float((masses - exact).sum())
 
 
-def _lost(parts: Sequence[tuple[Losses, int]]) -> float:
-    """The mass of sums with an infinite loss among their terms: with parts of mass 1, 1 - prod (1 - lost).
+def both_orders(deltas: Array, deltas_back: Array, interval: float) -> tuple[Losses, Losses]:
+    """The pairs (P, Q) and (Q, P), from their curves at 0, h, 2h, ..., which may be of different length.
 
-    Parts that were rounded up have a little more than 1, and so has that.
+    A mass m at loss l of the one is a mass m e^-l at loss -l of the other. What is left lies at loss 0. Both
+    curves begin with the total variation distance. The mass at 0 makes up for what the rest was rounded up by:
+    below epsilon = 0 a curve is what P has in all, less e^epsilon times what Q has, plus e^epsilon times the
+    other curve, and one of the first two may have been raised by more than the other.
     """
-    largest = 1 - UNIT_ROUNDOFF
-    kept = sum(count * math.log1p(-min(part.lost, largest)) for part, count in parts)
-    masses = [(float(part.masses.sum()) + part.lost, count) for part, count in parts]
-    growth = sum(count * math.log(mass) for mass, count in masses if mass > 1)
-    return -math.expm1(kept) * math.exp(min(growth, 700.0)) * (1 + 1e-9)
-
-
-def _trimmed(part: Losses, tail: float) -> Losses:
-    """Without the ends that hold less than `tail`: the upper is lost, the lower is moved up."""
-    size = len(part.masses)
-    start = min(int(np.searchsorted(np.cumsum(part.masses), tail)), size - 1)
-    stop = max(size - int(np.searchsorted(np.cumsum(part.masses[::-1]), tail)), start + 1)
-    masses = part.masses[start:stop].copy()
-    masses[0] += part.masses[:start].sum() * (1 + 1e-9)
-    return Losses(part.interval, part.first + start, masses, part.lost + float(part.masses[stop:].sum()))
-
-
-class _Table:
-    """One of the losses to be summed, with positions counted from its mean."""
-
-    def __init__(self, part: Losses, count: int) -> None:
-        self.masses, self.first, self.count = part.masses, part.first, count
-        index = np.arange(len(part.masses), dtype=np.float64)
-        self.centre = round(float(part.masses @ index) / float(part.masses.sum()))
-        self.positions = index - self.centre
-        self._knots, masses = _gathered(self.positions, self.masses)
-        with np.errstate(divide="ignore"):
-            self._logs = np.log(masses)
-
-    def tilted(self, theta: float) -> tuple[Array, float]:
-        """The masses times e^(theta j - kappa), which sum up to 1, and kappa."""
-        shift = theta * max(float(self.positions[-1]), 0.0)
-        weights = self.masses * np.exp(theta * self.positions - shift)
-        total = float(weights.sum())
-        return weights / total, shift + math.log(total)
-
-    def cumulants(self, t: float) -> tuple[float, float, float]:
-        """log sum m e^(t j), and the mean and variance of j under these weights, all from above."""
-        exponents = self._logs + t * self._knots
-        largest = float(exponents.max())
-        weights = np.exp(exponents - largest)
-        total = float(weights.sum())
-        mean = float(weights @ self._knots) / total
-        return largest + math.log(total), mean, float(weights @ (self._knots - mean) ** 2) / total
-
-
-def _gathered(positions: Array, masses: Array) -> tuple[Array, Array]:
-    """Fewer positions, close around 0 and wider apart further out, with every mass split between its neighbours.
-
-    A split keeps the mean, so it can only raise the sum of m e^(t j), for either sign of t.
-    """
-    reach = max(abs(float(positions[0])), abs(float(positions[-1])))
-    if reach <= 2 * NEAR:
-        return positions, masses
-    far = np.geomspace(NEAR, reach + 1, math.ceil(math.log((reach + 1) / NEAR) / WIDENING))
-    far = np.unique(np.ceil(far))
-    knots = np.concatenate([-far[::-1], np.arange(-NEAR + 1.0, NEAR), far])
-    knots = knots[
-        np.searchsorted(knots, positions[0], "right") - 1 : np.searchsorted(knots, positions[-1]) + 1
-    ]
-    below = np.clip(np.searchsorted(knots, positions, "right") - 1, 0, len(knots) - 2)
-    share = (positions - knots[below]) / (knots[below + 1] - knots[below])
-    size = len(knots)
-    gathered = np.zeros(size)
-    gathered += np.bincount(below, masses * (1 - share), size)
-    gathered += np.bincount(below + 1, masses * share, size)
-    return knots, gathered
-
-
-def _cumulants(tables: Sequence[_Table], t: float) -> tuple[float, float, float]:
-    """Those of the sum: K(t), K'(t) and K''(t)."""
-    found = [(table.count, *table.cumulants(t)) for table in tables]
+    deltas_back = np.append(deltas[:1], deltas_back[1:])
+    masses, added = connect_dots(deltas, interval)
+    back, added_back = connect_dots(deltas_back, interval)
+    first, last = -len(back), len(masses)
+    mirrored = (masses * np.exp(-grid(1, last, interval)))[::-1] * (1 + 8 * UNIT_ROUNDOFF)
+    back_mirrored = (back * np.exp(-grid(1, -first, interval)))[::-1] * (1 + 8 * UNIT_ROUNDOFF)
+    lost, lost_back = float(deltas[-1]), float(deltas_back[-1])
+    at_zero = max(0.0, 1 - lost - float(masses.sum() + back_mirrored.sum()))
+    at_zero += 2 * (added + added_back) + 128 * UNIT_ROUNDOFF
     return (
-        math.fsum(count * k for count, k, _, _ in found),
-        math.fsum(count * mean for count, _, mean, _ in found),
-        math.fsum(count * variance for count, _, _, variance in found),
+        Losses(interval, first, np.concatenate([back_mirrored, [at_zero], masses]), lost),
+        Losses(interval, -last, np.concatenate([mirrored, [at_zero], back]), lost_back),
     )
-
-
-def _affordable(tables: Sequence[_Table], theta: float, level: float) -> float:
-    """The tilt, or a gentler one where it would bring so much of a heavy tail to light that the window explodes.
-
-    Not so gentle that rounding would show: it leaves about e^(K - theta x) times 1e-12 a step beyond x, and
-    matters where the tail mass falls to `level`.
-    """
-    low, high = _window(tables, 0.0, _cumulants(tables, 0.0)[0], level)
-    longest = LENGTHENING * max(high - low, *(len(table.masses) for table in tables))
-    rounding = math.log(1e-12 * sum(table.count for table in tables))
-    while theta > 0:
-        low, high = _window(tables, theta, _cumulants(tables, theta)[0], level)
-        gentler = theta / 2 if theta * high > 1e-3 else 0.0
-        shown = rounding + _cumulants(tables, gentler)[0] - gentler * _reach(tables, level)
-        if high - low <= (LONGEST if shown > math.log(1e-4 * level) else longest):
-            break
-        theta = gentler
-    return theta
-
-
-def _reach(tables: Sequence[_Table], level: float) -> float:
-    """About where the tail mass of the sum falls to `level`, by Chernoff's bound."""
-    depth = -math.log(level)
-    deviation = math.sqrt(max(_cumulants(tables, 0.0)[2], 1e-6))
-    orders = math.sqrt(2 * depth) / deviation * 2.0 ** np.arange(-12, 3)
-    return min((_cumulants(tables, float(t))[0] + depth) / float(t) for t in orders)
-
-
-def _tilt(tables: Sequence[_Table], level: float) -> float:
-    """The theta whose tilted sum lies half way out to `level`: theta K' - K = -log(level) / 2.
-
-    The left side is the exponent of Chernoff's bound at K'. It rises with theta, for a Gaussian sum as theta^2.
-    Any theta gives a bound, so a rough one will do, and half the way is close enough for all digits that matter.
-    """
-    target = -0.5 * math.log(level)
-    if target == 0:
-        return 0.0
-    steepest = STEEPEST / max(len(table.masses) for table in tables)
-    low, high = 0.0, steepest
-    theta = min(math.sqrt(2 * target / max(_cumulants(tables, 0.0)[2], 1e-6)), steepest)
-    for _ in range(40):
-        K, mean, _ = _cumulants(tables, theta)
-        depth = theta * mean - K
-        if 0.8 * target < depth < 1.2 * target or (theta == steepest and depth < target):
-            break
-        low, high = (theta, high) if depth < target else (low, theta)
-        theta *= math.sqrt(target / max(depth, target / 16))
-        if not low < theta < high:
-            theta = 0.5 * (low + high)
-    return theta
-
-
-def _window(tables: Sequence[_Table], theta: float, K: float, level: float) -> tuple[int, int]:
-    """Where the tilted sum lies but for TAIL_SHARE of it, and the sum itself but for tail_mass(level) above.
-
-    K is K(theta). Chernoff: of the tilted sum the part above x is at most e^(K(theta + t) - K - t x), so
-    x = (K(theta + t) - K - log TAIL_SHARE) / t is high enough for any t > 0, and low enough for any t < 0.
-    """
-    variance = _cumulants(tables, theta)[2]
-    lowest = -sum(table.count * table.centre for table in tables)
-    highest = lowest + sum(table.count * (len(table.masses) - 1) for table in tables)
-    tail = math.log(tail_mass(level))
-    share = math.log(TAIL_SHARE) if theta > 0 else tail
-    # From what suits a sum as heavy-tailed as its longest term to twice the best order for a Gaussian sum.
-    largest = 2 * math.sqrt(-2 * tail) / max(math.sqrt(variance), 1e-3)
-    smallest = min(1 / max(len(table.masses) for table in tables), largest / 8)
-    orders = np.geomspace(smallest, largest, 1 + math.ceil(math.log(largest / smallest, 3)))
-    high = tilted_high = math.inf
-    low = -math.inf
-    for t in map(float, orders):
-        high = min(high, (_cumulants(tables, t)[0] - tail) / t)
-        tilted_high = min(tilted_high, (_cumulants(tables, theta + t)[0] - K - share) / t)
-        low = max(low, -(_cumulants(tables, theta - t)[0] - K - share) / t)
-    first, last = max(lowest, math.floor(low)), min(highest, math.ceil(max(high, tilted_high)))
-    return first, max(first, last)

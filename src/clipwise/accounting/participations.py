@@ -66,10 +66,8 @@ def most(steps: int, rate: float, missed: float) -> int:
     low, high = -1, steps  # more than `high` times has a small enough probability, more than `low` has not
     while high - low > 1:
         middle = (low + high) // 2
-        if 2 * float(special.betainc(middle + 1, steps - middle, rate)) <= missed:
-            high = middle
-        else:
-            low = middle
+        is_enough = 2 * float(special.betainc(middle + 1, steps - middle, rate)) <= missed
+        low, high = (low, middle) if is_enough else (middle, high)
     return high
 
 

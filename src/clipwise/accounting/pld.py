@@ -1,6 +1,6 @@
 """The tight accountant: privacy loss distributions on a grid, composed by FFT.
 
-Everything that is discretised or rounded is an upper bound (dots.py, losses.py, spectrum.py), for any delta. A
+Everything that is discretised or rounded is an upper bound (losses.py, convolve.py), for any delta. A
 figure takes 5 to 100 ms. More than `MOST_KINDS` different steps are rounded to fewer (schedule.py). Where a
 grid would have to be longer than `LARGEST_GRID` (very many or very uneven steps) it is made coarser; with
 more than `MOST_STEPS` it is left out. Then the answer is the least of what is at hand: this bound, RDP, the closed
@@ -19,13 +19,12 @@ import numpy as np
 from scipy import special
 
 from clipwise.accounting import gaussian, participations, rdp, schedule
-from clipwise.accounting.composition import Amplification, Composition, Step
-from clipwise.accounting.dots import both_orders
+from clipwise.accounting.composition import Composition, Step
+from clipwise.accounting.convolve import add_up, tail_mass
 from clipwise.accounting.gaussian import Array
-from clipwise.accounting.losses import Losses, add_up, grid, tail_mass
-from clipwise.accounting.spectrum import UNIT_ROUNDOFF
-from clipwise.accounting.table import Table
+from clipwise.accounting.losses import UNIT_ROUNDOFF, Losses, both_orders, grid
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 # Interval over the root mean square loss of a step: puts epsilon within about 0.03 percent.
 FINENESS = 0.05
@@ -88,7 +87,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
         spacing = _spacing(total, depth)
         fine = fine and spacing.fine
         if spacing.possible:
-            for_both = [table.from_above(epsilons) for table in _tables(total, spacing.interval, depth)]
+            for_both = [losses.deltas(epsilons) for losses in _directions(total, spacing.interval, depth)]
             best = np.minimum(best, np.max(for_both, axis=0))
     if not fine:
         best = np.minimum(best, participations.profile(total, epsilons))
@@ -131,11 +130,6 @@ def _focused_delta(total: Composition, epsilon: float) -> tuple[float, bool]:
         depth = min(DEEPEST, 2 * depth + 1) if at_the_floor else _depth(best)
         if depth in asked:
             return best, spacing.fine
-
-
-@lru_cache(maxsize=8)
-def _tables(total: Composition, interval: float, depth: int) -> tuple[Table, ...]:
-    return tuple(Table(losses) for losses in _directions(total, interval, depth))
 
 
 class _Spacing(NamedTuple):
@@ -184,7 +178,7 @@ def _directions(total: Composition, interval: float, depth: int) -> tuple[Losses
     tail = _tail(total, depth)
     parts = [(_of_step(step, interval, tail), count) for step, count in total.steps]
     if total.mu > 0:
-        parts.append((_of_gaussian(1 / total.mu, interval, tail), 1))
+        parts.append((_symmetric(_curve(1.0, 1 / total.mu, interval, tail), interval), 1))
     symmetric = all(directions[0] is directions[1] for directions, _ in parts)
     return tuple(
         add_up([(directions[order], count) for directions, count in parts], _level(depth))
@@ -213,11 +207,6 @@ def _of_step(step: Step, interval: float, tail: int) -> tuple[Losses, Losses]:
         # Fixed-size batches under replace-one: C_p, symmetric, with the curve of (P, Q) for epsilon >= 0.
         return _symmetric(curve, interval)
     raise UnsupportedEventError(f"The PLD accountant has no bound for {step.amplification}.")
-
-
-def _of_gaussian(z: float, interval: float, tail: int) -> tuple[Losses, Losses]:
-    """The Gaussian mechanism, which is symmetric."""
-    return _symmetric(_curve(1.0, z, interval, tail), interval)
 
 
 def _curve(rate: float, z: float, interval: float, tail: int) -> Array:

@@ -11,11 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from clipwise.accounting import library
-from clipwise.accounting.composition import Amplification, Composition, Step
+from clipwise.accounting import dp_accounting
+from clipwise.accounting.composition import Composition, Step
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.schedule import with_few_kinds
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 # Any order gives a bound; these are dense where the best one usually lies.
 ORDERS: Array = np.array([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [128, 256, 512, 1024])
@@ -30,14 +31,14 @@ MOST_KINDS = 256
 
 def epsilon(total: Composition, delta: float) -> float:
     """An upper bound on the smallest epsilon of a composition."""
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     return epsilon_from(divergences(total), delta)
 
 
 def delta(total: Composition, epsilon: float) -> float:
     """An upper bound on the smallest delta of a composition."""
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     return delta_from(divergences(total), epsilon)
 
@@ -90,8 +91,8 @@ def of_step(step: Step) -> Array:
     relation, as `Step` does; its PLDs would double the sensitivity under REPLACE_ONE by themselves, and are
     never built that way here.
     """
-    dp = library.load("dp_accounting")
-    library.load("dp_accounting.rdp")
+    dp = dp_accounting.load("dp_accounting")
+    dp_accounting.load("dp_accounting.rdp")
     gaussian = dp.GaussianDpEvent(step.z)
     if step.amplification is Amplification.COIN:
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -103,7 +104,9 @@ def of_step(step: Step) -> Array:
     else:
         raise UnsupportedEventError(f"The RDP accountant has no bound for {step.amplification}.")
     accountant = dp.rdp.RdpAccountant(ORDERS, relation)
-    with library.without_warnings():  # an order whose series does not converge gets inf, which is a bound
+    with (
+        dp_accounting.without_warnings()
+    ):  # an order whose series does not converge gets inf, which is a bound
         accountant.compose(event)
     rounded_up: Array = np.maximum(accountant.rdp, 0.0) + ROUNDING
     rounded_up.setflags(write=False)  # the cache hands it out again

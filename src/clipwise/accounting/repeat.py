@@ -24,10 +24,10 @@ from functools import cached_property
 import numpy as np
 
 from clipwise.accounting import pld, rdp, truncation
-from clipwise.accounting.arguments import number
 from clipwise.accounting.composition import Composition
 from clipwise.accounting.gaussian import Array
 from clipwise.errors import ConfigurationError
+from clipwise.validation.arguments import number
 
 LARGEST_MEAN = 1e9
 # A shape is taken for 0 where that changes the mean by less than this part of it.
@@ -36,15 +36,12 @@ LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Repetitions:
-    """The distribution of the number of runs.
+    """The distribution of the number of runs."""
 
-    Args:
-        mean: how many runs on average; above 1, except that it is just positive for a Poisson distribution.
-        shape: eta > -1 of a truncated negative binomial distribution; infinity for a Poisson distribution.
-    """
-
-    mean: float
-    shape: float = 1.0
+    mean: float  # above 1, or just positive for a Poisson distribution
+    shape: float = (
+        1.0  # eta > -1 of a truncated negative binomial distribution; infinity for a Poisson distribution
+    )
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -57,7 +54,7 @@ class Repetitions:
 
     @property
     def is_poisson(self) -> bool:
-        """Whether the number of runs has a Poisson distribution."""
+        """Whether the number of runs has a Poisson distribution: the shape is infinite."""
         return math.isinf(self.shape)
 
     @cached_property
@@ -73,10 +70,8 @@ class Repetitions:
         while _log_mean(low, self.shape) < math.log(self.mean):
             low *= 2
         while low < (middle := 0.5 * (low + high)) < high:
-            if _log_mean(middle, self.shape) >= math.log(self.mean):
-                low = middle
-            else:
-                high = middle
+            is_enough = _log_mean(middle, self.shape) >= math.log(self.mean)
+            low, high = (middle, high) if is_enough else (low, middle)
         return low - 10 * LEAST * (1 - low)
 
     def draw(self, random: np.random.Generator | None = None) -> int:
@@ -137,11 +132,9 @@ def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float
 
     Batches are cut in any of the runs with probability at most E[K] X.
     """
-    if total.mu == 0 and not total.steps:
+    if total.is_empty:
         return 0.0
     uncut = repetitions.divergences(rdp.divergences(total), lambda losses: pld.profile(total, losses))
-    if total.excess == 0:
-        return rdp.epsilon_from(uncut, delta)
     excess = repetitions.mean * total.excess
     return truncation.epsilon(lambda d: rdp.epsilon_from(uncut, d), delta, excess)
 

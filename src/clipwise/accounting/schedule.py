@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from clipwise.accounting.composition import Amplification, Composition, Step
+from clipwise.accounting.composition import Composition, Step
 from clipwise.accounting.gaussian import Array
+from clipwise.privacy import Amplification
 
 # Rates are few in practice; if not, they get this many kinds and the noise gets the rest.
 MOST_RATES = 8

@@ -20,12 +20,14 @@ from typing import Any, overload
 import numpy as np
 from scipy import special
 
-from clipwise.accounting import arguments, attack, gaussian, pld, refine, schedule, tensor, truncation
+from clipwise.accounting import gaussian, pld, schedule, tensor_product, truncation
 from clipwise.accounting.composition import Composition, compose
+from clipwise.accounting.from_arguments import count as checked_count
 from clipwise.accounting.gaussian import Array
-from clipwise.accounting.hull import crossings, lower_hull
+from clipwise.accounting.tradeoff_lines import LARGEST, crossings, lower_hull, refined
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry
+from clipwise.validation.arguments import number
 
 # Corners are computed to about this; curves are lowered by it.
 ROUNDING = 4 * 2.0**-53
@@ -43,14 +45,10 @@ class Tradeoff:
 
     Build one by `of(history)`, `Tradeoff.gaussian(mu)`, `Tradeoff.from_profile(epsilons, deltas)` or
     `Tradeoff.identity()`; the corners are not checked.
-
-    Args:
-        alphas: false-positive rates of the corners, rising from 0. Beyond the last, f is 0.
-        betas: f at the corners, falling to 0.
     """
 
-    alphas: Array
-    betas: Array
+    alphas: Array  # false-positive rates of the corners, rising from 0. Beyond the last, f is 0.
+    betas: Array  # f at the corners, falling to 0
 
     @classmethod
     def identity(cls) -> Tradeoff:
@@ -70,12 +68,12 @@ class Tradeoff:
         """
         if mu == math.inf:
             return cls.nothing()
-        mu = arguments.number("mu", mu, above=0, below=math.inf, open_end=False)
+        mu = number("mu", mu, least=0)
         if mu == 0 or mu > LARGEST_MU:
             return cls.nothing() if mu else cls.identity()
         thresholds = np.arange(max(mu / 2, mu - gaussian.TAIL), mu + gaussian.TAIL, TANGENTS)
         epsilons = mu * (thresholds - mu / 2)
-        epsilons = np.append(0.0, epsilons[(epsilons > 0) & (epsilons < refine.LARGEST)])
+        epsilons = np.append(0.0, epsilons[(epsilons > 0) & (epsilons < LARGEST)])
         return cls.from_profile(epsilons, [gaussian.delta(float(e), mu) for e in epsilons])
 
     @classmethod
@@ -156,11 +154,11 @@ class Tradeoff:
 
     def repeated(self, count: int) -> Tradeoff:
         """The tensor product of `count` copies."""
-        return _product([(self, arguments.whole("count", count))])
+        return _product([(self, checked_count("count", count))])
 
     def delta(self, epsilon: float) -> float:
         """The smallest delta at `epsilon` >= 0, for both orders: max 1 - beta - e^epsilon alpha."""
-        e = arguments.number("epsilon", epsilon, above=0, below=math.inf, open_end=False)
+        e = number("epsilon", epsilon, least=0)
         with np.errstate(over="ignore", invalid="ignore"):
             pairs = ((self.alphas, self.betas), (self.betas, self.alphas))
             gaps = [1 - b - np.where(a > 0, np.exp(np.float64(e)) * a, 0.0) for a, b in pairs]
@@ -168,7 +166,7 @@ class Tradeoff:
 
     def epsilon(self, delta: float) -> float:
         """The smallest epsilon >= 0 at `delta`, for both orders: log max (1 - beta - delta) / alpha."""
-        d = arguments.number("delta", delta, above=0, below=1)
+        d = number("delta", delta, above=0, below=1)
         steepest = 1.0
         for a, b in ((self.alphas, self.betas), (self.betas, self.alphas)):
             gap = 1 - b - d
@@ -185,70 +183,89 @@ class Tradeoff:
         straight between corners and G_mu is convex, so the corners decide:
         mu = max Phi^-1(1 - alpha) - Phi^-1(beta + slack).
         """
-        allowed = arguments.number("slack", slack, above=0, below=1, open_end=False)
+        allowed = number("slack", slack, least=0, below=1)
         betas = self.betas + allowed
         binding = (betas < 1) & (self.alphas < 1)
         needed = -special.ndtri(self.alphas[binding]) - special.ndtri(betas[binding])
         return max(0.0, float(np.max(needed, initial=0.0)))
 
+    # What the curve means for an attacker who sees everything that was released, knows both data sets, and asks
+    # whether the one with the unit in question was used ("in") or its neighbour ("out"). A test has a false-positive
+    # rate alpha ("in" for "out") and a detection rate 1 - beta, with f(alpha) <= beta. All figures are the attacker's
+    # best, from above; each is linear along a straight piece of f, so the corners decide.
+
     def advantage(self) -> float:
         """The largest detection rate minus false-positive rate of any test: max 1 - alpha - f(alpha)."""
-        return attack.advantage(self.alphas, self.betas)
+        return _rounded_up(float(np.max(1 - self.alphas - self.betas)))
 
     def power(self, fpr: float) -> float:
         """The largest detection (true-positive) rate of a test with this false-positive rate: 1 - f(fpr)."""
         return 1 - self(_probability("fpr", fpr))
 
     def accuracy(self, prior: float = 0.5) -> float:
-        """The largest probability of guessing rightly which data set was used (1 - the Bayes risk).
+        """The largest probability of a right guess, 1 - min over f of (1 - prior) alpha + prior beta.
 
-        Args:
-            prior: the probability that the unit was in, before anything was released.
+        `prior` is the probability that the unit was in, before anything was released.
         """
-        return attack.accuracy(self.alphas, self.betas, _probability("prior", prior))
+        p = _probability("prior", prior)
+        return _rounded_up(1 - float(np.min((1 - p) * self.alphas + p * self.betas)))
 
     def precision(self, fpr: float, prior: float = 0.5) -> float:
-        """How often an attacker can be right who says "in": the largest posterior after a positive test.
+        """The largest posterior probability of "in" after a positive test, by Bayes' rule.
 
         It bounds every test whose false-positive rate is *at least* fpr, since power(fpr) / fpr falls with fpr.
-
-        Args:
-            fpr: the rate at which the test says "in" for units that were not.
-            prior: the probability that the unit was in, before anything was released.
         """
-        rate = _probability("fpr", fpr)
-        return attack.precision(self.power(rate), rate, _probability("prior", prior))
+        rate, p = _probability("fpr", fpr), _probability("prior", prior)
+        caught, wronged = p * self.power(rate), (1 - p) * rate
+        if wronged == 0 and caught > 0:
+            return 1.0
+        return _rounded_up(caught / (caught + wronged) if caught > 0 else p)
 
     def odds_factor(self, tail: float) -> float:
-        """By what factor one outcome can raise the odds of "in" (or of "out"), rare outcomes left aside.
+        """By what factor one outcome can raise the odds of "in" (or of "out"), rare outcomes excepted.
 
-        Bounded is the chance of an outcome with a larger factor: it is at most `tail`, whether the unit was in
-        or out. Single outcomes have no other bound, since Gaussian noise can, very rarely, tell everything.
-        inf if the curve cannot promise that for so small a tail.
+        The chance of an outcome with a larger factor is at most `tail`, whether the unit was in or out. Single
+        outcomes have no other bound, since Gaussian noise can, very rarely, reveal everything. inf if the curve
+        cannot promise that for so small a tail.
         """
-        t = arguments.number("tail", tail, above=0, below=1)
-        return max(
-            attack.odds_factor(self.alphas, self.betas, t),
-            attack.odds_factor(self.betas[::-1], self.alphas[::-1], t),
-        )
+        t = number("tail", tail, above=0, below=1)
+        back = self.inverse()
+        return max(_odds_factor(self.alphas, self.betas, t), _odds_factor(back.alphas, back.betas, t))
 
     def posterior(self, prior: float, tail: float) -> float:
-        """The largest probability of "in" after seeing one outcome, rare outcomes left aside.
+        """The largest probability of "in" after seeing one outcome, rare outcomes excepted.
 
         Its odds are prior / (1 - prior) times `odds_factor(tail)`; a larger one comes with a chance of at most
         `tail`.
         """
-        return attack.posterior(self.odds_factor(tail), _probability("prior", prior))
+        p, factor = _probability("prior", prior), self.odds_factor(tail)
+        return 1.0 if math.isinf(factor) else _rounded_up(p * factor / (1 - p + p * factor))
 
     def __repr__(self) -> str:
         return f"Tradeoff(advantage={self.advantage():.4g}, power at fpr 0.01={self.power(0.01):.4g})"
 
 
-def of(history: Sequence[Entry]) -> Tradeoff:
-    """The trade-off function of everything in a history, for both orders of the neighbours.
+def _odds_factor(alphas: Array, betas: Array, tail: float) -> float:
+    """The least factor by which one outcome raises the odds of "in", but for outcomes of probability `tail`.
 
-    By the PLD accountant, from below and within 1e-3. Perfect privacy for an empty history; no privacy if
-    anything was released without noise.
+    With p = P(loss > t) and any s < t, delta(s) >= p (1 - e^(s - t)), so p <= tail if
+    e^-t <= e^-s (1 - delta(s) / tail). On one corner of f, delta(s) = 1 - beta - e^s alpha, and the right side is
+    (e^-s (tail - 1 + beta) + alpha) / tail: linear in e^-s, so the best s is the steepness of a straight piece.
+    """
+    if tail <= 1 - float(betas[0]):
+        return math.inf
+    run, drop = np.diff(alphas), -np.diff(betas)
+    straight = drop > 0
+    flatness = run[straight] / drop[straight]  # e^-s
+    room = tail - 1 + betas[:-1][straight]
+    least = np.max((flatness * room + alphas[:-1][straight]) / tail, initial=0.0)
+    return math.inf if least <= 0 else max(1.0, 1 / float(least))
+
+
+def of(history: Sequence[Entry]) -> Tradeoff:
+    """The trade-off function of everything in a history, for both orders, by the PLD accountant.
+
+    From below and within 1e-3. Perfect privacy for an empty history; none if anything was released without noise.
     """
     total = compose(history)
     if math.isinf(total.unamplified_mu):
@@ -256,7 +273,7 @@ def of(history: Sequence[Entry]) -> Tradeoff:
     if not total.steps and total.excess == 0:
         return Tradeoff.gaussian(total.mu)
     total = schedule.with_few_kinds(total, pld.MOST_KINDS)
-    return Tradeoff.from_profile(*refine.refined(lambda epsilons: _profile(total, epsilons)))
+    return Tradeoff.from_profile(*refined(lambda epsilons: _profile(total, epsilons)))
 
 
 def profile(history: Sequence[Entry], epsilons: Array) -> Array:
@@ -283,10 +300,10 @@ def _product(factors: Sequence[tuple[Tradeoff, int]]) -> Tradeoff:
             f"count is not possible: at most {MOST_RELEASES:g} curves can be composed. For more steps of a run ask "
             "accounting.tradeoff(...), which takes any number."
         )
-    deltas_at = tensor.product([(curve.alphas, curve.betas, count) for curve, count in counted])
+    deltas_at = tensor_product.product([(curve.alphas, curve.betas, count) for curve, count in counted])
     if all(curve.is_symmetric for curve, _ in counted):
-        return Tradeoff.from_profile(*refine.refined(lambda e: np.clip(deltas_at(e), 0.0, 1.0)))
-    epsilons, deltas = refine.refined(
+        return Tradeoff.from_profile(*refined(lambda e: np.clip(deltas_at(e), 0.0, 1.0)))
+    epsilons, deltas = refined(
         lambda e: np.clip(np.maximum(deltas_at(e), -np.expm1(e)), 0.0, 1.0), both_signs=True
     )
     return _of_one_order(epsilons, deltas)
@@ -319,19 +336,19 @@ def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:
     """Epsilons >= 0 and as many deltas in [0, 1], sorted by epsilon."""
     e, d = np.atleast_1d(np.asarray(epsilons, np.float64)), np.atleast_1d(np.asarray(deltas, np.float64))
     if e.ndim != 1 or e.shape != d.shape or not len(e):
-        raise ConfigurationError(
-            "epsilons and deltas are not possible: give as many of the one as of the other."
-        )
-    if not bool(np.all((e >= 0) & (e <= refine.LARGEST))):
-        raise ConfigurationError(f"epsilons is not possible: each must lie in [0, {refine.LARGEST:g}].")
-    if not bool(np.all((d >= 0) & (d <= 1))):
-        raise ConfigurationError("deltas is not possible: each must lie in [0, 1].")
+        raise ConfigurationError("epsilons and deltas must be as many of the one as of the other.")
+    for name, values, most in (("epsilons", e, LARGEST), ("deltas", d, 1.0)):
+        if not bool(np.all((values >= 0) & (values <= most))):
+            raise ConfigurationError(f"{name}: each must lie in [0, {most:g}].")
     order = np.argsort(e, kind="stable")
     return e[order], d[order]
 
 
 def _probability(name: str, value: Any) -> float:
     """`value` as a float in [0, 1]."""
-    if not isinstance(value, bool) and value == 1:
-        return 1.0
-    return arguments.number(name, value, above=0, below=1, open_end=False)
+    return number(name, value, least=0, most=1)
+
+
+def _rounded_up(probability: float) -> float:
+    """A probability, rounded up by more than its own rounding."""
+    return min(1.0, max(0.0, probability) * (1 + 2.0**-50))

@@ -48,10 +48,8 @@ def default_limit(dataset_size: int, sample_rate: float) -> int:
     low, high = math.floor(dataset_size * sample_rate), dataset_size  # exceeded too often; never exceeded
     while high - low > 1:
         middle = (low + high) // 2
-        if _log_chernoff(dataset_size, sample_rate, middle) <= math.log(NEGLIGIBLE):
-            high = middle
-        else:
-            low = middle
+        is_enough = _log_chernoff(dataset_size, sample_rate, middle) <= math.log(NEGLIGIBLE)
+        low, high = (low, middle) if is_enough else (middle, high)
     return high
 
 
@@ -87,16 +85,14 @@ def require_room(epsilon: float, delta: float, total_excess: float) -> None:
 def epsilon(untruncated: Callable[[float], float], delta: float, total_excess: float) -> float:
     """The smallest epsilon with delta*(epsilon) + (1 + e^epsilon) X <= delta, from above; inf if there is none.
 
-    Args:
-        untruncated: E(d), the smallest epsilon of the steps without cuts at delta = d, or a bound above it.
-        delta: the delta of the guarantee.
-        total_excess: X.
-
-    delta* is convex in e^epsilon, and so is the left side: the epsilons sought are an interval, those with
+    `untruncated` is E(d), the smallest epsilon of the steps without cuts at delta = d, or a bound above it. delta* is
+    convex in e^epsilon, and so is the left side: the epsilons sought are an interval, those with
     E(delta - (1 + e^epsilon) X) <= epsilon. To find its left end, begin at 0 and move to what E asks for,
     again and again: E only grows on the way, so no point of the interval is passed over. A little is added to
     each point so that the search ends, and a point is returned only after E has confirmed it.
     """
+    if total_excess == 0:
+        return untruncated(delta)
     point = 0.0
     for _ in range(60):
         left = (delta - added_delta(point, total_excess)) * (1 - 1e-12)

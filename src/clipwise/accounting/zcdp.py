@@ -8,7 +8,7 @@ as much as one of them. Amplified steps have no finite rho worth stating, and ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scipy import optimize
 
@@ -58,14 +58,9 @@ def tight_epsilon(rho: float, delta: float) -> float:
 
     def bound(log_excess: float) -> float:
         excess = math.exp(log_excess)  # alpha - 1
-        terms = [
-            rho,
-            rho * excess,
-            log_excess - math.log1p(excess),
-            -math.log(delta) / excess,
-            -math.log1p(excess) / excess,
-        ]
-        return math.fsum(terms) + ROUNDING * math.fsum(map(abs, terms))
+        log_order = math.log1p(excess)
+        converted = [log_excess - log_order, -math.log(delta) / excess, -log_order / excess]
+        return _rounded_up([rho, rho * excess, *converted])
 
     # Without the two small terms the best alpha - 1 is sqrt(log(1/delta) / rho); they move it by little.
     centre = 0.5 * (math.log(-math.log(delta)) - math.log(rho))
@@ -82,14 +77,8 @@ def tight_delta(rho: float, epsilon: float) -> float:
 
     def bound(log_excess: float) -> float:
         excess = math.exp(log_excess)
-        terms = [
-            excess * rho,
-            excess * excess * rho,
-            -excess * epsilon,
-            excess * log_excess,
-            -(1 + excess) * math.log1p(excess),
-        ]
-        return math.fsum(terms) + ROUNDING * math.fsum(map(abs, terms))
+        gained = [excess * rho, excess * excess * rho, -excess * epsilon]
+        return _rounded_up([*gained, excess * log_excess, -(1 + excess) * math.log1p(excess)])
 
     # The best alpha - 1 is about (epsilon - rho) / (2 rho), or small where that is none.
     centre = math.log(max(epsilon / rho - 1, 0.1)) - math.log(2)
@@ -103,3 +92,7 @@ def _least(bound: Callable[[float], float], centre: float) -> float:
         bound, bounds=(centre - 6, centre + 6), method="bounded", options={"xatol": 1e-9}
     )
     return min(float(found.fun), bound(centre))
+
+
+def _rounded_up(terms: Sequence[float]) -> float:
+    return math.fsum(terms) + ROUNDING * math.fsum(map(abs, terms))

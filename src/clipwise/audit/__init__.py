@@ -9,11 +9,10 @@ Nothing here is private: audits see sums without noise. Run them on synthetic or
 """
 
 from clipwise.audit.canary import canary
-from clipwise.audit.findings import Finding, NeighboursReport
 from clipwise.audit.membership import Membership, likelihood_ratio, loss_threshold, membership
 from clipwise.audit.neighbours import neighbours
 from clipwise.audit.one_run import one_run
-from clipwise.audit.report import AuditReport, Claim, Measured
+from clipwise.audit.report import AuditReport, Claim, Finding, Measured, NeighboursReport
 
 __all__ = [
     "AuditReport",

@@ -1,8 +1,9 @@
-"""A canary that is in or out, many runs, and what telling them apart proves."""
+"""A canary that is in or out, many runs, and what distinguishing them proves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.bounds import at_least, at_most, epsilon_of_errors, mu_of_accuracy
-from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Dirac, Planted, Record
 from clipwise.audit.records import with_record
 from clipwise.audit.report import AuditReport, Claim, Measured
-from clipwise.audit.worlds import Worlds
-from clipwise.errors import ConfigurationError
+from clipwise.audit.watch import MakeRun
+from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
-from clipwise.validation.arguments import require_known
+from clipwise.privacy import Adjacency, Entry
+from clipwise.validation.arguments import number, one_of, whole
 
 KINDS = ("dirac", "mislabelled", "record")
 # Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
@@ -43,10 +44,10 @@ def canary(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> AuditReport:
-    """Train many times with a canary and as often without, and bound from below how well the two can be told apart.
+    """Train many times with a canary and as often without, and bound from below how well the two are distinguished.
 
     The attacker is the one that the guarantee is about: sees every release, knows the model, the data and the
-    canary, and not the noise and not who was drawn. Each run goes through the whole engine.
+    canary, but neither the noise nor the draws. Each run goes through the whole engine.
 
     Bounds (all hold together with `confidence`): mu from the accuracy of the guess at log-likelihood ratio 0. With as
     many runs "in" as "out", TPR + TNR <= 2 Phi(mu / 2), and the number of right guesses is at most, in the tail, a
@@ -61,34 +62,28 @@ def canary(
             label; or "record", the one given as `planted`. The last two are known by their gradient, for which `loss`
             is needed. A strategy that bounds gradients by the model's structure takes these.
         loss: `loss(model, *batch)` gives one loss an example.
-        record: the canary's place.
+        record: the canary's index.
         planted: the canary, for kind="record".
         parameter: where a Dirac canary's entry is, in place of the largest parameter of each part.
-        others: whether everyone else keeps their losses beside a Dirac canary. If not, they are there and say
-            nothing: the data set that an attacker would choose.
+        others: whether all other records keep their losses beside a Dirac canary. If not, they are there with a loss
+            of 0: the data set that an attacker would choose.
         runs: how many in each world: the model is trained `runs` times with the canary and `runs` times without. If
-            a run is one release that everyone takes part in, its sum is the same each time, and all but the noise is
-            computed once.
+            a run is one release that every record takes part in, its sum is the same each time, and all but the noise
+            is computed once.
         delta: at which epsilon is bounded; by default that of the run.
         confidence: with which all bounds hold together.
         seed: of the keys, and of torch's generator before each run.
     """
-    require_known("kind", kind, KINDS)
+    one_of("kind", kind, KINDS)
     if (kind == "record") != (planted is not None):
         raise ConfigurationError(
             "planted is the record of kind='record', and of no other kind: give both or neither."
         )
     if kind != "dirac" and loss is None:
         raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) gives one loss an example.")
-    least = least_runs(kind)
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < least:
-        raise ConfigurationError(
-            f"runs={runs!r} is not possible: give a whole number of at least {least}, the runs with the canary, which "
-            "are as many as those without."
-        )
-    require_confidence(confidence)
-    if not 0 <= record < len(dataset):
-        raise ConfigurationError(f"record={record!r} is no index of the data set.")
+    whole("runs", runs, least=least_runs(kind))
+    number("confidence", confidence, least=0.5, below=1)
+    whole("record", record, least=0, most=len(dataset) - 1)
     if kind == "mislabelled":
         planted = mislabelled(dataset, record)
     data = dataset if planted is None else with_record(dataset, record, planted)
@@ -99,9 +94,9 @@ def canary(
             return Dirac(key, place, is_inside, again, parameter=parameter, others=others)
         return Record(key, place, is_inside, again, loss=loss, home=data)
 
-    worlds = Worlds(make_run, data, dataset, watch, seed)
+    worlds = _Worlds(make_run, data, dataset, watch, seed)
     inside_scores, outside_scores = worlds.scores(runs)
-    claim = Claim(worlds.history(), worlds.delta if delta is None else delta)
+    claim = Claim(worlds.history(), worlds.watches[0].delta if delta is None else delta)
     if kind != "dirac":
         inside_scores, outside_scores = _after_pilots(inside_scores, outside_scores)
     return AuditReport(
@@ -144,14 +139,61 @@ def least_runs(kind: str) -> int:
     return 2 if kind == "dirac" else 2 * _PILOTS
 
 
-def require_confidence(confidence: float, name: str = "confidence") -> None:
-    """Refuse what is no probability of being right; `name` is what the caller calls it."""
-    if not 0.5 <= confidence < 1:
-        raise ConfigurationError(f"{name}={confidence!r} is not possible: give a number from 0.5 to below 1.")
+@dataclass
+class _Worlds:
+    """Runs with the canary and without it, by turns."""
+
+    make_run: MakeRun
+    inside: Any  # the data set of one world, and of the other where the canary is left out of every draw
+    outside: Any  # that of the other world under replace-one
+    # From a key, whether the canary is in, and further keys to noise each release with.
+    make_watch: Callable[[NoiseKey, bool, Sequence[NoiseKey]], Planted]
+    seed: int
+    watches: list[Planted] = field(default_factory=list)
+    _histories: list[list[Entry]] = field(default_factory=list)
+
+    def scores(self, runs: int) -> tuple[Array, Array]:
+        """Scores of so many runs with the canary, and of as many without."""
+        self._run()
+        self._run()
+        first = self._histories[0]
+        if sum(entry.count for entry in first) == 1 and first[0].event.sample_rate == 1:
+            # One step that every record takes part in: the sum is always the same, and only the noise is drawn anew.
+            for world in range(2):
+                self._run([self._key(number) for number in range(4 + world, 2 * runs, 2)])
+        else:
+            while len(self.watches) < 2 * runs:
+                self._run()
+        found = [
+            np.array([s[0] for w in self.watches[world::2] for s in (w.scores, *w.more)]) for world in (0, 1)
+        ]
+        return found[0][:runs], found[1][:runs]
+
+    def history(self) -> tuple[Entry, ...]:
+        """What every run charged, which must be the same."""
+        first = self._histories[0]
+        if any(other != first for other in self._histories):
+            raise AuditError(
+                "make_run charges another history from one call to the next: an audit compares runs that promise the "
+                "same."
+            )
+        return tuple(first)
+
+    def _key(self, number: int) -> NoiseKey:
+        return NoiseKey.from_seed(self.seed, f"clipwise.canary/{number}".encode())
+
+    def _run(self, again: Sequence[NoiseKey] = ()) -> None:
+        number = len(self.watches)
+        is_inside = number % 2 == 0
+        watch = self.make_watch(self._key(number), is_inside, again)
+        is_replaced = bool(number) and self._histories[0][0].event.adjacency is Adjacency.REPLACE_ONE
+        data = self.outside if is_replaced and not is_inside else self.inside
+        self._histories.append(watch.trained(self.make_run, data, self.seed))
+        self.watches.append(watch)
 
 
 def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
-    """Scores as log-likelihood ratios of two normal laws that the first runs have shown; those runs count no more."""
+    """Scores as log-likelihood ratios of two normal laws, fitted to the first runs; those runs do not count."""
     pilots = max(_PILOTS, int(_PILOT_SHARE * len(inside)))
     ours, theirs = inside[:pilots], outside[:pilots]
     spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)

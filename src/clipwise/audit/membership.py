@@ -1,8 +1,7 @@
 """Black-box membership inference: the attacker sees the trained model's losses, and nothing of the training.
 
-A weak attack says little about the worst case and much about an ordinary one: how many records are given away to who
-can only use the model. It is reported as the share of members that are found at few false alarms, since an attack that
-is right on average may still be sure of nobody.
+A weak attack shows little about the worst case and much about an ordinary one. It is reported as the share of members
+that are found at few false alarms, since an attack that is right on average may still be sure of no record.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
-from clipwise.audit.neighbours import MakeRun
-from clipwise.engine.observer import Watch, watching
-from clipwise.errors import AuditError, ConfigurationError
+from clipwise.audit.watch import MakeRun, RunWatch, train
+from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Adjacency, Unit
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
+from clipwise.sampling.batch_structure import evaluating
+from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private
@@ -34,19 +34,14 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Membership:
-    """How well members are told from others.
-
-    Args:
-        attack: its name.
-        found: the share of members found (TPR), by the false-alarm rate (FPR) that is accepted.
-        auc: the probability that a member scores higher than one who is none.
-        members, others: how many of each were scored.
-    """
+    """How well members are distinguished from others."""
 
     attack: str
-    found: dict[float, float]
-    auc: float
-    members: int
+    found: dict[
+        float, float
+    ]  # the share of members found (TPR), by the false-alarm rate (FPR) that is accepted
+    auc: float  # the probability that a member scores higher than a record that is none
+    members: int  # how many were scored
     others: int
 
     def __str__(self) -> str:
@@ -118,17 +113,14 @@ def membership(
         models: how many are trained; the first is attacked, the others show what losses are usual.
         seed: of the halves and of the keys.
     """
-    if isinstance(models, bool) or not isinstance(models, int) or models < 6:
-        raise ConfigurationError(f"models={models!r} is not possible: give at least 6.")
+    whole("models", models, least=6)
     random = np.random.default_rng(seed)
     is_member_MN = random.random((models, len(dataset))) < 0.5
     losses_MN = np.zeros(is_member_MN.shape)
     for number in range(models):
         half = _Half(NoiseKey.from_seed(seed, f"clipwise.membership/{number}".encode()), is_member_MN[number])
-        with torch.random.fork_rng(devices=[]), watching(half):
-            torch.manual_seed(seed + number)
-            make_run(dataset)
-        losses_MN[number] = half.losses_of_all(loss)
+        run = train(make_run, dataset, half, seed + number)
+        losses_MN[number] = _losses_of_all(run, loss, len(dataset))
     target = is_member_MN[0]
     return (
         loss_threshold(losses_MN[0][target], losses_MN[0][~target]),
@@ -136,12 +128,11 @@ def membership(
     )
 
 
-class _Half(Watch):
+class _Half(RunWatch):
     """A run that only some of the records take part in."""
 
     def __init__(self, key: NoiseKey, is_member_N: Bools) -> None:
         self._key, self._is_member_N = key, is_member_N
-        self._run: Private | None = None
 
     def begins(self, private: Private) -> NoiseKey:
         if private._event.adjacency is Adjacency.REPLACE_ONE or private._event.unit is not Unit.RECORD:
@@ -149,26 +140,19 @@ class _Half(Watch):
                 "membership leaves records out of draws, which zero-out of single records allows: use a run with "
                 "Poisson, shuffled or full batches."
             )
-        self._run = private
+        self.follow(private)
         return self._key
 
     def kept(self, private: Private, drawn: Indices) -> Indices:
         return drawn[self._is_member_N[drawn]]
 
-    def losses_of_all(self, loss: Callable[..., Tensor]) -> Array:
-        """Of every record, under the trained model."""
-        if self._run is None:
-            raise AuditError(
-                "make_run made no private run: it must call clipwise.make_private on the data set."
-            )
-        model, fetcher = self._run._model, self._run.loader._fetcher
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            pieces = np.array_split(np.arange(len(self._is_member_N)), -(-len(self._is_member_N) // 256))
-            found = [loss(model, *fetcher[piece]).double().numpy(force=True) for piece in pieces]
-        model.train(was_training)
-        return np.concatenate(found)
+
+def _losses_of_all(run: Private, loss: Callable[..., Tensor], records: int) -> Array:
+    """Of every record, under the trained model."""
+    with evaluating(run._model), torch.no_grad():
+        pieces = np.array_split(np.arange(records), -(-records // 256))
+        found = [loss(run._model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]
+    return np.concatenate(found)
 
 
 def _log_normal(x: Array, mean: Array, spread: float) -> Array:

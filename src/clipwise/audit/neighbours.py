@@ -1,25 +1,26 @@
-"""The grey-box check: two neighbouring runs, the second replaying what the first released."""
+"""Two neighbouring runs, release by release: the second replays what the first released, and must not differ more
+than declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from clipwise.audit import mechanism
-from clipwise.audit.comparing import allowed, compare, compare_ends, movement
-from clipwise.audit.findings import Finding, NeighboursReport
+from clipwise.audit import run_checks
+from clipwise.audit.recorder import Recorder, Release, entries, state_of
 from clipwise.audit.records import CHANGES, Change, with_record
-from clipwise.audit.tape import Recorder, Release, state_of
-from clipwise.engine.observer import watching
-from clipwise.errors import AuditError, ConfigurationError
-from clipwise.privacy import Adjacency, Unit
+from clipwise.audit.report import Finding, NeighboursReport
+from clipwise.audit.watch import MakeRun, train
+from clipwise.errors import ConfigurationError
+from clipwise.privacy import Adjacency, Part, Unit
+from clipwise.validation.arguments import whole
 
-if TYPE_CHECKING:
-    from clipwise.engine.private import Private
-
-MakeRun = Callable[[Any], Any]
+_UNIT = 2.0**-24  # of float32, in which sums are added up
+_ROUNDING = 1e-5  # of a sum, as the strategies state it
+_SAME_NOISE = 1e-3  # of a standard deviation: the noise of one key, found back from rounded values
 
 
 def neighbours(
@@ -63,12 +64,11 @@ def neighbours(
     report = NeighboursReport()
     releases: list[Release] = []
     for index in (len(dataset) - 1,) if records is None else records:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(dataset):
-            raise ConfigurationError(f"records: {index!r} is no index of the data set.")
+        whole("records: an index", index, least=0, most=len(dataset) - 1)
         for change in changes.values():
             # Other keys for each pair: the more noise is seen, the more its size tells.
             releases += _pair(report, make_run, dataset, index, change, seed + report.pairs)
-    report.findings += mechanism.of_noise(releases)
+    report.findings += run_checks.of_noise(releases)
     return report
 
 
@@ -78,58 +78,144 @@ def _pair(
     """One data set and its neighbour. Returns what was released for the first."""
     changed = with_record(dataset, index, change(dataset[index]))
     first = Recorder(seed)
-    _run(make_run, changed, first)
-    run = first.runs[0]
-    if run._event.adjacency is Adjacency.REPLACE_ONE:
-        if run._event.unit is Unit.USER:
+    run = train(make_run, changed, first, seed)
+    event = run._event
+    if event.adjacency is Adjacency.REPLACE_ONE:
+        if event.unit is Unit.USER:
             raise ConfigurationError("neighbours: runs that protect users are checked under zero-out only.")
         second = Recorder(seed, tape=first.releases)
         other = with_record(changed, index, dataset[(index + 1) % len(dataset)])
     else:
-        second, other = Recorder(seed, missing=(_unit_of(run, index),), tape=first.releases), changed
-    _run(make_run, other, second)
-    found = [*compare(first.releases, second.releases)]
+        users = run._users
+        unit = index if users is None else next(u for u, held in enumerate(users.table()) if index in held)
+        second, other = Recorder(seed, missing=(unit,), tape=first.releases), changed
+    neighbour = train(make_run, other, second, seed)
+    found = [*_compare(first.releases, second.releases)]
     if not found:
-        found += compare_ends(state_of(run._model), state_of(second.runs[0]._model))
+        found += _states(0, state_of(run._model), state_of(neighbour._model))
     if report.pairs == 0:
-        found += _of_run(first)
+        found += run_checks.of_streams(first.releases)
+        if event.unit is Unit.RECORD:
+            found += run_checks.of_draws(first.releases, run._scheme.dataset_size)
+        found += run_checks.of_secrets(run.state_dict(), first.key(), len(first.releases))
         report.history = tuple(run._ledger.history())
     report.findings += [f for f in found if f not in report.findings]
     report.pairs += 1
     for one, other_release in zip(first.releases, second.releases, strict=False):
-        moved = movement(one, other_release) if one.sums.keys() == other_release.sums.keys() else 0.0
+        moved = _movement(one, other_release) if one.sums.keys() == other_release.sums.keys() else 0.0
         report.steps += 1
         report.moved += moved > 0
-        report.worst = max(report.worst, moved / allowed(one))
+        report.worst = max(report.worst, moved / _allowed(one))
     return first.releases
 
 
-def _unit_of(run: Private, index: int) -> int:
-    """Who has this record: what is left out is all of a unit."""
-    if run._users is None:
-        return index
-    return next(unit for unit, records in enumerate(run._users.table()) if index in records)
-
-
-def _of_run(first: Recorder) -> list[Finding]:
-    """What one run tells by itself."""
-    run = first.runs[0]
-    size = run._scheme.dataset_size
-    is_of_records = run._event.unit is Unit.RECORD
-    return [
-        *mechanism.of_streams(first.releases),
-        *(mechanism.of_draws(first.releases, size) if is_of_records else ()),
-        *mechanism.of_secrets(run.state_dict(), first.key(0), len(first.releases)),
-    ]
-
-
-def _run(make_run: MakeRun, dataset: Any, recorder: Recorder) -> None:
-    with torch.random.fork_rng(devices=[]), watching(recorder):
-        torch.manual_seed(recorder.seed)
-        make_run(dataset)
-    if not recorder.runs:
-        raise AuditError(
-            "make_run made no private run: it must call clipwise.make_private on the data set it is given."
+def _compare(ours: Sequence[Release], theirs: Sequence[Release]) -> Iterator[Finding]:
+    """What a unit moved that it may not move, in a run and its replayed neighbour."""
+    if len(ours) != len(theirs):
+        yield Finding(
+            0,
+            "control flow",
+            f"one data set makes {len(ours)} releases and its neighbour {len(theirs)}: how many steps there are "
+            "must not depend on the data.",
         )
-    if len(recorder.runs) > 1:
-        raise AuditError("make_run made several private runs: check one at a time.")
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
+        found = [*_control_flow(number, one, other), *_states(number, one.state, other.state)]
+        yield from found
+        if found:  # what follows would only say so again
+            return
+        yield from _movements(number, one, other)
+        yield from _noise(number, one, other)
+
+
+def _movement(one: Release, other: Release) -> float:
+    """How far one unit moved a release, in units of its noise: sqrt(sum_k (|difference_k| / s_k)^2)."""
+    return math.hypot(*(_over(d, part.noise_std) for part, d in _differences(one, other)))
+
+
+def _allowed(release: Release) -> float:
+    """The most that the event of a release says: 1 / z."""
+    z = release.event.noise_multiplier
+    return 1 / z if z > 0 else math.inf
+
+
+def _control_flow(number: int, one: Release, other: Release) -> Iterator[Finding]:
+    for name, a, b in (
+        ("event", one.event, other.event),
+        ("parts", one.parts, other.parts),
+        ("divisor", one.divisor, other.divisor),
+        ("released values", sorted(one.sums), sorted(other.sums)),
+    ):
+        if a != b:
+            yield Finding(
+                number,
+                "control flow",
+                f"the {name} of neighbouring runs differ although both saw the same releases: something else that was "
+                "learned from the data decides about them.",
+            )
+
+
+def _states(number: int, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[Finding]:
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or not _same(one[name], other[name]):
+            yield Finding(
+                number,
+                "state",
+                f"{name!r} differs between neighbouring runs although both saw the same releases: data reached it past "
+                "the noise. Keep no statistics of private data, and change parameters only by what was released.",
+            )
+
+
+def _movements(number: int, one: Release, other: Release) -> Iterator[Finding]:
+    slack = 1 + _ROUNDING + _UNIT * max(len(one.drawn), len(other.drawn), 1)
+    for part, moved in _differences(one, other):
+        if not moved <= part.sensitivity * slack:  # not finite counts as too much
+            yield Finding(
+                number,
+                "sensitivity",
+                f"one unit moves the sum of part {part.name!r} by {moved / part.sensitivity:.4g} times its declared "
+                "sensitivity.",
+            )
+    joint = _movement(one, other)
+    if not joint <= _allowed(one) * slack:
+        yield Finding(
+            number,
+            "joint",
+            f"one unit moves all parts together by {joint:.4g} standard deviations, and the event that is charged "
+            f"(noise multiplier {one.event.noise_multiplier:.4g}) allows {_allowed(one):.4g}.",
+        )
+
+
+def _noise(number: int, one: Release, other: Release) -> Iterator[Finding]:
+    """Both runs have the same key, so what was added must be the same: no scale of it may follow the data."""
+    theirs = other.noise()
+    stds = {name: part.noise_std for part in one.parts for name, _ in entries(part)}
+    for name, mine in one.noise().items():
+        # What was released is rounded to its own precision.
+        rounding = (
+            16 * _UNIT * max(float(one.sums[name].abs().max()), float(other.sums[name].abs().max()), 0.0)
+        )
+        if mine.numel() and float((mine - theirs[name]).abs().max()) > _SAME_NOISE * stds[name] + rounding:
+            yield Finding(
+                number,
+                "divisor",
+                f"with the same key the noise on {name!r} differs between neighbours: the noise, or what the sum is "
+                "divided by, depends on the data (on the number drawn, for instance).",
+            )
+
+
+def _differences(one: Release, other: Release) -> Iterator[tuple[Part, float]]:
+    for part in one.parts:
+        squares = sum(
+            float((m * (one.sums[name].double() - other.sums[name].double())).square().sum())
+            for name, m in entries(part)
+        )
+        yield part, math.sqrt(squares) if math.isfinite(squares) else math.inf
+
+
+def _over(moved: float, std: float) -> float:
+    return moved / std if std > 0 else (math.inf if moved > 0 else 0.0)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, where a NaN is the same as a NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from clipwise.audit.bounds import epsilon_in_one_run, mu_in_one_run, p_value_of_curve
-from clipwise.audit.canary import require_confidence
-from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Dirac
 from clipwise.audit.report import AuditReport, Claim, Measured
-from clipwise.audit.worlds import trained
-from clipwise.errors import ConfigurationError
+from clipwise.audit.watch import MakeRun
 from clipwise.noise.gaussian import NoiseKey
+from clipwise.validation.arguments import number, whole
 
 # Of m canaries, how many are guessed: those that the attacker is surest of. Fixed beforehand.
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
@@ -31,11 +29,11 @@ def one_run(
 ) -> AuditReport:
     """Bound from below what one training run reveals, with many Dirac canaries at once.
 
-    The first records of the data set become canaries with an entry of their own, and a fair coin decides of each
-    whether it takes part. From what the run released, the coins of the canaries that stand out most are guessed; how
-    many of them can be right is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The
-    bound on mu goes through all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, at
-    the price of one run.
+    The first records of the data set become canaries with an entry of their own; each takes part with probability
+    1/2. From what the run released, whether the most conspicuous canaries took part is guessed; how many guesses can
+    be right is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The bound on mu goes
+    through all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, at the price of one
+    run.
 
     Args:
         make_run: as in `neighbours`; it runs once.
@@ -46,39 +44,23 @@ def one_run(
         confidence: with which all bounds hold together.
         seed: of the coins and of the key.
     """
-    require_canaries(canaries, len(dataset))
-    require_confidence(confidence)
+    whole("canaries", canaries, least=2, most=len(dataset))
+    number("confidence", confidence, least=0.5, below=1)
     inside = np.random.default_rng(seed).random(canaries) < 0.5
     key = NoiseKey.from_seed(seed, b"clipwise.one-run")
     watch = Dirac(key, np.arange(canaries), inside, parameter=parameter)
-    history = trained(make_run, dataset, watch, seed)
-    assert watch.run is not None
-    claim = Claim(tuple(history), watch.run._delta if delta is None else delta)
+    history = watch.trained(make_run, dataset, seed)
+    claim = Claim(tuple(history), watch.delta if delta is None else delta)
     failure = (1 - confidence) / len(SHARES)
-    best: Measured | None = None
+    found: list[Measured] = []
     order = np.argsort(watch.scores, kind="stable")
     for share in SHARES:
         half = max(1, round(share * canaries / 2))
         right = int((~inside[order[:half]]).sum() + inside[order[canaries - half :]].sum())
-        found = Measured(
-            "one run of many canaries",
-            1,
-            2 * half,
-            right,
-            epsilon_in_one_run(2 * half, right, canaries, claim.delta, failure),
-            mu_in_one_run(2 * half, right, canaries, failure),
-            confidence,
-            p_value_of_curve(2 * half, right, canaries, claim.curve.delta) <= failure,
+        epsilon = epsilon_in_one_run(2 * half, right, canaries, claim.delta, failure)
+        mu = mu_in_one_run(2 * half, right, canaries, failure)
+        exceeds = p_value_of_curve(2 * half, right, canaries, claim.curve.delta) <= failure
+        found.append(
+            Measured("one run of many canaries", 1, 2 * half, right, epsilon, mu, confidence, exceeds)
         )
-        if best is None or (found.exceeds, found.mu, found.epsilon) > (best.exceeds, best.mu, best.epsilon):
-            best = found
-    assert best is not None
-    return AuditReport(claim, best)
-
-
-def require_canaries(canaries: int, records: int, name: str = "canaries") -> None:
-    """Refuse a number of canaries that so many records cannot give; `name` is what the caller calls it."""
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or not 2 <= canaries <= records:
-        raise ConfigurationError(
-            f"{name}={canaries!r} is not possible: give at least 2 and at most as many as there are records, {records}."
-        )
+    return AuditReport(claim, max(found, key=lambda m: (m.exceeds, m.mu, m.epsilon)))

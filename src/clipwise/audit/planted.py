@@ -26,13 +26,14 @@ from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.bounds import log_ratio
-from clipwise.audit.tape import entries
-from clipwise.engine.observer import Sums, Watch
+from clipwise.audit.recorder import entries
+from clipwise.audit.watch import MakeRun, RunWatch, train
+from clipwise.engine.observer import Sums
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.gaussian import NoiseKey
-from clipwise.privacy import Adjacency, Part, Unit
+from clipwise.privacy import Adjacency, Entry, Part, Unit
+from clipwise.sampling.base import Indices
 from clipwise.sampling.fetch import Fetcher
-from clipwise.sampling.schemes import Indices
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private
@@ -43,47 +44,44 @@ _OPPOSED = 1e-4  # the part of it that everyone else of a mini-set has, in the o
 
 
 @dataclass
-class Planted(Watch, ABC):
-    """A run with canaries in some of its records' places.
-
-    Args:
-        key: of the run.
-        records: the canaries' indices in the data set.
-        inside: which of them take part.
-        again: further keys, with each of which every release is noised once more, to be scored and thrown away.
-        more: the scores of those, one row a key.
-    """
+class Planted(RunWatch, ABC):
+    """A run with canaries in some of its records' places."""
 
     key: NoiseKey
-    records: NDArray[np.int64]
-    inside: NDArray[np.bool_]
-    again: Sequence[NoiseKey] = ()
-    more: list[Array] = field(default_factory=list)
-    run: Private | None = None
+    records: NDArray[np.int64]  # the canaries' indices in the data set
+    inside: NDArray[np.bool_]  # which of them take part
+    again: Sequence[NoiseKey] = ()  # further keys, with which every release is noised once more and scored
+    more: list[Array] = field(default_factory=list)  # the scores of those, one row a key
     scores: Array = field(default_factory=lambda: np.zeros(0))
 
     def begins(self, private: Private) -> NoiseKey:
-        if self.run is not None:
-            raise AuditError("make_run made several private runs: audit one at a time.")
+        self.follow(private)
         if private._event.unit is Unit.USER:
             raise ConfigurationError(
-                "Canaries are single records: a run that protects users takes neighbours()."
+                "Canaries are single records: check a run that protects users by neighbours()."
             )
         if private.noise_multiplier == 0:
-            raise ConfigurationError(
-                "The run has no noise and promises nothing: there is nothing to measure."
-            )
-        self.run, self.scores = private, np.zeros(len(self.records))
+            raise ConfigurationError("The run has no noise, so it promises nothing that could be measured.")
+        self.scores = np.zeros(len(self.records))
         return self.key
 
+    def trained(self, make_run: MakeRun, dataset: Any, seed: int) -> list[Entry]:
+        """Train once under this watch; returns what the run charged."""
+        history = train(make_run, dataset, self, seed)._ledger.history()
+        if not history:
+            raise AuditError("make_run made no step: there is nothing to measure.")
+        return history
+
+    @property
+    def delta(self) -> float:
+        """Of the run."""
+        assert self.run is not None
+        return self.run._delta
+
     def kept(self, private: Private, drawn: Indices) -> Indices:
-        if self._is_replaced(private):
+        if private._event.adjacency is Adjacency.REPLACE_ONE:
             return drawn
         return drawn[~np.isin(drawn, self.records[~self.inside])]
-
-    @staticmethod
-    def _is_replaced(private: Private) -> bool:
-        return private._event.adjacency is Adjacency.REPLACE_ONE
 
     def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
         own = private._key
@@ -102,13 +100,7 @@ class Planted(Watch, ABC):
 
 @dataclass
 class Dirac(Planted):
-    """Dirac canaries, each with an entry of its own in every part.
-
-    Args:
-        parameter: where to put them, in place of the largest parameter of each part.
-        others: whether everyone else keeps their losses. If not, they are there and say nothing, which is the data
-            set that an attacker would choose.
-    """
+    """Dirac canaries, each with an entry of its own in every part; `canary` explains `parameter` and `others`."""
 
     parameter: str | None = None
     others: bool = False
@@ -221,14 +213,10 @@ class Record(Planted):
 
     The attacker computes it at the parameters of each release and looks along it. What the others release along
     that direction is noise to the attacker, so scores are only ordered: larger says "in".
-
-    Args:
-        loss: `loss(model, *batch)` gives one loss an example.
-        home: a data set that has the canary in its place, whether or not this run has.
     """
 
-    loss: Callable[..., Tensor] | None = None
-    home: Any = None
+    loss: Callable[..., Tensor] | None = None  # `loss(model, *batch)` gives one loss an example
+    home: Any = None  # a data set that has the canary in its place, whether or not this run has
     _direction: dict[str, Tensor] = field(default_factory=dict)
 
     def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:

@@ -1,9 +1,9 @@
-"""What a run claims beside what an attack measured."""
+"""What audits report: findings on neighbouring runs, and what an attack measured beside what the run claims."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,27 +40,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an attack has shown.
-
-    Args:
-        attack: its name.
-        runs: how many times the model was trained in each world, with the canary and without; of `one_run`, 1.
-        guesses: how many decisions were taken, "in" or "out".
-        right: how many of them were right.
-        epsilon: lower bound on epsilon at the claim's delta.
-        mu: lower bound on the mu of Gaussian differential privacy.
-        confidence: with which all bounds hold together.
-        exceeds: whether the claim is ruled out with this confidence.
-    """
+    """What an attack has shown."""
 
     attack: str
-    runs: int
-    guesses: int
+    runs: int  # how many times the model was trained in each world, with the canary and without; of `one_run`, 1
+    guesses: int  # "in" or "out"
     right: int
-    epsilon: float
-    mu: float
-    confidence: float
-    exceeds: bool
+    epsilon: float  # lower bound on epsilon at the claim's delta
+    mu: float  # lower bound on the mu of Gaussian differential privacy
+    confidence: float  # with which all bounds hold together
+    exceeds: bool  # whether the claim is ruled out with this confidence
 
     @property
     def how_often(self) -> str:
@@ -102,13 +91,61 @@ class AuditReport:
 
     def __str__(self) -> str:
         m, c = self.measured, self.claim
-        verdict = (
-            "within the claim"
-            if self.ok
-            else "MORE THAN CLAIMED: the run is not as private as its ledger says"
-        )
+        too_much = "MORE THAN CLAIMED: the run is not as private as its ledger says"
+        verdict = "within the claim" if self.ok else too_much
         return (
             f"{m.attack}, {m.how_often}, {m.right} of {m.guesses} guesses right: "
             f"epsilon >= {m.epsilon:.3g} of {c.epsilon:.3g} claimed at delta {c.delta:g}, mu >= {m.mu:.3g} of "
             f"{c.mu:.3g}, confidence {m.confidence:.10g}: {verdict}."
         )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as declared."""
+
+    step: int  # the release, from 1; 0 if it is about the run as a whole
+    what: str  # "sensitivity", "joint", "control flow", "state", "noise", "divisor", "key" or "sampling"
+    text: str  # what was seen, and what to look for
+
+    def __str__(self) -> str:
+        where = f"step {self.step}, " if self.step else ""
+        return f"{where}{self.what}: {self.text}"
+
+
+@dataclass
+class NeighboursReport:
+    """What replaying neighbours found, over all pairs of neighbouring data sets that were tried."""
+
+    findings: list[Finding] = field(default_factory=list)  # what is not as declared
+    pairs: int = 0
+    steps: int = 0  # how many releases were compared
+    moved: int = 0  # how many of them one unit moved at all
+    worst: float = 0.0  # the largest movement of a release, in units of what its event allows
+    history: tuple[Entry, ...] = ()  # what a run charges
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found, and there was something to find it in."""
+        return not self.findings and self.moved > 0
+
+    def require(self) -> None:
+        """Raise an `AuditError` unless all is as declared."""
+        if not self.ok:
+            raise AuditError(str(self))
+
+    def __str__(self) -> str:
+        seen = (
+            f"{self.pairs} pairs of neighbours, {self.steps} releases, {self.moved} of them moved by one unit"
+        )
+        if self.findings:
+            lines = [f"Not as declared ({seen}):", *(f"  {finding}" for finding in self.findings[:8])]
+            if len(self.findings) > 8:
+                lines.append(f"  and {len(self.findings) - 8} more")
+            return "\n".join(lines)
+        if not self.moved:
+            return (
+                f"Nothing was compared ({seen}): the unit was never drawn, or moved nothing. Let the run make more "
+                "steps, or give another record."
+            )
+        return f"As declared: {seen}, by at most {self.worst:.4f} of what is allowed."

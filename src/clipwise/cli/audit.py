@@ -12,9 +12,7 @@ import typer
 from rich.table import Table
 
 from clipwise import audit as auditing
-from clipwise.accounting import arguments
-from clipwise.audit.canary import least_runs, require_confidence
-from clipwise.audit.one_run import require_canaries
+from clipwise.audit.canary import least_runs
 from clipwise.audit.report import AuditReport
 from clipwise.cli.output import remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
@@ -23,6 +21,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.ledger import ledger
 from clipwise.privacy import Entry
 from clipwise.report.run_description import plain
+from clipwise.validation.arguments import number, whole
 
 LEDGER, SUBJECT = "ledger", "subject.py"
 KINDS = ("dirac", "mislabelled")
@@ -96,7 +95,7 @@ def audit(
             f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 for no such "
             "attack."
         )
-    require_confidence(confidence, "--confidence")
+    number("--confidence", confidence, least=0.5, below=1)
     require_picture(plot)
     if plot is not None and not (runs or canaries):
         raise ConfigurationError(
@@ -104,10 +103,10 @@ def audit(
             "canaries, or leave out --plot."
         )
     if delta is not None:
-        arguments.number("--delta", delta, above=0, below=1)
+        number("--delta", delta, above=0, below=1)
     make_run, dataset, loss = _subject(target)
     if canaries:
-        require_canaries(canaries, len(dataset), "--canaries")
+        whole("--canaries", canaries, least=2, most=len(dataset))
     if kind == "mislabelled" and runs and loss is None:
         raise ConfigurationError(
             f"--kind mislabelled needs a loss: let {target} return (make_run, dataset, loss), where "

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from clipwise import accounting
-from clipwise.accounting import arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
@@ -20,6 +19,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.ledger import multi_run
 from clipwise.privacy import Entry
 from clipwise.report import plots
+from clipwise.validation.arguments import number
 
 
 class Picture(str, Enum):
@@ -76,7 +76,7 @@ def epsilon(
         raise ConfigurationError("--plot-kind needs --plot: the file to draw to.")
     _require_search(repetitions, repetitions_shape)
     if at_epsilon is not None:
-        arguments.number("--at-epsilon", at_epsilon, above=0, below=math.inf, open_end=False)
+        number("--at-epsilon", at_epsilon, least=0)
     delta = options.delta
     about = releases_of(ledger, options)
     if plot is not None:  # first, because a file that cannot be drawn is refused at once
@@ -114,7 +114,7 @@ def _require_search(mean: float | None, shape: float | None) -> None:
             f"--repetitions-shape={shape:g} is not possible: give a number above -1: 0 for the logarithmic, 1 for the "
             "geometric, inf for the Poisson distribution."
         )
-    arguments.number("--repetitions", mean, above=0 if shape == math.inf else 1, below=LARGEST_MEAN)
+    number("--repetitions", mean, above=0 if shape == math.inf else 1, below=LARGEST_MEAN)
 
 
 def _print_search(history: list[Entry], delta: float, mean: float, given_shape: float | None) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from rich.table import Table
 
 from clipwise import accounting
-from clipwise.accounting import arguments
 from clipwise.cli.output import rounded_up, say
 from clipwise.cli.run_options import RunOptions, naming_options, plan_of
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.ledger import multi_run
 from clipwise.privacy import Entry, Event
 from clipwise.report.wording import NO_GUARANTEE
+from clipwise.validation.arguments import number
 
 # Beside PLD: name, heading, what its bound is good for, and why it has none where it has none.
 OTHERS = (
@@ -107,7 +107,7 @@ class Releases:
 
 def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases:
     """Of the one of the two that was given."""
-    arguments.number("--delta", options.delta, above=0, below=1)
+    number("--delta", options.delta, above=0, below=1)
     if ledgers:
         if not options.is_empty:
             raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")

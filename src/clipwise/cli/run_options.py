@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from clipwise.accounting.arguments import MOST_STEPS
+from clipwise.accounting.from_arguments import MOST_STEPS
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Sampling, Unit

@@ -21,7 +21,7 @@ from clipwise.layers.clipped.clip_inputs import Numbers, require_layers
 from clipwise.layers.clipped.scales import MODES, Constants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.privacy import Adjacency, Unit
-from clipwise.validation.arguments import require_known, with_plain_numbers
+from clipwise.validation.arguments import one_of, with_plain_numbers
 
 _PROBED_BATCHES = 2
 _PROBED_AGAIN = 256  # steps
@@ -87,7 +87,7 @@ class Backprop(Strategy):
             for value in given.values() if isinstance(given, Mapping) else () if given is None else (given,):
                 clip_constant(argument, value)
         if self.mode is not None:
-            require_known("mode", self.mode, MODES)
+            one_of("mode", self.mode, MODES)
         require_split(self.split)
 
     def attach(self, site: Site) -> Clipper:

@@ -31,8 +31,7 @@ from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling import Partition, Scheme
-from clipwise.sampling.schemes import whole
-from clipwise.validation.arguments import require_takes, with_plain_numbers
+from clipwise.validation.arguments import require_takes, whole, with_plain_numbers
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 

@@ -43,7 +43,7 @@ from clipwise.lipschitz.weights import (
 )
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling.batch_structure import tensors_in
-from clipwise.validation.arguments import require_bool, require_known, with_plain_numbers
+from clipwise.validation.arguments import one_of, require_bool, with_plain_numbers
 from clipwise.validation.tensor_changes import Changes
 
 _SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
@@ -116,7 +116,7 @@ class Lipschitz(Strategy):
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
-        require_known("norm", self.norm, NORMS)
+        one_of("norm", self.norm, NORMS)
         require_split(self.split)
         for name in ("fixed", "tight", "balanced"):
             require_bool(name, getattr(self, name))

@@ -32,7 +32,7 @@ from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmet
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.privacy import Adjacency, Unit
-from clipwise.validation.arguments import require_known, with_plain_numbers
+from clipwise.validation.arguments import one_of, with_plain_numbers
 
 MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")
@@ -99,7 +99,7 @@ class PerExample(Strategy):
             ("method", self.method, METHODS),
             ("products", self.products, PRODUCTS),
         ):
-            require_known(argument, value, allowed)
+            one_of(argument, value, allowed)
         if self.sparse is not None and self.method not in ("auto", *_WRITTEN):
             choices = ", ".join(map(repr, _WRITTEN))
             raise ConfigurationError(

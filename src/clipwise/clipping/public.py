@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling import Fetcher
 from clipwise.sampling.batch_structure import map_tensors
-from clipwise.sampling.schemes import whole
+from clipwise.validation.arguments import whole
 
 Loss = Callable[..., Tensor]
 

@@ -34,8 +34,8 @@ from clipwise.ledger import crash_points
 from clipwise.noise.gaussian import key_words
 from clipwise.noise.release import buckets, in_order_of, laid_as, noised, scales_of
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
-from clipwise.sampling.schemes import whole
 from clipwise.validation import step_inputs
+from clipwise.validation.arguments import whole
 from clipwise.validation.marked import plain
 
 if TYPE_CHECKING:

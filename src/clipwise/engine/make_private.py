@@ -47,9 +47,8 @@ from clipwise.sampling import (
     mini_sets_of,
 )
 from clipwise.sampling.augmentation import Views
-from clipwise.sampling.schemes import whole
 from clipwise.validation import run_guards, step_inputs
-from clipwise.validation.arguments import plain, require_path
+from clipwise.validation.arguments import plain, require_path, whole
 from clipwise.validation.public_overlap import require_apart
 from clipwise.validation.training_loop import require_one_process
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from clipwise.noise.gaussian import NoiseKey
-from clipwise.sampling.schemes import Indices, Scheme
+from clipwise.sampling.base import Indices, Scheme
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private

@@ -60,7 +60,7 @@ from clipwise.sampling import (
     PrivateLoader,
 )
 from clipwise.validation import run_guards, step_inputs, training_loop
-from clipwise.validation.arguments import plain, require_known
+from clipwise.validation.arguments import number, one_of, plain
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest, recommend_check
 from clipwise.validation.inventory import Inventory
@@ -460,9 +460,7 @@ class Private:
         """
         self._ledger.require_in_place()
         self._require_verified(self._state.changed())
-        delta = (
-            self._delta if delta is None else accounting.arguments.number("delta", delta, above=0, below=1)
-        )
+        delta = self._delta if delta is None else number("delta", delta, above=0, below=1)
         history = self._ledger.history()
         accountant = multi_run.accountant_of(history) if accountant is None else accountant
         key = (sum(entry.count for entry in history), delta, accountant)
@@ -570,7 +568,7 @@ class Private:
                 from public batches; "post-processing": from released values alone, such as averaged or pruned weights.
             reason: what was changed and from what, in a few words. It is public.
         """
-        require_known("kind", kind, training_loop.DECLARED)
+        one_of("kind", kind, training_loop.DECLARED)
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigurationError("reason must be a text that says what was changed, and from what.")
         self._require_open()

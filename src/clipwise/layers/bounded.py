@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import plain, positive
+from clipwise.validation.arguments import number, plain
 
 
 class ClipInput(nn.Module):
@@ -31,7 +31,7 @@ class ClipInput(nn.Module):
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
-        self.max_norm = positive("max_norm", max_norm)
+        self.max_norm = number("max_norm", max_norm, above=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) to the same shape."""
@@ -134,7 +134,7 @@ def _normalized(x: Tensor, dims: tuple[int, ...], alpha: float) -> Tensor:
 
 
 def _floor(alpha: float) -> float:
-    found = positive("alpha", alpha)
+    found = number("alpha", alpha, above=0)
     if not found * found > torch.finfo(torch.float32).tiny:
         raise ConfigurationError(f"alpha={alpha!r} is too small: its square is 0 in float32.")
     return found

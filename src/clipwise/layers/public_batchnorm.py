@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.validation.arguments import count, not_negative, require_known
+from clipwise.validation.arguments import number, one_of, whole
 
 if TYPE_CHECKING:
     from clipwise.layers.public_statistics import PublicStatistics
@@ -54,14 +54,14 @@ class PublicBatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_known("kind", kind, PUBLIC_KINDS)
+        one_of("kind", kind, PUBLIC_KINDS)
         if kind == "public-exact" and not affine:
             raise ConfigurationError(
                 "kind='public-exact' needs a scale and a shift, whose gradients it works with: use affine=True, or "
                 "kind='public'."
             )
-        self.num_features = count("num_features", num_features)
-        self.eps, self.affine, self.kind = not_negative("eps", eps), affine, kind
+        self.num_features = whole("num_features", num_features, least=1)
+        self.eps, self.affine, self.kind = number("eps", eps, least=0), affine, kind
         self.statistics: PublicStatistics | None = None
         self.rows = 0  # M, how many public rows the statistics are of
         self.is_frozen = False

@@ -20,7 +20,7 @@ from clipwise.layers.public_batchnorm import (
 )
 from clipwise.layers.public_statistics import PublicStatistics, as_rows, placed
 from clipwise.sampling.batch_structure import evaluating
-from clipwise.validation.arguments import count, naming, require_known, require_module
+from clipwise.validation.arguments import naming, one_of, require_module, whole
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
 _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
@@ -65,13 +65,13 @@ def replace_batchnorm(
         the kinds that have none to follow do nothing, so that a loop need not tell the kinds apart.
     """
     require_module(model)
-    require_known("kind", kind, KINDS)
+    one_of("kind", kind, KINDS)
     if public is None and kind in PUBLIC_KINDS:
         raise ConfigurationError(f"kind={kind!r} needs public rows: give public=, or use kind='group'.")
     if groups is not None and kind != "group":
         raise ConfigurationError(f"groups is for kind='group', not for kind={kind!r}.")
     if groups is not None:
-        groups = count("groups", groups)
+        groups = whole("groups", groups, least=1)
     found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.validation.arguments import not_negative, require_module
+from clipwise.validation.arguments import number, require_module
 
 Step = TypeVar("Step", bound=nn.Module)
 
@@ -41,7 +41,7 @@ class StandardizedWeight(nn.Module):
 
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = not_negative("eps", eps)
+        self.eps = number("eps", eps, least=0)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Of the first axis' channels."""
@@ -94,7 +94,7 @@ class NoisyWeights(nn.Module):
 
     def __init__(self, std: float) -> None:
         super().__init__()
-        self.std = not_negative("std", std)
+        self.std = number("std", std, least=0)
 
     def forward(self, mean: Tensor) -> Tensor:
         """A draw."""

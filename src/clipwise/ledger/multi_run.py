@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.accounting import calibrate
+from clipwise.accounting.accountants import epsilon_of as epsilon_by
 from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
-from clipwise.accounting.interpret import epsilon as epsilon_by
 from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning
 from clipwise.ledger.ledger import JSON, Ledger, Snapshot, read
 from clipwise.privacy import Entry, Event, rounded_up

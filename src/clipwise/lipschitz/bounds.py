@@ -16,7 +16,7 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.lipschitz.batched_norms import measured_together
 from clipwise.lipschitz.rule import EFFORTS, Effort, Reach
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import positive, require_known
+from clipwise.validation.arguments import number, one_of
 
 _SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
 
@@ -101,8 +101,8 @@ def bounds_of(
         limits: instead of the current weights, whatever weights are clipped to these norms (one for each
             parameter; see `weights.limits_of`). The bounds are then the same in every step.
     """
-    loss_constant = positive("loss_constant", loss_constant)
-    require_known("effort", effort, EFFORTS)
+    loss_constant = number("loss_constant", loss_constant, above=0)
+    one_of("effort", effort, EFFORTS)
     norms = _allowed_norms(network, limits) if limits is not None else measured_norms(network, effort)
     return bounds_from(network, norms, loss_constant)
 

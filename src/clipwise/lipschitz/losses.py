@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import positive, require_known
+from clipwise.validation.arguments import number, one_of
 
 KINDS = ("all-pairs", "largest", "one-against-all")
 
@@ -36,7 +36,7 @@ class SoftmaxCrossEntropy(BoundedLoss):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", positive("temperature", self.temperature))
+        object.__setattr__(self, "temperature", number("temperature", self.temperature, above=0))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
@@ -54,7 +54,7 @@ class CosineSimilarity(BoundedLoss):
     floor: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "floor", positive("floor", self.floor))
+        object.__setattr__(self, "floor", number("floor", self.floor, above=0))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -82,7 +82,7 @@ class MulticlassHinge(BoundedLoss):
     margin: float = 1.0
 
     def __post_init__(self) -> None:
-        require_known("kind", self.kind, KINDS)
+        one_of("kind", self.kind, KINDS)
         if not (isinstance(self.margin, (int, float)) and math.isfinite(self.margin)):
             raise ConfigurationError(f"margin must be a finite number, not {self.margin!r}.")
 
@@ -113,7 +113,7 @@ class Huber(BoundedLoss):
     delta: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "delta", positive("delta", self.delta))
+        object.__setattr__(self, "delta", number("delta", self.delta, above=0))
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -148,7 +148,7 @@ def require_bounded(loss: object) -> None:
 
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
     """The loss's constant for outputs of this shape, or an error if that is none."""
-    return positive(f"{type(loss).__name__}.constant({tuple(shape)})", loss.constant(shape))
+    return number(f"{type(loss).__name__}.constant({tuple(shape)})", loss.constant(shape), above=0)
 
 
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:

@@ -13,7 +13,7 @@ from clipwise.lipschitz.batched_norms import Wanted, measured_together
 from clipwise.lipschitz.bounds import Measured, measured_norms
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
-from clipwise.validation.arguments import positive, require_known
+from clipwise.validation.arguments import number, one_of
 
 MaxWeightNorm = float | Mapping[str, float]
 NORMS = ("spectral", "frobenius")
@@ -26,7 +26,7 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
     """C of each parameter: one for all, or by the name of a parameter or of the module that holds it."""
     names = list(dict.fromkeys(full for op in network.operations for full in op.parameters.values()))
     if not isinstance(max_weight_norm, Mapping):
-        return dict.fromkeys(names, positive("max_weight_norm", max_weight_norm))
+        return dict.fromkeys(names, number("max_weight_norm", max_weight_norm, above=0))
     # The place of a layer in a Sequential is no name: keys are words.
     held = {key: [n for n in names if n == key or n.startswith(f"{key}.")] for key in max_weight_norm}
     for key, those in held.items():
@@ -42,7 +42,7 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
             raise ConfigurationError(
                 f"max_weight_norm: give a number for {name!r}, or for the module that holds it."
             )
-        found[name] = positive("max_weight_norm", max_weight_norm[max(given, key=len)])
+        found[name] = number("max_weight_norm", max_weight_norm[max(given, key=len)], above=0)
     return found
 
 
@@ -59,7 +59,7 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     Returns:
         For each parameter its norm before over its limit, on its device: above 1 it was clipped. See `on_limit`.
     """
-    require_known("norm", norm, NORMS)
+    one_of("norm", norm, NORMS)
     ratios = _clip_operations_(network, network.operations, limits, norm)
     return {
         name: torch.as_tensor(r, dtype=torch.float64, device=network.parameter(name).device)

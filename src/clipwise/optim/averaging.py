@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.validation.arguments import require_known, require_module
+from clipwise.validation.arguments import one_of, require_module
 
 KINDS = ("exponential", "uniform")
 
@@ -38,7 +38,7 @@ class AveragedParameters:
     ) -> None:
         if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
             raise ConfigurationError(f"decay must lie in [0, 1), not {decay!r}.")
-        require_known("kind", kind, KINDS)
+        one_of("kind", kind, KINDS)
         if not isinstance(start, int) or start < 0:
             raise ConfigurationError(f"start must be a whole number that is not negative, not {start!r}.")
         self._model, self._decay, self._kind, self._start = model, float(decay), kind, start

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from clipwise.accounting import interpret
+from clipwise.accounting import accountants
 from clipwise.accounting.composition import compose
 from clipwise.accounting.tradeoff import Tradeoff, of, profile
 from clipwise.errors import ConfigurationError, UnsupportedEventError
@@ -79,7 +79,7 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
         )
         prefixes = [compose(_first(history, n)) for n in steps]
         for name in _compared(history):
-            epsilons = _bounds(partial(interpret.epsilon_of, delta=delta, accountant=name), prefixes)
+            epsilons = _bounds(partial(accountants.composed_epsilon, delta=delta, accountant=name), prefixes)
             if epsilons:
                 axes.plot([0, *steps], [0.0, *epsilons], **LINES[name])
         if not axes.lines:
@@ -161,7 +161,7 @@ def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
     """
     with _picture(path, history) as (axes,):
         total = compose(history)
-        ends = ((interpret.epsilon_of(total, d), d) for d in SMALLEST_DELTAS)
+        ends = ((accountants.composed_epsilon(total, d), d) for d in SMALLEST_DELTAS)
         end, smallest = next(((e, d) for e, d in ends if math.isfinite(e)), (math.inf, 1.0))
         if end in (0.0, math.inf):
             extent = "infinite" if end else "0"
@@ -169,7 +169,7 @@ def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
         epsilons = np.linspace(0.0, end, POINTS_OVER_EPSILON)
         axes.plot(epsilons, profile(history, epsilons), **LINES["pld"])
         for name in _compared(history)[1:]:
-            deltas = _bounds(partial(interpret.delta_of, total, accountant=name), epsilons.tolist())
+            deltas = _bounds(partial(accountants.composed_delta, total, accountant=name), epsilons.tolist())
             if deltas and min(deltas) < 1:
                 axes.plot(epsilons, deltas, **LINES[name])
         axes.set_yscale("log")

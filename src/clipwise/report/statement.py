@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from clipwise.accounting.arguments import number
 from clipwise.engine.plan import delta_of
 from clipwise.errors import LedgerError
 from clipwise.ledger import ledger, multi_run
@@ -21,6 +20,7 @@ from clipwise.privacy import Entry, Event, Spent, Unit, rounded_up
 from clipwise.report import wording
 from clipwise.report.risk import Risk
 from clipwise.report.run_description import About, plain, versions
+from clipwise.validation.arguments import number
 
 FORMAT = 1
 NOT_RECORDED = "not recorded (the ledger was written by an older version)"

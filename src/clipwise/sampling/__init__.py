@@ -1,5 +1,6 @@
-"""Who is in the batch: schemes draw it and make its event, a loader hands it out."""
+"""Sampling: schemes draw a batch and make its event, a loader hands it out."""
 
+from clipwise.sampling.base import Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.loader import Piece, PrivateLoader
 from clipwise.sampling.microbatches import ByBlock, ByIndex, BySize, ByUser, Cut, mini_sets_of
@@ -9,7 +10,6 @@ from clipwise.sampling.schemes import (
     Full,
     Partition,
     Poisson,
-    Scheme,
     Shuffled,
     TruncatedPoisson,
     make_scheme,

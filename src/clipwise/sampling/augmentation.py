@@ -8,10 +8,9 @@
 Guarantee:
     An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so
     one record moves the sum as far as without views: the sensitivity is unchanged, for any K.
-    The draws must be as secret as the noise. If somebody knew them, taking a record out of a batch would visibly
-    shift the draws of those behind it, and no clip bounds that. So they come from the key of the run: a generator for
-    each piece of a batch, whose whole state is filled from the key. A batch that is handed out again, before its
-    release, has the same views again.
+    The draws must be as secret as the noise: taking a record out of a batch shifts the draws of those behind it, and
+    no clip bounds that. So they come from the key of the run: a generator for each piece of a batch, whose whole state
+    is filled from the key. A batch that is handed out again, before its release, has the same views again.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from torch import Tensor
 from clipwise.errors import ConfigurationError
 from clipwise.noise.generators import generator_from, private_generator
 from clipwise.sampling.batch_structure import map_tensors, mapping_like, sequence_like
-from clipwise.sampling.schemes import whole
-from clipwise.validation.arguments import plain
+from clipwise.validation.arguments import whole
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
 
@@ -85,18 +83,13 @@ class Views:
     """
 
     def __init__(self, count: int, *draws: Draw) -> None:
-        count = plain(count)
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_VIEWS:
-            raise ConfigurationError(
-                f"averaged_views, Views: the number of views must be a whole number from 1 to {_MOST_VIEWS}."
-            )
+        self.count = whole("averaged_views, Views: the number of views", count, least=1, most=_MOST_VIEWS)
         for draw in draws:
             if isinstance(draw, type) or not callable(draw):
                 raise ConfigurationError(
                     f"Views: {draw!r} is no function of rows and a generator: give Crop(32) or Flip(), an object and "
                     "not its class, or a function of your own."
                 )
-        self.count = count
         self._draws = draws
 
     def of(self, x_BCHW: Tensor, random: torch.Generator | None = None) -> Tensor:

@@ -39,7 +39,14 @@ def length_of(dataset: Any) -> int:
 def _what_to_pass(dataset: Any) -> str | None:
     """The rest of the message, for what is known to be no data set of records. None for everything else."""
     if isinstance(dataset, DataLoader):
-        return _instead_of_loader(dataset)
+        own_collate = dataset.collate_fn is not default_collate and dataset.batch_size is not None
+        batch_size = "..." if dataset.batch_size is None else dataset.batch_size
+        collate = ", collate_fn=loader.collate_fn" if own_collate else ""
+        return (
+            ", and its batches are not drawn as the privacy accounting assumes. Pass the data set behind it: "
+            f"make_private(model, optimizer, loader.dataset, batch_size={batch_size}{collate}, ...), and loop over "
+            "private.loader. Its sampler and drop_last are not used."
+        )
     if isinstance(dataset, IterableDataset):
         return (
             ", an IterableDataset: it has no index to draw a private batch by. Pass a map-style data set, with __len__ "
@@ -58,18 +65,6 @@ def _what_to_pass(dataset: Any) -> str | None:
             "TensorDataset(x, y), with torch.as_tensor for arrays; its records are (x[i], y[i])."
         )
     return None
-
-
-def _instead_of_loader(loader: DataLoader[Any]) -> str:
-    """Its sampler, batch sampler, shuffling and drop_last play no part: the private loader samples by itself."""
-    own_collate = loader.collate_fn is not default_collate and loader.batch_size is not None
-    batch_size = "..." if loader.batch_size is None else loader.batch_size
-    collate = ", collate_fn=loader.collate_fn" if own_collate else ""
-    return (
-        ", and its batches are not drawn as the privacy accounting assumes. Pass the data set behind it: "
-        f"make_private(model, optimizer, loader.dataset, batch_size={batch_size}{collate}, ...), and loop over "
-        "private.loader. Its sampler and drop_last are not used."
-    )
 
 
 def _is_table(dataset: Any) -> bool:

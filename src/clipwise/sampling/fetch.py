@@ -11,22 +11,18 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from clipwise.errors import ConfigurationError
+from clipwise.sampling.base import Indices
 from clipwise.sampling.batch_structure import mapping_like, sequence_like
 from clipwise.sampling.dataset_kind import length_of
-from clipwise.sampling.schemes import Indices
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Dataset[Any]):
-    """A data set seen as batches: `fetcher[indices]` is the collated batch of those records.
+    """A map-style data set seen as batches: `fetcher[indices]` is the collated batch of those records.
 
-    A `TensorDataset` is indexed tensor by tensor, without a Python call for each record, unless a
-    `collate_fn` or a subclass has its own idea of a record.
-
-    Args:
-        dataset: a map-style data set: it has a length and gives a record for an index.
-        collate_fn: from a list of records to a batch; without it, what `DataLoader` does.
+    A `TensorDataset` is indexed tensor by tensor, without a Python call for each record, unless there is a
+    `collate_fn` or a subclass that defines records itself.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.noise.generators import generator_from
+from clipwise.sampling.base import Indices, Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.microbatches import BySize, Cut
-from clipwise.sampling.schemes import Indices, Scheme, whole
+from clipwise.validation.arguments import whole
 
 # For the next unreleased step, then the one after, and so on: its secret, its epoch's secret and its
 # slot in that epoch. Looking ahead changes nothing.
@@ -27,38 +28,29 @@ Secrets = Callable[[], Iterator[tuple[bytes, bytes, int]]]
 
 @dataclass(eq=False)
 class Piece:
-    """What was handed out last. What tells of the draw is secret and not shown.
+    """What was handed out last. What depends on the draw is secret and not shown."""
 
-    Args:
-        step_offset: the number of steps between the start of the iterator and this piece's step.
-        index_in_batch: the piece's place in its batch. 0 begins a batch, perhaps one that was begun
-            before and left: what was gathered of it must be dropped, or a record would count twice.
-        size: the number of records in this piece.
-        last: whether it ends its batch.
-        indices: the records in it.
-        consumed: whether the training loop has used it.
-    """
-
-    step_offset: int
+    step_offset: int  # steps between the start of the iterator and this piece's step
+    # The piece's place in its batch. 0 begins a batch, perhaps one that was begun before and left: what was gathered
+    # of it must be dropped, or a record would count twice.
     index_in_batch: int = field(repr=False)
     size: int = field(repr=False)
-    last: bool = field(repr=False)
-    indices: Indices = field(repr=False)
-    consumed: bool = False
+    last: bool = field(repr=False)  # whether it ends its batch
+    indices: Indices = field(repr=False)  # the records in it
+    consumed: bool = False  # whether the training loop has used it
 
 
 class PrivateLoader:
     """An iterable whose every `iter` gives the steps of the current epoch that are not yet released.
 
     The batch of a step follows from the step's secret. A batch that was looked at but not stepped on
-    (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing; and no batch
-    can be passed over because of what it holds. A new iterator ends the older ones.
+    (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing, and no batch can be skipped
+    because of what it holds. A new iterator ends the older ones.
 
-    It yields one item per step, and its length is the number of steps in an epoch, so a framework that stops after
-    `len(loader)` items has made exactly one epoch of steps. The item is the batch. Where a step can come in several
-    pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over the pieces of that
-    step: `for step_pieces in loader: for x, y in step_pieces: ...`. `pieces()` iterates over the pieces of all steps
-    in one loop. The realised number of pieces is as secret as the batch size, so no `len` depends on it.
+    It yields one item per step, and its length is the number of steps in an epoch. The item is the batch. Where a step
+    can come in several pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over
+    the pieces of that step: `for step_pieces in loader: for x, y in step_pieces: ...`. `pieces()` iterates over the
+    pieces of all steps in one loop. The number of pieces is as secret as the batch size, so no `len` depends on it.
 
     Args:
         scheme: who is in a batch.
@@ -143,7 +135,7 @@ class PrivateLoader:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a piece was handed out whose losses are due."""
+        """Whether there is such a piece."""
         return self.current is not None and not self.current.consumed
 
     @property
@@ -154,7 +146,7 @@ class PrivateLoader:
 
     @property
     def is_mixing_possible(self) -> bool:
-        """Whether code of the user's sees several records at once before the batch is handed out."""
+        """See `Fetcher.is_mixing_possible`."""
         return self._fetcher.is_mixing_possible
 
     def arrangements(self, piece: Piece) -> list[Callable[[Sequence[int]], Any]]:
@@ -196,7 +188,10 @@ class PrivateLoader:
 
     def _hand_out(self, turn: int) -> Iterator[Any]:
         self._require_turn(turn)
-        fetched = self._fetch_ahead() if self._num_workers or self._pin_memory else self._fetch()
+        if self._num_workers or self._pin_memory:
+            fetched = self._fetch_ahead()
+        else:
+            fetched = ((piece, self._fetcher[piece.indices]) for piece in self._schedule())
         self.is_fetching = True
         for piece, batch in fetched:
             if self._prepare is not None:
@@ -228,10 +223,6 @@ class PrivateLoader:
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part)
             if slot + 1 >= self._scheme.steps_per_epoch:
                 return
-
-    def _fetch(self) -> Iterator[tuple[Piece, Any]]:
-        for piece in self._schedule():
-            yield piece, self._fetcher[piece.indices]
 
     def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
         """The same, through a `DataLoader`, which asks for pieces before it gives earlier ones, in order."""
@@ -265,8 +256,7 @@ class PrivateLoader:
                     raise
                 raise StepError(
                     "A worker process of private.loader has died (killed, or out of memory). Nothing was released "
-                    "for the batch that it fetched: loop over private.loader again to go on, perhaps with a smaller "
-                    "num_workers."
+                    "for the batch that it fetched: loop over private.loader again, perhaps with a smaller num_workers."
                 ) from error
             yield asked.popleft(), batch
 
@@ -282,8 +272,8 @@ def _seed_worker(secret: bytes, number: int) -> None:
 class Pieces:
     """The pieces of all remaining steps of an epoch; see `PrivateLoader.pieces`.
 
-    Its length is an upper bound that follows from public numbers: the steps of an epoch times the most pieces that one
-    step can have. Under Poisson sampling every record may be drawn at once, so an epoch usually ends long before it.
+    Its length is a public upper bound: the steps of an epoch times the most pieces that one step can have. Under
+    Poisson sampling every record may be drawn at once, so an epoch usually ends long before it.
     """
 
     def __init__(self, loader: PrivateLoader) -> None:

@@ -1,9 +1,8 @@
 """How the batch of a step is cut into the pieces that are handed out one by one.
 
 For a sum over examples any cut will do. A mini-set, whose mean is clipped as a whole, is fixed beforehand: by the
-index of a record, by a block of the partition that batches are drawn from, or by whose records they are. Were it cut
-by the place in the draw, one record more would move others from mini-set to mini-set, and with them every clipped
-mean.
+index of a record, by a block of the partition that batches are drawn from, or by user. Cut by the place in the draw,
+one record more would move others from mini-set to mini-set, and with them every clipped mean.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 
 from clipwise.errors import ConfigurationError
-from clipwise.sampling.schemes import FixedSize, Indices, Partition, Scheme, whole
+from clipwise.sampling.base import Indices, Scheme
+from clipwise.validation.arguments import whole
 
 _NOBODY = np.empty(0, dtype=np.int64)
 
@@ -92,13 +92,10 @@ class ByBlock(Cut):
 
 
 class ByUser(Cut):
-    """All records of a user are one mini-set. What is drawn is users.
+    """All records of a user are one mini-set; users are drawn. `ids` gives the owner of each record, in order.
 
-    Users are numbered by their ids in order, and not by where their records are: another user's records must not
-    change anyone's number.
-
-    Args:
-        ids: whose each record is: one hashable value, in the data set's order.
+    Users are numbered by their sorted ids, and not by where their records are: another user's records must not
+    change any number.
     """
 
     may_be_empty = False  # unless nobody is drawn
@@ -138,9 +135,9 @@ class ByUser(Cut):
 
 def mini_sets_of(scheme: Scheme, count: int) -> Cut:
     """How batches of a scheme are cut into so many mini-sets."""
-    if isinstance(scheme, Partition):
-        return ByBlock(scheme.mini_set_size)
-    return ByIndex(count, may_be_empty=count > 1 and not isinstance(scheme, FixedSize))
+    if scheme.block_size is not None:
+        return ByBlock(scheme.block_size)
+    return ByIndex(count, may_be_empty=count > 1 and not scheme.draws_by_mini_sets)
 
 
 def _listed(ids: Any) -> list[Hashable]:
@@ -153,7 +150,9 @@ def _listed(ids: Any) -> list[Hashable]:
         )
     found = list(ids)
     for owner in found:
-        if not _is_hashable(owner) or isinstance(owner, torch.Tensor):  # a tensor is hashed by its identity
+        if not isinstance(owner, Hashable) or isinstance(
+            owner, torch.Tensor
+        ):  # a tensor is hashed by its identity
             raise ConfigurationError(
                 f"group: a user id must be a plain value such as a number or a text, not {type(owner).__name__}."
             )
@@ -166,30 +165,16 @@ def _listed(ids: Any) -> list[Hashable]:
 
 
 def _require_column(ids: Any) -> None:
-    """Refuse what gives something else than whose the records are, in their order, when it is looped over."""
+    """Refuse what does not give one owner after the other when it is looped over."""
     dimensions = getattr(ids, "ndim", 1)  # a table is looped over by the names of its columns
     if dimensions != 1:
         raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")
-    if isinstance(ids, (Mapping, MappingView)):
+    if isinstance(ids, (Mapping, MappingView, Set)):
         raise ConfigurationError(
-            f"group is a {type(ids).__name__}: a mapping goes by its keys and not by the data set's order, and "
-            "its keys are all different, so each record would pass for a user of its own. Give a list with one "
-            "user id for each record, in the data set's order: [owner[i] for i in range(n)] for n records."
+            f"group is a {type(ids).__name__}: it has no order or one of its own, and holds each key once, so each "
+            "record would pass for a user of its own. Give a list with one user id for each record, in the data set's "
+            "order: [owner[i] for i in range(n)] for n records."
         )
-    if isinstance(ids, Set):
-        raise ConfigurationError(
-            f"group is a {type(ids).__name__}, which has no order and holds each id once, so each record "
-            "would pass for a user of its own. Give a list with one user id for each record, in the data set's "
-            "order."
-        )
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _in_order(owners: Iterable[Hashable]) -> list[Hashable]:

@@ -1,125 +1,46 @@
-"""How a batch is drawn: the public numbers of a scheme, its draws, and the event of one step.
+"""The sampling schemes: how the batch of a step is drawn.
 
-A scheme is the only maker of events, so that what is accounted is what ran. An index stands for one
-unit of the guarantee: `dataset_size` counts records, or whatever the data set's items are.
-
-A draw is a pure function of secrets that the caller owns, so a batch that was drawn but not released
-can be drawn again. Which indices came out, and for Poisson sampling how many, is secret.
+To add one: name it in `privacy.Sampling`, with its adjacencies (`SUPPORTED`) and the pair that its accounting reduces
+to (`AMPLIFICATION`), and write its class here and in `SCHEMES`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from hashlib import blake2b
-from numbers import Real
-from typing import ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from clipwise.accounting.truncation import default_limit, excess
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
-
-Indices = NDArray[np.int64]
-
-# What they draw depends on how many mini-sets a batch has.
-DRAWN_BY_MINI_SETS = (Sampling.PARTITION, Sampling.FIXED_SIZE)
-
-
-class Scheme(Protocol):
-    """What every scheme offers; all its numbers are public."""
-
-    sampling: ClassVar[Sampling]
-
-    @property
-    def dataset_size(self) -> int:
-        """N, the number of units."""
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability that a given unit is in the batch of a given step."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of steps after which a unit has been drawn about once."""
-
-    @property
-    def expected_size(self) -> float:
-        """L, the mean size of a batch: the constant that a sum is divided by, whatever was drawn."""
-
-    @property
-    def largest_size(self) -> int:
-        """The largest possible size of a batch. A random draw hardly ever reaches it."""
-
-    @property
-    def period(self) -> int:
-        """The number of steps in which each unit takes part exactly once; 1 where there is no such."""
-
-    @property
-    def has_random_size(self) -> bool:
-        """Whether the size of a batch is left to chance."""
-
-    @property
-    def excess(self) -> float:
-        """The probability that more units are drawn than a batch may hold, and the batch is cut."""
-
-    def event(
-        self, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
-    ) -> Event:
-        """The event of one step that was drawn by this scheme."""
-
-    def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The sorted indices of a step's batch; `slot` is the step's place in its epoch, from 0."""
-
-
-class _Steps:
-    """What the schemes share: each step is one event, and by default stands on its own."""
-
-    @property
-    def period(self) -> int:
-        """The number of steps in which each unit takes part exactly once; 1 where there is no such."""
-        return 1
-
-    @property
-    def has_random_size(self: Scheme) -> bool:
-        """Only where every unit has a coin of its own."""
-        return self.sampling in (Sampling.POISSON, Sampling.TRUNCATED_POISSON)
-
-    @property
-    def excess(self) -> float:
-        """The probability that a draw is cut; 0 where none is."""
-        return 0.0
-
-    def event(
-        self: Scheme, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
-    ) -> Event:
-        """The event of one step; without `adjacency`, under the scheme's default one."""
-        return Event(
-            sampling=self.sampling,
-            adjacency=SUPPORTED[self.sampling][0] if adjacency is None else adjacency,
-            unit=unit,
-            noise_multiplier=noise_multiplier,
-            sample_rate=self.sample_rate,
-            period=self.period,
-            excess=self.excess,
-        )
+from clipwise.privacy import Sampling
+from clipwise.sampling.base import Indices, Scheme, epoch_order, generator_of, subset
+from clipwise.validation.arguments import number, one_of, whole
 
 
 @dataclass(frozen=True)
-class Poisson(_Steps):
-    """Each unit is in the batch with probability `sample_rate`, by a coin of its own."""
+class Poisson(Scheme):
+    """Poisson subsampling: each unit is included independently with probability `sample_rate`."""
 
     sampling: ClassVar[Sampling] = Sampling.POISSON
-    dataset_size: int
     sample_rate: float
 
     def __post_init__(self) -> None:
-        whole("dataset_size", self.dataset_size, least=1)
-        if not 0 < self.sample_rate <= 1:
-            raise ConfigurationError("sample_rate must lie in (0, 1].")
+        super().__post_init__()
+        number("sample_rate", self.sample_rate, above=0, most=1)
+
+    @classmethod
+    def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> Poisson:
+        _require_one_size(batch_size, sample_rate)
+        if batch_size is not None:
+            sample_rate = FixedSize.make(dataset_size, batch_size, None).sample_rate
+        return Poisson(dataset_size, number("sample_rate", sample_rate, above=0, most=1))
+
+    @property
+    def has_random_size(self) -> bool:
+        return True
 
     @property
     def steps_per_epoch(self) -> int:
@@ -128,23 +49,23 @@ class Poisson(_Steps):
 
     @property
     def expected_size(self) -> float:
-        """L = q N."""
         return self.sample_rate * self.dataset_size
 
     @property
     def largest_size(self) -> int:
-        """N: every unit may be drawn."""
         return self.dataset_size
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         """A subset, possibly empty: an empty batch is a step like any other.
 
-        N independent coins give a set A with probability q^|A| (1-q)^(N-|A|), which depends on |A|
+        N independent inclusions give a set A with probability q^|A| (1-q)^(N-|A|), which depends on |A|
         alone. So the size is Binomial(N, q) and, given the size, every subset of it is equally likely:
         drawing first the one and then the other is the same law, at the price of the batch and not of N.
+        A uniform subset of a uniform subset is uniform, so to cut a batch it is enough to cut its size.
         """
-        random = _generator(step_secret)
-        return _subset(random, self.dataset_size, int(random.binomial(self.dataset_size, self.sample_rate)))
+        random = generator_of(step_secret)
+        size = int(random.binomial(self.dataset_size, self.sample_rate))
+        return subset(random, self.dataset_size, min(size, self.largest_size))
 
 
 @dataclass(frozen=True)
@@ -168,9 +89,14 @@ class TruncatedPoisson(Poisson):
                 "or a little less."
             )
 
+    @classmethod
+    def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> TruncatedPoisson:
+        rate = Poisson.make(dataset_size, batch_size, sample_rate).sample_rate
+        limit = own.get("max_batch_size")
+        return cls(dataset_size, rate, default_limit(dataset_size, rate) if limit is None else limit)
+
     @property
     def largest_size(self) -> int:
-        """The limit, unless the data set is smaller."""
         return min(self.max_batch_size, self.dataset_size)
 
     @cached_property
@@ -178,22 +104,15 @@ class TruncatedPoisson(Poisson):
         """P[Binomial(N, q) > max_batch_size], rounded up."""
         return excess(self.dataset_size, self.sample_rate, self.max_batch_size)
 
-    def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """As `Poisson` draws. A uniform subset of a uniform subset is uniform, so it is enough to cut the size."""
-        random = _generator(step_secret)
-        size = int(random.binomial(self.dataset_size, self.sample_rate))
-        return _subset(random, self.dataset_size, min(size, self.max_batch_size))
-
 
 @dataclass(frozen=True)
-class _OfBatchSize(_Steps):
+class _OfBatchSize(Scheme):
     """A scheme whose number of records a step is fixed beforehand."""
 
-    dataset_size: int
     batch_size: int
 
     def __post_init__(self) -> None:
-        whole("dataset_size", self.dataset_size, least=1)
+        super().__post_init__()
         whole("batch_size", self.batch_size, least=1)
         if self.batch_size > self.dataset_size:
             raise ConfigurationError(
@@ -201,19 +120,50 @@ class _OfBatchSize(_Steps):
                 "records (users, with group=)."
             )
 
+    @classmethod
+    def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> _OfBatchSize:
+        _require_one_size(batch_size, sample_rate)
+        if batch_size is None:
+            raise ConfigurationError(
+                f"sampling={str(cls.sampling)!r} needs a whole number of records: give batch_size, not sample_rate."
+            )
+        arguments = [whole("batch_size", batch_size, least=1)]
+        if cls.draws_by_mini_sets:
+            arguments.append(whole("mini_sets", own.get("mini_sets", 1), least=1))
+        return cls(dataset_size, *arguments)
+
     @property
     def steps_per_epoch(self) -> int:
-        """ceil(N / B)."""
-        return -(-self.dataset_size // self.batch_size)
+        return -(-self.dataset_size // self.batch_size)  # ceil(N / B)
 
     @property
     def largest_size(self) -> int:
-        """B."""
         return self.batch_size
 
 
 @dataclass(frozen=True)
-class FixedSize(_OfBatchSize):
+class _OfMiniSets(_OfBatchSize):
+    """A scheme whose draw depends on `mini_sets`, the number k of equally large mini-sets of a batch."""
+
+    draws_by_mini_sets: ClassVar[bool] = True
+    mini_sets: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("mini_sets", self.mini_sets, least=1)
+        if self.batch_size % self.mini_sets:
+            raise ConfigurationError(
+                f"mini_sets={self.mini_sets} must divide batch_size={self.batch_size}: mini-sets are equally large."
+            )
+
+    @property
+    def mini_set_size(self) -> int:
+        """b = B / mini_sets."""
+        return self.batch_size // self.mini_sets
+
+
+@dataclass(frozen=True)
+class FixedSize(_OfMiniSets):
     """A fresh uniform subset of `batch_size` units in each step.
 
     With k = `mini_sets` it is a uniform subset of b = B / k units of each class j, j + k, j + 2k, ... of indices.
@@ -222,34 +172,28 @@ class FixedSize(_OfBatchSize):
     """
 
     sampling: ClassVar[Sampling] = Sampling.FIXED_SIZE
-    mini_sets: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_equal_mini_sets(self.batch_size, self.mini_sets)
 
     @property
     def sample_rate(self) -> float:
         """b over the size of the smallest class; B / N for a single one."""
-        return (self.batch_size // self.mini_sets) / (self.dataset_size // self.mini_sets)
+        return self.mini_set_size / (self.dataset_size // self.mini_sets)
 
     @property
     def expected_size(self) -> float:
-        """L = B."""
         return float(self.batch_size)
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         """Each subset of b units of a class with equal probability, independently of the other classes."""
-        random, k = _generator(step_secret), self.mini_sets
+        random, k = generator_of(step_secret), self.mini_sets
         if k == 1:
-            return _subset(random, self.dataset_size, self.batch_size)
+            return subset(random, self.dataset_size, self.batch_size)
         sizes = [len(range(j, self.dataset_size, k)) for j in range(k)]
-        drawn = [j + k * _subset(random, size, self.batch_size // k) for j, size in enumerate(sizes)]
+        drawn = [j + k * subset(random, size, self.mini_set_size) for j, size in enumerate(sizes)]
         return np.sort(np.concatenate(drawn))
 
 
 @dataclass(frozen=True)
-class Partition(_OfBatchSize):
+class Partition(_OfMiniSets):
     """A uniform choice, in each step, of `mini_sets` blocks of a partition into blocks of B / mini_sets units.
 
     The blocks are the units 0..b-1, b..2b-1, and so on: they depend on positions alone. When b does not
@@ -259,39 +203,29 @@ class Partition(_OfBatchSize):
     """
 
     sampling: ClassVar[Sampling] = Sampling.PARTITION
-    mini_sets: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_equal_mini_sets(self.batch_size, self.mini_sets)
 
     @property
-    def mini_set_size(self) -> int:
-        """b = B / mini_sets."""
-        return self.batch_size // self.mini_sets
+    def block_size(self) -> int:
+        return self.mini_set_size
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, n = ceil(N / b)."""
-        return -(-self.dataset_size // self.mini_set_size)
+        return -(-self.dataset_size // self.block_size)  # n = ceil(N / b)
 
     @property
     def sample_rate(self) -> float:
-        """k / n."""
         return self.mini_sets / self.blocks
 
     @property
     def expected_size(self) -> float:
-        """L = k N / n."""
         return self.mini_sets * self.dataset_size / self.blocks
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The indices of the blocks chosen."""
-        random, size = _generator(step_secret), self.mini_set_size
+        random, size = generator_of(step_secret), self.block_size
         if self.mini_sets == 1:
             chosen = random.integers(self.blocks, size=1)
         else:
-            chosen = _subset(random, self.blocks, self.mini_sets)
+            chosen = subset(random, self.blocks, self.mini_sets)
         units = (chosen[:, None] * size + np.arange(size)).ravel()
         return units[units < self.dataset_size].astype(np.int64)
 
@@ -307,60 +241,53 @@ class Shuffled(_OfBatchSize):
 
     @property
     def period(self) -> int:
-        """The number of slots of an epoch, ceil(N / B)."""
         return self.steps_per_epoch
 
     @property
     def sample_rate(self) -> float:
-        """1 / period."""
         return 1 / self.period
 
     @property
     def expected_size(self) -> float:
-        """L = N / period."""
         return self.dataset_size / self.period
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The slot's piece of the epoch's order; the secret of the step plays no part."""
         if not 0 <= slot < self.period:
             raise StepError(f"slot must lie from 0 to {self.period - 1}, the last slot of an epoch.")
         first = slot * self.batch_size
-        return np.sort(_order(epoch_secret, self.dataset_size)[first : first + self.batch_size])
+        return np.sort(epoch_order(epoch_secret, self.dataset_size)[first : first + self.batch_size])
 
 
 @dataclass(frozen=True)
-class Full(_Steps):
-    """Every unit in every step."""
+class Full(Scheme):
+    """Every unit in every step: a step is an epoch, and no size is random."""
 
     sampling: ClassVar[Sampling] = Sampling.FULL
-    dataset_size: int
+    sample_rate: ClassVar[float] = 1.0
+    steps_per_epoch: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        whole("dataset_size", self.dataset_size, least=1)
-
-    @property
-    def sample_rate(self) -> float:
-        """1: nothing is left to chance."""
-        return 1.0
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """1: a step is an epoch."""
-        return 1
+    @classmethod
+    def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> Full:
+        if batch_size is not None or sample_rate is not None:
+            raise ConfigurationError("sampling='full' takes every unit: give no batch_size or sample_rate.")
+        return cls(dataset_size)
 
     @property
     def expected_size(self) -> float:
-        """L = N."""
         return float(self.dataset_size)
 
     @property
     def largest_size(self) -> int:
-        """N."""
         return self.dataset_size
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """All indices."""
         return np.arange(self.dataset_size, dtype=np.int64)
+
+
+SCHEMES: dict[Sampling, type[Scheme]] = {
+    scheme.sampling: scheme for scheme in (Poisson, TruncatedPoisson, FixedSize, Partition, Shuffled, Full)
+}
+DRAWN_BY_MINI_SETS = tuple(sampling for sampling, scheme in SCHEMES.items() if scheme.draws_by_mini_sets)
 
 
 def make_scheme(
@@ -384,85 +311,17 @@ def make_scheme(
         mini_sets: for 'partition', how many blocks make up a batch; for 'fixed-size', how many classes of indices
             it has as many units of.
     """
-    try:
-        kind = Sampling(sampling)
-    except ValueError:
-        names = ", ".join(repr(str(s)) for s in Sampling)
-        raise ConfigurationError(f"sampling={sampling!r} is not known: use one of {names}.") from None
-    dataset_size = whole("dataset_size", dataset_size, least=1)
-    if max_batch_size is not None and kind is not Sampling.TRUNCATED_POISSON:
+    scheme = SCHEMES[one_of("sampling", sampling, Sampling)]
+    if max_batch_size is not None and scheme is not TruncatedPoisson:
         raise ConfigurationError("max_batch_size goes with sampling='truncated-poisson' only: leave it out.")
-    if mini_sets != 1 and kind not in DRAWN_BY_MINI_SETS:
+    if mini_sets != 1 and not scheme.draws_by_mini_sets:
         raise ConfigurationError(
             "mini_sets goes with sampling='partition' or 'fixed-size' only, whose draws depend on it: leave it out."
         )
-    if kind is Sampling.FULL:
-        if batch_size is not None or sample_rate is not None:
-            raise ConfigurationError("sampling='full' takes every unit: give no batch_size or sample_rate.")
-        return Full(dataset_size)
+    size = whole("dataset_size", dataset_size, least=1)
+    return scheme.make(size, batch_size, sample_rate, max_batch_size=max_batch_size, mini_sets=mini_sets)
+
+
+def _require_one_size(batch_size: Any, sample_rate: Any) -> None:
     if (batch_size is None) == (sample_rate is None):
         raise ConfigurationError("Give exactly one of batch_size and sample_rate.")
-    if kind in (Sampling.POISSON, Sampling.TRUNCATED_POISSON):
-        if batch_size is not None:
-            sample_rate = FixedSize(dataset_size, whole("batch_size", batch_size, least=1)).sample_rate
-        given: object = sample_rate  # whatever its type promises
-        if isinstance(given, bool) or not isinstance(given, Real):
-            raise ConfigurationError(f"sample_rate must be a number in (0, 1], not {sample_rate!r}.")
-        poisson = Poisson(dataset_size, float(sample_rate or 0.0))
-        if kind is Sampling.POISSON:
-            return poisson
-        limit = default_limit(dataset_size, poisson.sample_rate) if max_batch_size is None else max_batch_size
-        return TruncatedPoisson(dataset_size, poisson.sample_rate, limit)
-    if batch_size is None:
-        raise ConfigurationError(
-            f"sampling={str(kind)!r} needs a whole number of records: give batch_size, not sample_rate."
-        )
-    batch_size = whole("batch_size", batch_size, least=1)
-    if kind is Sampling.FIXED_SIZE:
-        return FixedSize(dataset_size, batch_size, whole("mini_sets", mini_sets, least=1))
-    if kind is Sampling.PARTITION:
-        return Partition(dataset_size, batch_size, whole("mini_sets", mini_sets, least=1))
-    return Shuffled(dataset_size, batch_size)
-
-
-def _require_equal_mini_sets(batch_size: int, mini_sets: int) -> None:
-    whole("mini_sets", mini_sets, least=1)
-    if batch_size % mini_sets:
-        raise ConfigurationError(
-            f"mini_sets={mini_sets} must divide batch_size={batch_size}: mini-sets are equally large."
-        )
-
-
-def whole(name: str, value: int, least: int) -> int:
-    """The argument as a plain int; refused unless it is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {least}.")
-    return int(value)
-
-
-def _subset(random: np.random.Generator, population: int, size: int) -> Indices:
-    """A uniform subset, sorted: order within a batch means nothing, and memory is read in one direction."""
-    return np.sort(random.choice(population, size, replace=False, shuffle=False))
-
-
-@lru_cache(maxsize=2)
-def _order(epoch_secret: bytes, size: int) -> Indices:
-    """A uniform order of `size` units, made once for all slots of an epoch.
-
-    An epoch may be continued by another process, perhaps under another version of numpy, and a unit
-    takes part once only if that process finds the same order. numpy promises the words of a bit
-    generator and not what `Generator` makes of them, so the words themselves are ranked. Two of them
-    are equal with probability below N^2 / 2^65, and then only the choice between those two units is not fair.
-    """
-    order = np.argsort(_bits(epoch_secret).random_raw(size), kind="stable")
-    order.setflags(write=False)
-    return order
-
-
-def _generator(secret: bytes) -> np.random.Generator:
-    return np.random.Generator(_bits(secret))
-
-
-def _bits(secret: bytes) -> np.random.Philox:
-    digest = blake2b(secret, digest_size=16, person=b"clipwise.draw").digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little"))

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from clipwise import accounting
-from clipwise.accounting import Repetitions, arguments
+from clipwise.accounting import Repetitions, from_arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import NoiseKey, gaussian
 from clipwise.privacy import Adjacency, Entry, Sampling, rounded_up
 from clipwise.tune.space import Space, point
 from clipwise.tune.subject import Recipe, Score, Settings
+from clipwise.validation.arguments import number
 
 _DIGITS = 4
 _MOST_KINDS = 8  # beyond this many different runs RDP bounds their composition: PLD would take minutes
@@ -42,7 +43,7 @@ def composed_epsilon(scores: Sequence[Score]) -> tuple[float, float] | None:
     delta = max(s.delta for s in scores if s.delta is not None)
     history = []
     for z, rate, steps in (s.release for s in scores if s.release is not None):
-        history.append(Entry(arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT), steps))
+        history.append(Entry(from_arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT), steps))
     kinds = len({entry.event for entry in history})
     return accounting.epsilon_of(history, delta, "pld" if kinds <= _MOST_KINDS else "rdp"), delta
 
@@ -80,7 +81,7 @@ def plan(
         mean: the mean number of runs, above 1.
         shape: see `accounting.Repetitions`.
     """
-    arguments.budget(epsilon)
+    from_arguments.budget(epsilon)
     common: dict[str, Any] = {"mean": mean, "shape": shape, "delta": delta, "adjacency": "zero-out"}
     z = _smallest(
         lambda z: accounting.search(noise_multiplier=z, sample_rate=sample_rate, steps=steps, **common),
@@ -144,9 +145,9 @@ class SearchOptions:
     epochs: int = 10
 
     def __post_init__(self) -> None:
-        arguments.budget(self.epsilon)
-        arguments.number("mean_runs", self.mean_runs, above=1, below=LARGEST_MEAN)
-        arguments.event(1.0, self.sample_rate, Sampling.POISSON)  # of the two only the rate can be refused
+        from_arguments.budget(self.epsilon)
+        number("mean_runs", self.mean_runs, above=1, below=LARGEST_MEAN)
+        from_arguments.event(1.0, self.sample_rate, Sampling.POISSON)  # of the two only the rate can be refused
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import nn
@@ -72,21 +73,63 @@ def require_module(given: object) -> None:
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(given).__name__}.")
 
 
-def not_negative(argument: str, value: float) -> float:
-    """The argument as it is; refused unless it is a finite number from 0 on."""
-    given: object = value  # whatever its type promises
-    number = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    if not (number and math.isfinite(value) and value >= 0):
-        raise ConfigurationError(f"{argument} must be a finite number from 0 on, not {value!r}.")
-    return value
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+) -> float:
+    """`value` as a finite float within the limits that are given."""
+    try:
+        found = math.nan if isinstance(value, (bool, np.bool_, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of many numbers
+        found = math.nan
+    limits = [
+        (above, "greater than", operator.gt),
+        (least, "at least", operator.ge),
+        (below, "less than", operator.lt),
+        (most, "at most", operator.le),
+    ]
+    given = [(limit, words, holds) for limit, words, holds in limits if limit is not None]
+    if not (math.isfinite(found) and all(holds(found, limit) for limit, _, holds in given)):
+        words = " and ".join(f"{words} {limit:g}" for limit, words, _ in given)
+        refuse(name, value, f"a finite number {words and 'that is '}{words}".strip())
+    return found
 
 
-def count(argument: str, value: int) -> int:
-    """The argument as an int; refused unless it is a whole number of at least 1."""
-    given: object = value
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or value < 1:
-        raise ConfigurationError(f"{argument} must be a whole number of at least 1, not {value!r}.")
+def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    """`value` as an int from `least` to `most`; only integers of Python and numpy are accepted."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most:g}"
+        refuse(name, value, f"a whole number {limits}")
     return int(value)
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """The member of `allowed` that `value` is or names; other types are refused as well."""
+    members = list(allowed)
+    for member in members:
+        if isinstance(value, str) and value in (member, str(member)):
+            return member
+    words = ", ".join(repr(str(member)) for member in members)
+    raise ConfigurationError(f"{name}={_shown(value)} is not known: use one of {words}.")
+
+
+def refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    """Raise the error of an argument that is not what it must be."""
+    raise ConfigurationError(f"{name} must be {allowed}, not {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    """The value itself only if it is a plain one: an array in its place could hold data."""
+    if isinstance(value, str):
+        return repr(str(value))
+    is_plain = value is None or isinstance(value, (bool, numbers.Number))
+    return repr(value) if is_plain else f"a {type(value).__name__}"
 
 
 def require_takes(argument: str, function: Callable[..., Any], how: str, *arguments: Any) -> None:
@@ -106,21 +149,3 @@ def require_takes(argument: str, function: Callable[..., Any], how: str, *argume
         raise ConfigurationError(
             f"{argument} is called as {how}, here with {len(arguments)} arguments, and does not take that: {error}."
         ) from error
-
-
-def positive(name: str, value: object) -> float:
-    """A positive, finite number of any kind (those of numpy too), or an error that names the argument."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    found = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    if not (math.isfinite(found) and found > 0):
-        raise ConfigurationError(f"{name} must be a positive, finite number, not {value!r}.")
-    return found
-
-
-def require_known(argument: str, value: object, known: Iterable[str]) -> None:
-    """Refuse whatever is not one of the known words, other types as well: an array would not even compare."""
-    words = list(known)
-    if not isinstance(value, str) or value not in words:
-        raise ConfigurationError(
-            f"{argument}={value!r} is not known: use one of {', '.join(map(repr, words))}."
-        )

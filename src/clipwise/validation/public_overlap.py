@@ -28,7 +28,7 @@ from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.public import Public
 from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
 
 _Source = tuple[Hashable, Indices]  # an object or a device, and numbers of records or addresses in it
 

@@ -8,13 +8,16 @@ from torch import nn
 
 from clipwise import PerExample
 from clipwise.audit.trial import run_of
-from clipwise.sampling.schemes import Indices, Poisson, _order
+from clipwise.sampling.base import Indices, epoch_order
+from clipwise.sampling.schemes import Poisson
 from tests.audit.bug import Bug, Subject, losses, rows, small
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     def of_epoch(self: Poisson, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        return np.sort(np.array_split(_order(epoch_secret, self.dataset_size), self.steps_per_epoch)[slot])
+        return np.sort(
+            np.array_split(epoch_order(epoch_secret, self.dataset_size), self.steps_per_epoch)[slot]
+        )
 
     patch.setattr(Poisson, "draw", of_epoch)
 

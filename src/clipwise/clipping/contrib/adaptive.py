@@ -11,7 +11,7 @@ from clipwise.clipping.contrib.following import Choice, Source
 from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.grouping import Groups, described_groups
 from clipwise.clipping.schedule import Every
-from clipwise.validation.arguments import require_known, with_plain_numbers
+from clipwise.validation.arguments import one_of, with_plain_numbers
 
 KINDS = ("enhanced", "zhang")
 
@@ -51,7 +51,7 @@ class Adaptive(NormPolicy):
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         self.require_measurable()
-        require_known("Adaptive: kind", self.kind, KINDS)
+        one_of("Adaptive: kind", self.kind, KINDS)
         if self.kind == "zhang":
             self.require_lengths("kind='zhang'", "use kind='enhanced'")
 

@@ -15,7 +15,7 @@ from clipwise.clipping.contrib.typical import OF, Measured, Question, Typical
 from clipwise.clipping.public import Public, require_public
 from clipwise.clipping.schedule import Every, require_every
 from clipwise.errors import CheckpointError, ConfigurationError
-from clipwise.validation.arguments import require_known
+from clipwise.validation.arguments import one_of
 
 Source = Public | Released
 
@@ -83,7 +83,7 @@ def require_source(given: object, who: str, every: Every) -> None:
 
 def require_question(who: str, of: str, mini_set_size: int | None) -> None:
     """Refuse settings of how norms are measured."""
-    require_known(f"{who}: of", of, OF)
+    one_of(f"{who}: of", of, OF)
     if mini_set_size is not None and (
         of != "mini-set"
         or isinstance(mini_set_size, bool)

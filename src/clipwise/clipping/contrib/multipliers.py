@@ -14,7 +14,7 @@ from clipwise.clipping.contrib.released import Released
 from clipwise.clipping.grouping import Groups, described_groups
 from clipwise.clipping.schedule import Every
 from clipwise.gradients.real_views import dimension
-from clipwise.validation.arguments import require_bool, require_known, with_plain_numbers
+from clipwise.validation.arguments import one_of, require_bool, with_plain_numbers
 
 KINDS = ("optimal", "paper")
 
@@ -65,7 +65,7 @@ class Multipliers(NormPolicy):
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         self.require_measurable()
-        require_known("Multipliers: kind", self.kind, KINDS)
+        one_of("Multipliers: kind", self.kind, KINDS)
         for name in ("relative", "keep_length"):
             require_bool(f"Multipliers: {name}", getattr(self, name))
         if self.relative:

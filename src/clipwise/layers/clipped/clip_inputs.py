@@ -18,7 +18,7 @@ from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayer
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
 from clipwise.layers.exchange_modules import exchange_modules
-from clipwise.validation.arguments import plain, require_known, require_module
+from clipwise.validation.arguments import one_of, plain, require_module
 
 Numbers = float | Mapping[str, float]
 
@@ -71,8 +71,8 @@ def clip_inputs(
         The model (another object only if the model itself is such a layer).
     """
     require_module(model)
-    require_known("mode", mode, MODES)
-    require_known("bound", bound, BOUNDS)
+    one_of("mode", mode, MODES)
+    one_of("bound", bound, BOUNDS)
     if uses is not None and not isinstance(uses, Mapping):
         raise ConfigurationError(
             f"uses must say how often each layer is used, by name, such as {{'decoder': 2}}, not {uses!r}."

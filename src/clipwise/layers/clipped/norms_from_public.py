@@ -16,7 +16,7 @@ from clipwise.layers.clipped.linear_map import MapRole, Seen
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
 from clipwise.layers.clipped.switch import measured, noting
-from clipwise.validation.arguments import naming, not_negative, require_known, require_module, require_takes
+from clipwise.validation.arguments import naming, number, one_of, require_module, require_takes
 
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped
@@ -53,8 +53,8 @@ def norms_from_public(
         quantile: of the norms of the examples, between 0 and 1.
         bound: as `clip_inputs` will have it: what C2 is measured by.
     """
-    require_known("bound", bound, BOUNDS)
-    quantile = not_negative("quantile", quantile)
+    one_of("bound", bound, BOUNDS)
+    quantile = number("quantile", quantile, least=0)
     if quantile > 1:
         raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
     require_module(model)

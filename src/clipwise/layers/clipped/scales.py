@@ -19,7 +19,7 @@ from clipwise.gradients.forms import squared_norms
 from clipwise.kernels.factors import Limits, Norms, gradient_factors
 from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
-from clipwise.validation.arguments import positive
+from clipwise.validation.arguments import number
 
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
@@ -180,7 +180,7 @@ def weighted_channels(sizes_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
 
 def clip_constant(name: str, value: object) -> float:
     """A constant to clip to, or an error that names the argument."""
-    found = positive(name, value)
+    found = number(name, value, above=0)
     if not _SMALLEST_CONSTANT <= found <= _LARGEST_CONSTANT:
         raise ConfigurationError(
             f"{name}={value!r} is not possible: give a number from {_SMALLEST_CONSTANT:g} to {_LARGEST_CONSTANT:g}."

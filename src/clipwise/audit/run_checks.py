@@ -1,4 +1,4 @@
-"""Whether the noise of a run is what its ledger says: its size, its independence, its key, and who was drawn.
+"""Checks of one run: the size of its noise, its independence, its key, and what was drawn.
 
 One run is enough for these. Where chance plays a part, a finding has a probability below 1e-9 if all is well.
 """
@@ -15,8 +15,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from clipwise.audit.findings import Finding
-from clipwise.audit.tape import Release, entries
+from clipwise.audit.recorder import Release, entries
+from clipwise.audit.report import Finding
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Part, Sampling
 
@@ -61,9 +61,8 @@ def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
     for number, release in enumerate(releases, start=1):
         noise = release.noise()
         for part in release.parts:
-            values = torch.cat([_in_memory(noise[name], release.values[name]) for name, _ in entries(part)])[
-                :_PREFIX
-            ]
+            drawn = [_in_memory(noise[name], release.values[name]) for name, _ in entries(part)]
+            values = torch.cat(drawn)[:_PREFIX]
             if part.noise_std > 0 and len(values) == _PREFIX:
                 names.append((number, part.name))
                 rows.append((values / values.norm()).numpy(force=True))
@@ -97,9 +96,7 @@ def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding
         yield Finding(
             0, "sampling", f"records are drawn more often than at the rate {rate:.4g} that is charged."
         )
-    taken = np.bincount(
-        np.concatenate([np.asarray(d, dtype=np.int64) for d in draws]), minlength=dataset_size
-    )
+    taken = np.bincount(np.concatenate([np.asarray(d, np.int64) for d in draws]), minlength=dataset_size)
     if len(set(taken.tolist())) == 1 and _chance_of_one_value(T, rate, dataset_size) < CHANCE:
         yield Finding(
             0,
@@ -142,13 +139,10 @@ def _without_graphs(value: Any) -> Any:
 
 def _joint_multiplier(parts: Sequence[Part]) -> float:
     """(sum_k (S_k / s_k)^2)^(-1/2), written down a second time; of parts that a unit moves alone the largest counts."""
-    ratios = [
-        (p.sensitivity / p.noise_std if p.noise_std > 0 else math.inf, p.alone)
-        for p in parts
-        if p.sensitivity
-    ]
-    together = sum(r * r for r, alone in ratios if not alone)
-    apart = max((r * r for r, alone in ratios if alone), default=0.0)
+    moved = [p for p in parts if p.sensitivity]
+    squares = [(p.sensitivity / p.noise_std) ** 2 if p.noise_std > 0 else math.inf for p in moved]
+    together = sum(square for square, p in zip(squares, moved, strict=True) if not p.alone)
+    apart = max((square for square, p in zip(squares, moved, strict=True) if p.alone), default=0.0)
     return 1 / math.sqrt(together + apart) if together + apart > 0 else math.inf
 
 

@@ -1,20 +1,50 @@
-"""A second opinion: the privacy loss distributions of dp-accounting, on the same history.
+"""The library dp-accounting, loaded when a figure needs it, and its privacy loss distributions as an accountant.
 
-It computes what pld.py computes, by other people's code. Slower, and without fixed-size batches: for a
-cross-check or for an auditor who asks for the field's own library, not for a live figure.
+The accountant computes what pld.py computes, by other people's code: a second opinion. It is slower, and has no
+fixed-size batches. Training and the PLD accountant work without the library.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from clipwise.accounting import library
-from clipwise.accounting.composition import Amplification, Composition
+from clipwise.accounting.composition import Composition
 from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Amplification
 
 INTERVAL = 1e-4  # of the grid of privacy losses; dp-accounting's own default
+
+
+def load(module: str) -> Any:
+    """A module of dp-accounting by its dotted name, or an error that names the package to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            "This accountant needs the package dp-accounting, which is not installed: run "
+            "`pip install dp-accounting`."
+        ) from error
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Drop the library's log messages in this block, where they are known to be harmless."""
+    logger = logging.getLogger("absl")
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
 
 
 def epsilon(total: Composition, delta: float) -> float:
@@ -51,7 +81,7 @@ def _distribution(total: Composition) -> Any:
 @lru_cache(maxsize=32)
 def _of_step(rate: float, z: float) -> Any:
     """One release. Under add/remove both read a noise multiplier as noise over the record's own bound."""
-    distributions = library.load("dp_accounting.pld.privacy_loss_distribution")
+    distributions = load("dp_accounting.pld.privacy_loss_distribution")
     return distributions.from_gaussian_mechanism(
         standard_deviation=z, sampling_prob=rate, value_discretization_interval=INTERVAL
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clipwise import accounting
-from clipwise.accounting import interpret, pld, rdp
+from clipwise.accounting import accountants, pld, rdp
 from clipwise.accounting.composition import compose
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
@@ -17,17 +17,17 @@ Make = Callable[..., Entry]
 
 def test_every_accountant_is_asked_by_its_name(entry: Make) -> None:
     history = [entry("full", 1.0, 4.0, 3)]
-    exact = interpret.epsilon(history, 1e-5, "gdp")
+    exact = accountants.epsilon_of(history, 1e-5, "gdp")
     for name in ("pld", "rdp", "zcdp", "dp-accounting"):
-        assert exact * (1 - 1e-9) <= interpret.epsilon(history, 1e-5, name) <= 1.2 * exact
-        assert interpret.delta(history, exact, name) >= 1e-5 * (1 - 1e-6)
-    assert set(interpret.ACCOUNTANTS) == {"pld", "rdp", "zcdp", "gdp", "dp-accounting"}
+        assert exact * (1 - 1e-9) <= accountants.epsilon_of(history, 1e-5, name) <= 1.2 * exact
+        assert accountants.delta_of(history, exact, name) >= 1e-5 * (1 - 1e-6)
+    assert set(accountants.ACCOUNTANTS) == {"pld", "rdp", "zcdp", "gdp", "dp-accounting"}
 
 
 def test_a_composition_can_be_asked_directly(entry: Make) -> None:
     total = compose([entry("poisson", 0.01, 1.0, 100)])
-    assert interpret.epsilon_of(total, 1e-5) == pld.epsilon(total, 1e-5)
-    assert interpret.delta_of(total, 1.0, "rdp") == rdp.delta(total, 1.0)
+    assert accountants.composed_epsilon(total, 1e-5) == pld.epsilon(total, 1e-5)
+    assert accountants.composed_delta(total, 1.0, "rdp") == rdp.delta(total, 1.0)
 
 
 @pytest.mark.parametrize("accountant", ["gdp", "zcdp"])
@@ -35,15 +35,15 @@ def test_a_composition_can_be_asked_directly(entry: Make) -> None:
 def test_amplified_steps_are_refused_where_there_is_no_bound(
     entry: Make, accountant: str, sampling: str
 ) -> None:
-    for ask in (interpret.epsilon, interpret.delta):
+    for ask in (accountants.epsilon_of, accountants.delta_of):
         with pytest.raises(UnsupportedEventError, match=f"accountant='{accountant}'.*'pld'"):
             ask([entry(sampling, 0.1, 1.0, 3)], 0.1, accountant)
     unsampled = entry(sampling, 1.0, 1.0, 3)  # at rate 1 nothing is amplified
-    assert interpret.epsilon([unsampled], 1e-5, accountant) > 0
+    assert accountants.epsilon_of([unsampled], 1e-5, accountant) > 0
 
 
 def test_the_central_limit_is_known_and_refused(entry: Make) -> None:
-    for ask in (interpret.epsilon, interpret.delta):
+    for ask in (accountants.epsilon_of, accountants.delta_of):
         with pytest.raises(UnsupportedEventError, match=r"no guarantee.*accounting\.central_limit"):
             ask([entry("poisson", 0.1, 1.0, 3)], 0.1, "clt")
     with pytest.raises(UnsupportedEventError, match="no guarantee"):
@@ -52,12 +52,12 @@ def test_the_central_limit_is_known_and_refused(entry: Make) -> None:
 
 def test_an_unknown_accountant_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"accountant='moments'.*'pld', 'rdp', 'zcdp', 'gdp'"):
-        interpret.epsilon([], 1e-5, "moments")
+        accountants.epsilon_of([], 1e-5, "moments")
 
 
 @pytest.mark.parametrize("accountant", [np.array([1.0, 2.0]), ["pld"], None, 3])
 def test_an_accountant_that_is_no_word_is_refused(accountant: Any) -> None:
-    for ask in (interpret.epsilon, interpret.delta):
+    for ask in (accountants.epsilon_of, accountants.delta_of):
         with pytest.raises(ConfigurationError, match=r"accountant.*'pld', 'rdp', 'zcdp', 'gdp'"):
             ask([], 0.1, accountant)
 
@@ -67,7 +67,7 @@ def test_add_remove_costs_what_zero_out_costs(entry: Make) -> None:
         both = [
             entry(sampling, 0.02, 0.9, 300, adjacency=a) for a in (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE)
         ]
-        costs = {interpret.epsilon([one], 1e-5, accountant) for one in both for accountant in ("pld",)}
+        costs = {accountants.epsilon_of([one], 1e-5, accountant) for one in both for accountant in ("pld",)}
         assert len(costs) == 1
         with pytest.raises(UnsupportedEventError, match="mixes"):
-            interpret.epsilon(both, 1e-5)
+            accountants.epsilon_of(both, 1e-5)

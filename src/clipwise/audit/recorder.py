@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clipwise.engine.observer import Sums, Watch
+from clipwise.audit.watch import RunWatch
+from clipwise.engine.observer import Sums
 from clipwise.noise.gaussian import NoiseKey
 from clipwise.privacy import Event, Part
-from clipwise.sampling.schemes import Indices
+from clipwise.sampling.base import Indices
 
 if TYPE_CHECKING:
     from clipwise.engine.private import Private
@@ -28,23 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Release:
-    """One release.
+    """One release: its sums and values, what the run declared about it, and the state of the model before it."""
 
-    Args:
-        sums: the bounded sums, without noise.
-        values: what was released for them: (sum + noise) / divisor.
-        parts, event, divisor: what the run declared about it.
-        state: parameters and buffers just before it, by name.
-        drawn: the records that it was computed from, where the loader handed losses back.
-    """
-
-    sums: Sums
-    values: Sums
+    sums: Sums  # bounded, without noise
+    values: Sums  # what was released: (sum + noise) / divisor
     parts: tuple[Part, ...]
     event: Event
     divisor: float
-    state: Mapping[str, Tensor]
-    drawn: tuple[int, ...]
+    state: Mapping[str, Tensor]  # parameters and buffers, by name
+    drawn: tuple[int, ...]  # the records that it was computed from, where the loader handed losses back
 
     def noise(self) -> dict[str, Tensor]:
         """What was added to each (scaled) sum, in float64."""
@@ -71,29 +64,22 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass
-class Recorder(Watch):
-    """Keeps the releases of a run.
+class Recorder(RunWatch):
+    """Keeps the releases of a run."""
 
-    Args:
-        seed: of the key.
-        missing: units that are left out of every draw.
-        tape: releases to put in the place of this run's own.
-    """
-
-    seed: int
-    missing: tuple[int, ...] = ()
-    tape: list[Release] | None = None
+    seed: int  # of the key
+    missing: tuple[int, ...] = ()  # units that are left out of every draw
+    tape: list[Release] | None = None  # releases to put in the place of this run's own
     releases: list[Release] = field(default_factory=list)
-    runs: list[Private] = field(default_factory=list)
     _drawn: list[int] = field(default_factory=list)
 
-    def key(self, number: int) -> NoiseKey:
-        """Of the run with this number: the same in both runs, whatever their data are."""
-        return NoiseKey.from_seed(self.seed, f"clipwise.audit/{number}".encode())
+    def key(self) -> NoiseKey:
+        """The key of the run at its first step: the same in both runs, whatever their data are."""
+        return NoiseKey.from_seed(self.seed, b"clipwise.audit/0")
 
     def begins(self, private: Private) -> NoiseKey:
-        self.runs.append(private)
-        return self.key(len(self.runs) - 1)
+        self.follow(private)
+        return self.key()
 
     def kept(self, private: Private, drawn: Indices) -> Indices:
         return drawn[~np.isin(drawn, self.missing)] if self.missing else drawn
@@ -107,17 +93,9 @@ class Recorder(Watch):
     def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
         kept = _copy(sums)
         values = noised(sums)
-        self.releases.append(
-            Release(
-                kept,
-                _copy(values),
-                tuple(private.parts()),
-                private._event,
-                private.divisor,
-                state_of(private._model),
-                tuple(self._drawn),
-            )
-        )
+        declared = tuple(private.parts()), private._event, private.divisor
+        state, drawn = state_of(private._model), tuple(self._drawn)
+        self.releases.append(Release(kept, _copy(values), *declared, state, drawn))
         self._drawn = []
         place = len(self.releases) - 1
         # What was drawn for one example more must not move the random numbers of the next step.

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clipwise.accounting.convolve import add_up
 from clipwise.accounting.gaussian import Array
-from clipwise.accounting.losses import Losses, add_up
-from clipwise.accounting.table import Table
+from clipwise.accounting.losses import Losses
 
 # Interval over the standard deviation of a release's loss, about as in pld.py.
 FINENESS = 0.02
@@ -41,10 +41,10 @@ def product(curves: Sequence[tuple[Array, Array, int]]) -> Callable[[Array], Arr
     trimmed = [(_trimmed(pieces, TAIL_MASS / total), count) for pieces, count in parts]
     interval = _interval(trimmed, total)
     on_grid = [(_on_grid(pieces, interval), count) for pieces, count in trimmed]
-    tables = [Table(add_up(on_grid, level)) for level in LEVELS]
+    sums = [add_up(on_grid, level) for level in LEVELS]
 
     def deltas(epsilons: Array) -> Array:
-        least: Array = np.min([table.from_above(epsilons) for table in tables], axis=0)
+        least: Array = np.min([losses.deltas(epsilons) for losses in sums], axis=0)
         return least
 
     return deltas

@@ -1,0 +1,59 @@
+"""From a history to a figure: compose it, call the accountant of that name, add what cut batches cost.
+
+An accountant is a module with `epsilon(total, delta)` and `delta(total, epsilon)` on a `Composition`. It bounds
+all steps as if no batch had been cut, or refuses them. Cut batches are accounted for here, for all accountants.
+To add one, write the module and name it in `ACCOUNTANTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from clipwise.accounting import dp_accounting, gdp, pld, rdp, truncation, zcdp
+from clipwise.accounting.composition import Composition, compose
+from clipwise.errors import UnsupportedEventError
+from clipwise.privacy import Entry
+from clipwise.validation.arguments import number, one_of
+
+ACCOUNTANTS: dict[str, Any] = {
+    "pld": pld,
+    "rdp": rdp,
+    "zcdp": zcdp,
+    "gdp": gdp,
+    "dp-accounting": dp_accounting,
+}
+# Known by name, and refused: what it computes is no bound.
+NO_GUARANTEE = "clt"
+
+
+def epsilon_of(history: Sequence[Entry], delta: float, accountant: str = "pld") -> float:
+    """Epsilon at `delta` of everything in a history; 0 for an empty one, inf if anything had no noise."""
+    return composed_epsilon(compose(history), number("delta", delta, above=0, below=1), accountant)
+
+
+def delta_of(history: Sequence[Entry], epsilon: float, accountant: str = "pld") -> float:
+    """Delta at `epsilon` of everything in a history."""
+    return composed_delta(compose(history), number("epsilon", epsilon, least=0), accountant)
+
+
+def composed_epsilon(total: Composition, delta: float, accountant: str = "pld") -> float:
+    """`epsilon_of` a history that is already composed."""
+    module = _named(accountant)
+    return truncation.epsilon(lambda d: float(module.epsilon(total, d)), delta, total.excess)
+
+
+def composed_delta(total: Composition, epsilon: float, accountant: str = "pld") -> float:
+    """`delta_of` a history that is already composed."""
+    untruncated = float(_named(accountant).delta(total, epsilon))
+    return min(1.0, untruncated + truncation.added_delta(epsilon, total.excess))
+
+
+def _named(accountant: str) -> Any:
+    if isinstance(accountant, str) and accountant == NO_GUARANTEE:
+        raise UnsupportedEventError(
+            "accountant='clt' is not possible: the central limit theorem approximates epsilon and may fall below "
+            "the true value, so it is no guarantee. Use 'pld' for a bound; accounting.central_limit(...) gives "
+            "the approximation as a diagnostic."
+        )
+    return ACCOUNTANTS[one_of("accountant", accountant, ACCOUNTANTS)]

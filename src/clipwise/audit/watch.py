@@ -1,0 +1,40 @@
+"""One private run under a watch: what all audits share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from clipwise.engine.observer import Watch, watching
+from clipwise.errors import AuditError
+
+if TYPE_CHECKING:
+    from clipwise.engine.private import Private
+
+MakeRun = Callable[[Any], Any]  # trains on a data set
+
+
+class RunWatch(Watch):
+    """Follows a single run; `run` is that run, once it was made."""
+
+    run: Private | None = None
+
+    def follow(self, private: Private) -> None:
+        """For `begins`: remember the run, and refuse a second one."""
+        if self.run is not None:
+            raise AuditError("make_run made several private runs: audit one at a time.")
+        self.run = private
+
+
+def train(make_run: MakeRun, dataset: Any, watch: RunWatch, seed: int) -> Private:
+    """Train once under a watch, with torch's generator seeded, and return the run."""
+    with torch.random.fork_rng(devices=[]), watching(watch):
+        torch.manual_seed(seed)
+        make_run(dataset)
+    if watch.run is None:
+        raise AuditError(
+            "make_run made no private run: it must call clipwise.make_private on the data set it is given."
+        )
+    return watch.run
