@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
-from clipwise.clipping.choices import require_split
+from clipwise.clipping.base import (
+    Bound,
+    Clipper,
+    Parameters,
+    Site,
+    Split,
+    Strategy,
+    require_entries,
+    require_records,
+)
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
+from clipwise.clipping.noise_split import require_split
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
@@ -20,7 +29,7 @@ from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.put_in import Numbers, require_layers
 from clipwise.layers.clipped.scales import MODES, Constants, number
 from clipwise.layers.clipped.switch import noting, settled
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency
 from clipwise.validation.arguments import require_known, with_plain_numbers
 
 _PROBED_BATCHES = 2
@@ -77,6 +86,7 @@ class Backprop(Strategy):
     mode: str | None = None
     split: Split = "optimal"
 
+    name = "backprop"
     bounds_inside = True
     takes_views = False
 
@@ -92,8 +102,7 @@ class Backprop(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model whose trainable parameters are all in clipped layers."""
-        if site.unit is not Unit.RECORD:
-            raise ConfigurationError(f"Backprop protects single records, not unit={str(site.unit)!r}.")
+        require_records(site.unit, "Backprop")
         require_entries(site.parameters, "Backprop")
         return BackpropClipper(site, self.layers_of(site.model, site.parameters))
 
@@ -122,10 +131,15 @@ class Backprop(Strategy):
                     "the same, or leave it out here."
                 )
 
+    def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
+        layers = self.layers_of(model, parameters)
+        nodes, _ = clipped_nodes(losses, parameters, layers.values())
+        require_rows_of_examples(losses, nodes, parameters)
+
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types; the clipper adds what the layers have."""
         return {
-            "strategy": "backprop",
+            "strategy": self.name,
             "split": self.split if isinstance(self.split, str) else dict(self.split),
         }
 

@@ -5,26 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import Clipper, Site, Split, Strategy
-from clipwise.clipping.choices import (
-    MaxNorm,
-    constants_for,
-    described_norm,
-    described_parts,
-    require_max_norm,
-    require_split,
-)
-from clipwise.clipping.constants import ClipperByConstants, Constants
-from clipwise.clipping.contrib.sparse import Sparse, require_sparse, thinned, without
+from clipwise.clipping.base import Clipper, Parameters, Site, Split, StatementText
+from clipwise.clipping.contrib.sparse import Sparse, without
 from clipwise.clipping.grouping import Groups, Policy
-from clipwise.clipping.lengths import tensor_lengths
-from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
+from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
+from clipwise.clipping.thresholds import Constants, MaxNorm
+from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping, tensor_lengths
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients.rare import PutAside, Rare
 from clipwise.gradients.real_views import complex_view, dimension, real_view
@@ -44,10 +36,14 @@ _DOUBLE = (torch.float64, torch.complex128)
 _LEAST_WEIGHT = 2.0**-100  # that a vector is multiplied with; it counts 0 instead
 # All mini-sets of a batch that is drawn in such a way are of one size, or nearly.
 _OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
+_SEPARATE = (
+    "what is computed of a mini-set depends on that mini-set, on what was released and on fresh random numbers only: "
+    "not proven (examples of a mini-set may depend on one another)"
+)
 
 
 @dataclass(frozen=True)
-class Batch(Strategy):
+class Batch(VectorClipping):
     """Batch clipping: the released sum is sum_j [g(S_j)]_C over the mini-sets S_j of a batch, over a constant.
 
     g is the mean gradient of a mini-set, or anything else that follows from it. So examples may depend on one
@@ -96,16 +92,15 @@ class Batch(Strategy):
     sparse: Sparse | None = None
     running_statistics: NoisedStatistics | None = None
 
+    name = "batch"
     is_coupled = True
     clips_whole_blocks = True
+    protects_users = True
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
-        require_max_norm(self.max_norm)
-        require_sparse(self.sparse)
-        require_statistics(self.running_statistics)
+        self.require_settings()
         whole("mini_sets", self.mini_sets, least=1)
-        require_split(self.split)
         if self.local_update is not None:
             require_takes("local_update", self.local_update, "local_update(model, mini_set)", None, None)
         if self.local_update is not None and self.running_statistics is not None:
@@ -119,46 +114,49 @@ class Batch(Strategy):
     def has_local_update(self) -> bool:  # type: ignore[override]
         return self.local_update is not None
 
+    @property
+    def allows_batch_norm(self) -> bool:  # type: ignore[override]
+        """A local update works on a copy, whatever its layers learn."""
+        return self.local_update is not None
+
     def attach(self, site: Site) -> Clipper:
         """Bind to a model's trainable parameters."""
-        return BatchClipper(self, site, self._constants(site))
+        return BatchClipper(self, site)
 
-    def _constants(self, site: Site) -> Constants:
-        constants = constants_for(self.max_norm, self.parts, site)
+    def constants(self, site: Site) -> Constants:
+        constants = super().constants(site)
         if constants.bounds:
             raise ConfigurationError(
                 "max_norm=Quantile(...) and policies that count examples are not for Batch, which clips mini-sets: "
                 "give a number, or use PerExample."
             )
-        return thinned(self.sparse, constants, site)
+        return constants
 
-    @property
-    def takes_complex(self) -> bool:  # type: ignore[override]
-        """What `Sparse` freezes are real entries."""
-        return self.sparse is None
+    def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
+        """Any will do: examples may depend on one another."""
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
-        return {
-            "strategy": "batch",
-            "max_norm": described_norm(self.max_norm),
-            "mini_sets": self.mini_sets,
-            "parts": described_parts(self.parts),
-            "split": self.split if isinstance(self.split, str) else dict(self.split),
-            "local_update": None if self.local_update is None else _name(self.local_update),
-            **({} if self.sparse is None else {"sparse": self.sparse.describe()}),
-            **(
-                {}
-                if self.running_statistics is None
-                else {"running_statistics": self.running_statistics.describe()}
-            ),
-        }
+        update = None if self.local_update is None else _name(self.local_update)
+        return self.described() | {"mini_sets": self.mini_sets, "local_update": update}
+
+    @classmethod
+    def statement_text(cls, recorded: Mapping[str, Any], unit: Unit) -> StatementText:
+        what = "mean gradient" if recorded.get("local_update") is None else "local update"
+        count = recorded.get("mini_sets", 1)
+        if unit is Unit.USER:
+            found = f"the sum of every user's clipped {what}"
+        elif count == 1:
+            found = f"the clipped {what} of the whole batch"
+        else:
+            found = f"the sum of the clipped {what}s of {count} mini-sets (a record's mini-set is fixed by its place)"
+        return replace(super().statement_text(recorded, unit), sum=found, separate=_SEPARATE)
 
 
-class BatchClipper(ClipperByConstants):
+class BatchClipper(VectorClipper):
     """`Batch` for one model."""
 
-    def __init__(self, strategy: Batch, site: Site, constants: Constants) -> None:
+    def __init__(self, strategy: Batch, site: Site) -> None:
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
         self._rare = Rare()
         self._reached: set[str] = set()  # parameters that some mini-set of the run has reached
@@ -167,6 +165,7 @@ class BatchClipper(ClipperByConstants):
         self._adds_up = site.unit is not Unit.RECORD or strategy.mini_sets > 1
         halves = site.adjacency is Adjacency.ZERO_OUT and _is_mini_set(strategy.mini_sets, site)
         factor = 1.0 if halves else 2.0
+        constants = strategy.constants(site)
         statistics = LayerStatistics(strategy.running_statistics, site, factor)
         super().__init__(constants, factor, _expected_mini_sets(strategy.mini_sets, site), statistics)
         if self._room(list(site.parameters)) >= 0.5:

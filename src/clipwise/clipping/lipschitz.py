@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
-from clipwise.clipping.choices import require_split
+from clipwise.clipping.base import (
+    Bound,
+    Clipper,
+    Parameters,
+    Site,
+    Split,
+    StatementText,
+    Strategy,
+    damaged,
+    require_entries,
+    require_records,
+)
 from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
+from clipwise.clipping.noise_split import require_split
 from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
 from clipwise.clipping.repeated import RepeatedOutputs
-from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
-from clipwise.gradients.rare import PutAside
 from clipwise.layers.clip_input import ClipInput
 from clipwise.lipschitz.as_traced import AsTraced
 from clipwise.lipschitz.balance import balance_, pairs_of
@@ -48,6 +57,14 @@ from clipwise.validation.tensor_changes import Changes
 
 _SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
 _LARGEST = 2.0**50  # of any value or gradient: its square is still a number in float32
+
+_AS_TRACED = (
+    "layers keep the bounds that are derived from the norms of their weights: proven for each kind of layer, and every "
+    "step's graph is compared with the one that they were derived for"
+)
+_FOLLOWING = (
+    " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,9 @@ class Lipschitz(Strategy):
     balanced: bool = False
     input_shape: Sequence[int] | None = None
 
+    name = "lipschitz"
     bounds_inside = True
+    allows_batch_norm = True  # the trace refuses batch statistics, and names a layer that has bounds
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
@@ -148,8 +167,7 @@ class Lipschitz(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Trace the model, clip its weights, and bound its gradients; or refuse what has no bound, by name."""
-        if site.unit is not Unit.RECORD:
-            raise ConfigurationError(f"Lipschitz protects single records, not unit={str(site.unit)!r}.")
+        require_records(site.unit, "Lipschitz")
         require_entries(site.parameters, "Lipschitz")
         device = next(iter(site.parameters.values())).device
         arithmetic = chosen_arithmetic(device)
@@ -193,7 +211,7 @@ class Lipschitz(Strategy):
         given = self.max_weight_norm
         limits = {k: _plain(v) for k, v in given.items()} if isinstance(given, Mapping) else _plain(given)
         return {
-            "strategy": "lipschitz",
+            "strategy": self.name,
             "max_weight_norm": limits,
             "input_norm": None if self.input_norm is None else _plain(self.input_norm),
             "norm": self.norm,
@@ -204,6 +222,16 @@ class Lipschitz(Strategy):
             "tight": self.tight,
             "balanced": self.balanced,
         }
+
+    @classmethod
+    def statement_text(cls, recorded: Mapping[str, Any], unit: Unit) -> StatementText:
+        fixed = recorded.get("fixed")
+        weights = "weights, which are rescaled to max_weight_norm" if fixed else "weights"
+        return StatementText(
+            sum=f"the sum of gradients, each of them bounded by the norms of the {weights}",
+            assumptions=(_AS_TRACED,),
+            changing="" if fixed else _FOLLOWING,
+        )
 
 
 class LipschitzClipper(Clipper):
@@ -292,10 +320,7 @@ class LipschitzClipper(Clipper):
         """Take over norms; when the next batch is drawn they are compared with those of the weights that are there."""
         norms = state.get("weight_norms")
         if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: the norms of the weights are missing. Use the one saved "
-                "before it."
-            )
+            raise damaged("the norms of the weights are missing")
         self._norms, self._is_loaded = {op: dict(found) for op, found in norms.items()}, True
         return False
 
@@ -363,11 +388,6 @@ class LipschitzClipper(Clipper):
                 raise StepError(
                     f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
                 )
-
-    @contextmanager
-    def putting_aside(self) -> Iterator[PutAside]:
-        """Nothing is put aside: a step of this strategy is never captured."""
-        yield PutAside()
 
 
 def _asked_together(*answers: Tensor | bool) -> list[bool]:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.lengths import tensor_lengths
 from clipwise.clipping.public import Public
+from clipwise.clipping.vector_clipping import tensor_lengths
 from clipwise.errors import UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
 from clipwise.layers.all_public_statistics import AllPublicStatistics

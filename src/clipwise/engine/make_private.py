@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
+from clipwise.clipping import PerExample, Site, Strategy
 from clipwise.engine import fingerprint, observer
 from clipwise.engine.plan import (
     Plan,
@@ -156,9 +156,7 @@ def make_private(
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
     if not strategy.takes_complex:
         step_inputs.require_real(parameters, type(strategy).__name__)
-    # The trace of Lipschitz refuses them too, and names a layer that has bounds.
-    is_judged_later = isinstance(strategy, Lipschitz) or strategy.has_local_update
-    if not is_judged_later:
+    if not strategy.allows_batch_norm:
         step_inputs.require_no_batch_statistics(model, strategy.is_coupled)
     noise = noise_kind_of(noise)
     require_penalty(penalty, model)
@@ -173,7 +171,7 @@ def make_private(
     records = Fetcher(dataset, collate_fn).dataset_size
     _require_records(dataset, records, batch_size)
     size = records if users is None else users.units(records)
-    mini_sets = strategy.mini_sets if isinstance(strategy, Batch) else 1
+    mini_sets = strategy.mini_sets
     scheme = make_scheme(
         sampling,
         size,
@@ -183,7 +181,7 @@ def make_private(
         mini_sets=mini_sets if isinstance(sampling, str) and sampling in DRAWN_BY_MINI_SETS else 1,
     )
     cut: Cut | None = users
-    if isinstance(strategy, Batch):
+    if strategy.clips_whole_blocks:
         cut = users or mini_sets_of(scheme, mini_sets)
         _require_whole_mini_sets(
             max_physical_batch_size, _mini_set_size(scheme, mini_sets, users, records), users is not None
@@ -262,16 +260,8 @@ def make_private(
 
 
 def _views(averaged_views: object, strategy: Strategy) -> Views | None:
-    if averaged_views != 1 and not strategy.takes_views:
-        raise ConfigurationError(
-            f"averaged_views does not go with {type(strategy).__name__}, which clips rows and not examples of several: "
-            "leave it out, or use PerExample."
-        )
-    if averaged_views != 1 and isinstance(strategy, PerExample) and strategy.running_statistics is not None:
-        raise ConfigurationError(
-            "averaged_views does not go with PerExample(running_statistics=...), whose layers learn from one row an "
-            "example: leave one of them out."
-        )
+    if averaged_views != 1:
+        strategy.require_views()
     if isinstance(averaged_views, Views):
         return averaged_views
     averaged_views = plain(averaged_views)
@@ -298,7 +288,7 @@ def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
     """Whose records are where; refused by a strategy that does not bound what a user does."""
-    if not isinstance(strategy, Batch):
+    if not strategy.protects_users:
         raise ConfigurationError(
             f"group= protects users with all their records, and {type(strategy).__name__} bounds what a single record "
             "does: a user with many records would not be protected. Use Batch(max_norm=...), which clips the mean "

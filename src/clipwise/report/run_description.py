@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from clipwise.clipping.base import recorded_strategy
 from clipwise.privacy import Event, Part, Sampling, Unit
 
 PACKAGES = ("clipwise-dp", "torch", "numpy", "scipy", "dp-accounting")
@@ -111,8 +112,7 @@ def is_understated(event: Event, strategy: Mapping[str, Any] | None) -> bool:
     """
     if event.sampling is not Sampling.PARTITION:
         return False
-    is_batch = isinstance(strategy, Mapping) and strategy.get("strategy") == "batch"
-    return not (is_batch and event.unit is Unit.RECORD)
+    return not (recorded_strategy(strategy).clips_whole_blocks and event.unit is Unit.RECORD)
 
 
 def versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from clipwise.accounting.arguments import number
+from clipwise.clipping.base import StatementText, recorded_strategy
 from clipwise.engine.plan import delta_of
 from clipwise.errors import LedgerError
 from clipwise.ledger import ledger, multi_run
@@ -122,15 +123,13 @@ class Statement:
         )
         owned = f"one item of the data set is one {self.spent.unit}{several}"
         found = [
-            wording.SEPARATE
-            if self._is_coupled()
-            else f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
+            self._text().separate
+            or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
             wording.RANDOM_LAYERS[self.draws],
         ]
-        if (self.about.strategy or {}).get("strategy") == "lipschitz":
-            found.append(wording.AS_TRACED)
+        found += self._text().assumptions
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
         if any(sitting.followed_metric for sitting in self.sittings):
@@ -158,7 +157,7 @@ class Statement:
             "count_is_exact": self.exact,
             "definition": wording.DEFINITION,
             "setting": wording.SETTING,
-            "released": wording.released(about.strategy or {}),
+            "released": self._released(),
             "spent": {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(s).items()},
             "epsilon_if_runs_were_fixed": self.if_fixed,
             "neighbours": wording.neighbours(s.adjacency, s.unit),
@@ -178,9 +177,9 @@ class Statement:
             "budget": self.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
-            "planned_tests": None if self._is_coupled() else self.planned_tests,
+            "planned_tests": None if self._text().separate else self.planned_tests,
             "tuning": self._tuning(),
-            "public_data": wording.public_data(self.about.strategy or {}, self.about.public_statistics),
+            "public_data": wording.public_data(self._text().public_data, about.public_statistics),
             "assumptions": self.assumptions(),
             "not_covered": wording.not_covered(s.unit, self.noise),
             "versions": {"run": self._software(), "statement": versions()},
@@ -198,7 +197,7 @@ class Statement:
                 f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}" if self.seeded else figures,
             ),
             ("setting", wording.SETTING),
-            ("released", wording.released(self.about.strategy or {})),
+            ("released", self._released()),
             ("weights", self.weights),
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
@@ -214,7 +213,7 @@ class Statement:
             *self._budget(),
             ("attacker", self._attacker()),
             ("tuning", self._tuning()),
-            ("public data", wording.public_data(self.about.strategy or {}, self.about.public_statistics)),
+            ("public data", wording.public_data(self._text().public_data, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
             *(("software", _listed(found)) for found in self._software()),
@@ -229,9 +228,14 @@ class Statement:
         runs = len({entry.run for entry in self.history})
         return wording.TUNING.format(these=f"{runs} runs" if runs > 1 else "one run")
 
-    def _is_coupled(self) -> bool:
-        """Whether mini-sets were clipped as a whole, so that examples need not be independent."""
-        return (self.about.strategy or {}).get("strategy") == "batch"
+    def _text(self, unit: Unit | None = None) -> StatementText:
+        """What the strategy says about itself."""
+        recorded = self.about.strategy or {}
+        return recorded_strategy(recorded).statement_text(recorded, unit or self.spent.unit)
+
+    def _released(self) -> str:
+        beside = self._text().released
+        return f"{wording.RELEASED}; {beside}" if beside else wording.RELEASED
 
     def _releases(self) -> dict[Event, int]:
         """How often each kind of step was taken: more than one if runs have joined or changed."""
@@ -244,7 +248,7 @@ class Statement:
         return [self._step(event, count) for event, count in self._releases().items()] or ["none so far"]
 
     def _step(self, e: Event, count: int) -> str:
-        what = wording.summed(self.about.strategy or {}, e.unit) + wording.beside(self.about.parts or ())
+        what = self._text(e.unit).sum + wording.beside(self.about.parts or ())
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
             f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
@@ -259,12 +263,8 @@ class Statement:
         text += wording.what_moves(parts, self.spent.unit)
         if wording.counts(parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
-        elif wording.follows_weights(self.about.strategy or {}):
-            text += " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
-        elif wording.bounds_change(self.about.strategy or {}):
-            text += (
-                " (of the step that was next then: bounds change by a public rule, and the noise with them)"
-            )
+        else:
+            text += self._text().changing
         return text
 
     def _noise(self) -> str:

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping import Backprop, Batch, Strategy
+from clipwise.clipping import Strategy, default_for
 from clipwise.clipping.batch import copied
-from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
-from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
-from clipwise.layers.clipped.layer import trainable_clips
+from clipwise.gradients import FallbackWarning
 from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros
 from clipwise.validation.arguments import require_module, require_takes
 from clipwise.validation.coupling import IndependenceProbe
@@ -75,15 +73,10 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
     size, batch = _size(batch), arguments_of(batch)
     require_takes("loss", loss, "loss(model, *batch)", model, *batch)
     report = Report()
-    if clipping is None and trainable_clips(model) is not None:
-        clipping = Backprop()
-    is_coupled = clipping is not None and clipping.is_coupled
-    structure = partial(_clipped_structure, clipping) if isinstance(clipping, Backprop) else _structure
-    tests: tuple[Callable[..., None], ...] = (structure, _coupling, _random_numbers)
-    if isinstance(clipping, Batch) and clipping.local_update is not None:
-        tests = (_copied_structure,)
-    elif is_coupled:
-        tests = (_coupled_structure,)
+    strategy = default_for(model) if clipping is None else clipping
+    tests: tuple[Callable[..., None], ...] = (partial(_structure, strategy), _coupling, _random_numbers)
+    if strategy.is_coupled:
+        tests = tests[:1]
     for test in tests:
         try:
             test(model, loss, batch, size, report)
@@ -96,61 +89,29 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
     return report
 
 
-def _structure(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
-    """The checks that a first training step makes."""
-    losses, parameters = _examined(model, loss, batch, size)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        per_example_gradients(losses, parameters, Memory())
-    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
-
-
-def _clipped_structure(
-    clipping: Backprop, model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
+def _structure(
+    strategy: Strategy, model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
 ) -> None:
-    """The checks of a first step of backpropagation clipping."""
-    layers = clipping.layers_of(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
-    losses, parameters = _examined(model, loss, batch, size)
-    nodes, _ = clipped_nodes(losses, parameters, layers.values())
-    require_rows_of_examples(losses, nodes, parameters)
-
-
-def _examined(
-    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int
-) -> tuple[Tensor, dict[str, nn.Parameter]]:
-    """Losses that pass what every step of single examples must, and what is trained."""
-    require_no_batch_statistics(model)
+    """The checks that a first training step makes."""
+    if strategy.has_local_update:  # works on a copy, which may learn anything
+        model = copied(model)
+    else:
+        require_no_batch_statistics(model, strategy.is_coupled)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    guard, probe = BufferGuard(model), IndependenceProbe()
+    guard, probe = BufferGuard(model), None if strategy.is_coupled else IndependenceProbe()
     guard.remember()
-    losses = require_losses(_run(model, loss, probe.mark(batch)), size)
-    guard.compare()
-    probe.examine(losses)
-    return losses, parameters
-
-
-def _coupled_structure(
-    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
-) -> None:
-    """The checks of a first step that clips whole mini-sets."""
-    require_no_batch_statistics(model, is_coupled=True)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    guard = BufferGuard(model)
-    guard.remember()
-    require_losses(_run(model, loss, batch), size, is_coupled=True)
-    guard.compare()
-
-
-def _copied_structure(
-    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
-) -> None:
-    """The checks of a local update, which works on a copy: that may learn what it likes, and the model does not."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    require_losses(_run(copied(model), loss, batch), size, is_coupled=True)
+    losses = _run(model, loss, batch if probe is None else probe.mark(batch))
+    losses = require_losses(losses, size, strategy.is_coupled)
+    if not strategy.has_local_update:
+        guard.compare()
+    if probe is not None:
+        probe.examine(losses)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.require_losses(losses, model, parameters)
+    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
 
 
 def _coupling(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:

@@ -27,8 +27,6 @@ from torch.utils.data import (
 )
 
 from clipwise.clipping import Strategy
-from clipwise.clipping.contrib.norm_policy import NormPolicy
-from clipwise.clipping.public import Public
 from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.sampling.schemes import Indices
@@ -68,9 +66,8 @@ def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatist
 
 
 def _used_as_public(strategy: Strategy, statistics: AllPublicStatistics) -> Iterator[tuple[str, Any]]:
-    parts = getattr(strategy, "parts", None)
-    if isinstance(parts, NormPolicy) and isinstance(parts.public, Public):
-        yield f"Public({parts.public.name})", parts.public.data
+    for public in strategy.public_data():
+        yield f"Public({public.name})", public.data
     for rows in statistics.public_rows():
         yield "public rows of normalization layers", rows
 

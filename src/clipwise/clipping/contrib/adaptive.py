@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.following import Choice, Source
 from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.grouping import Groups, described_groups
-from clipwise.clipping.schedule import Every
 from clipwise.validation.arguments import require_known, with_plain_numbers
 
 KINDS = ("enhanced", "zhang")

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.following import Choice, Source
 from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.grouping import Groups, described_groups
-from clipwise.clipping.schedule import Every
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import with_plain_numbers
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from clipwise.clipping.constants import Constants
+from clipwise.clipping.contrib.decay import Every, require_every
 from clipwise.clipping.contrib.released import Estimated, Released
 from clipwise.clipping.contrib.typical import OF, Measured, Question, Typical
 from clipwise.clipping.public import Public, require_public
-from clipwise.clipping.schedule import Every, require_every
+from clipwise.clipping.thresholds import Constants
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.validation.arguments import require_known
 

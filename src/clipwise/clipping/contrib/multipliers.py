@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.following import Choice, Source
 from clipwise.clipping.contrib.norm_policy import NormPolicy
 from clipwise.clipping.contrib.released import Released
 from clipwise.clipping.grouping import Groups, described_groups
-from clipwise.clipping.schedule import Every
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import require_bool, require_known, with_plain_numbers
 

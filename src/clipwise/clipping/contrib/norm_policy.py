@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.constants import Constants
+from clipwise.clipping.contrib.decay import Every, period_of
 from clipwise.clipping.contrib.following import (
     Choice,
     Following,
@@ -19,7 +19,8 @@ from clipwise.clipping.contrib.following import (
 from clipwise.clipping.contrib.released import Released
 from clipwise.clipping.contrib.typical import Question
 from clipwise.clipping.grouping import Groups, Policy, group_parameters
-from clipwise.clipping.schedule import Every, period_of
+from clipwise.clipping.public import Public
+from clipwise.clipping.thresholds import Constants
 from clipwise.errors import ConfigurationError
 
 
@@ -58,6 +59,9 @@ class NormPolicy(Policy):
         return Following(
             typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site)
         )
+
+    def public_data(self) -> tuple[Public, ...]:
+        return (self.public,) if isinstance(self.public, Public) else ()
 
     def require_measurable(self) -> None:
         """Refuse a source or a question that gives no norms."""

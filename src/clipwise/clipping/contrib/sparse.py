@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Parameters, Site
-from clipwise.clipping.constants import Constants
-from clipwise.clipping.schedule import Every, period_of, require_every
-from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.clipping.base import Bound, Parameters, Site, damaged
+from clipwise.clipping.contrib.decay import Every, period_of, require_every
+from clipwise.clipping.thresholds import Constants, ScaledConstants
+from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import PerExampleGradients, Written
 from clipwise.gradients.derived import Path
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.join import Contribution
-from clipwise.validation.arguments import with_plain_numbers
+from clipwise.validation.arguments import positive, with_plain_numbers
 
 _LEAST_WINDOW = 10  # releases; fewer say nothing about where a weight is going
 
@@ -74,11 +74,7 @@ class Sparse:
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         require_every(self.every, "Sparse", never=False)
-        number = isinstance(self.within, (int, float)) and not isinstance(self.within, bool)
-        if not (number and math.isfinite(self.within) and self.within > 0):
-            raise ConfigurationError(
-                f"Sparse: within must be a positive, finite number of standard deviations, not {self.within!r}."
-            )
+        positive("Sparse: within", self.within)
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
             raise ConfigurationError(
                 f"Sparse: after must be a number of releases, 0 or more, not {self.after!r}."
@@ -87,17 +83,6 @@ class Sparse:
     def describe(self) -> dict[str, Any]:
         """The rule in plain types."""
         return {"every": self.every, "within": float(self.within), "after": self.after}
-
-
-def require_sparse(sparse: object) -> None:
-    """Refuse what is neither a rule nor None."""
-    if not (sparse is None or isinstance(sparse, Sparse)):
-        raise ConfigurationError(f"sparse must be Sparse(...) or None, not {type(sparse).__name__}.")
-
-
-def thinned(sparse: Sparse | None, constants: Constants, site: Site) -> Constants:
-    """Constants that shrink as entries are frozen; the same ones where no rule says so."""
-    return constants if sparse is None else Thinned(sparse, constants, site)
 
 
 def without(vectors: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +108,7 @@ def active_only(
     )
 
 
-class Thinned(Constants):
+class Thinned(ScaledConstants):
     """Other constants, whose norms shrink as entries are frozen."""
 
     lasts = 1  # which entries are frozen is not among what a captured step compares
@@ -134,7 +119,8 @@ class Thinned(Constants):
                 "sparse=Sparse(...) does not go with max_norm=Quantile(...), which moves the bound by itself: give a "
                 "number or a Decay."
             )
-        self._inner, self._within, self._parameters = inner, float(sparse.within), site.parameters
+        super().__init__(inner)
+        self._within, self._parameters = float(sparse.within), site.parameters
         self._period = period_of(sparse.every, site) or 1
         if self._period < _LEAST_WINDOW:
             raise ConfigurationError(
@@ -142,18 +128,13 @@ class Thinned(Constants):
                 f"a weight is going: give every={_LEAST_WINDOW} or more, better hundreds."
             )
         self._wait = sparse.after
-        self.alone, self.share = inner.alone, inner.share
         self._active = {name: p.numel() for name, p in site.parameters.items()}
         self._held: dict[str, Tensor] = {}
         self._window = _Window(site.parameters)
-        super().__init__(inner.groups, inner.norms, inner.scales)
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
         bounds = super().bounds_with(factor)
         return tuple(replace(b, size=sum(self._active[n] for n in b.parameters)) for b in bounds)
-
-    def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
-        return self._inner.chosen(secret, vectors)
 
     @torch.no_grad()
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
@@ -182,18 +163,10 @@ class Thinned(Constants):
                 self.frozen[name] = frozen
         return self._active != before
 
-    def _take_over(self) -> bool:
-        """C_k sqrt(max(d', 1) / d). A part with nothing left keeps the bound of one entry: no part is without noise."""
-        self.groups, self.scales = self._inner.groups, dict(self._inner.scales)
-        self.norms = {
-            part: self._inner.norms[part]
-            * math.sqrt(
-                max(sum(self._active[n] for n in names), 1)
-                / max(sum(self._parameters[n].numel() for n in names), 1)
-            )
-            for part, names in self.groups.items()
-        }
-        return True
+    def factor(self, names: Sequence[str]) -> float:
+        """sqrt(max(d', 1) / d). A part with nothing left keeps the bound of one entry: no part is without noise."""
+        active = sum(self._active[n] for n in names)
+        return math.sqrt(max(active, 1) / max(sum(self._parameters[n].numel() for n in names), 1))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -216,10 +189,7 @@ class Thinned(Constants):
             held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
             window = _Window(self._parameters, saved["window"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: it does not say which entries are frozen. Use the one "
-                "saved before it."
-            ) from error
+            raise damaged("it does not say which entries are frozen") from error
         self._inner.load_state_dict(state)
         self._wait, self.frozen, self._held, self._window = wait, masks, held, window
         self._active = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,9 +13,9 @@ from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.observed import Observation, observations
-from clipwise.report.wording import STATISTICS_OF
-from clipwise.validation.arguments import with_plain_numbers
+from clipwise.validation.arguments import positive, with_plain_numbers
 
+STATISTICS_OF = "statistics of "  # the name of a layer's part begins so
 _AIM = 1 - 2.0**-20  # times R: norms and sums in float64 stay well within what is left
 _LARGEST = 1e30  # of a variance: float32 holds it
 
@@ -78,11 +77,7 @@ class NoisedStatistics:
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         for name, value in asdict(self).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                raise ConfigurationError(
-                    f"NoisedStatistics: {name} must be a positive, finite number, not {value!r}."
-                )
+            positive(f"NoisedStatistics: {name}", value)
         if self.momentum > 1:
             raise ConfigurationError(
                 f"NoisedStatistics: momentum={self.momentum!r} must be at most 1: it is the share of what is new."
@@ -95,14 +90,6 @@ class NoisedStatistics:
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
         return {name: float(value) for name, value in asdict(self).items()}
-
-
-def require_statistics(rule: object) -> None:
-    """Refuse what is neither a rule nor None."""
-    if not (rule is None or isinstance(rule, NoisedStatistics)):
-        raise ConfigurationError(
-            f"running_statistics must be NoisedStatistics(...) or None, not {type(rule).__name__}."
-        )
 
 
 class LayerStatistics:
