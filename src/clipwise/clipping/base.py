@@ -269,7 +269,8 @@ _RECORDED: dict[str, type[Strategy]] = {}
 def recorded_strategy(recorded: Any) -> type[Strategy]:
     """The class of a strategy from what its `describe` recorded; `Strategy` itself if that is not known."""
     name = recorded.get("strategy") if isinstance(recorded, Mapping) else None
-    return _RECORDED.get(name, Strategy) if isinstance(name, str) else Strategy
+    unknown: type[Strategy] = Strategy  # type: ignore[type-abstract]  # no instance is made
+    return _RECORDED.get(name, unknown) if isinstance(name, str) else unknown
 
 
 def require_entries(parameters: Parameters, strategy: str) -> None:

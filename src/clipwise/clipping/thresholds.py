@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -135,7 +135,8 @@ MaxNorm = float | Mapping[str, float] | NormRule
 
 def require_max_norm(max_norm: object) -> None:
     """Refuse a bound that is no positive number, nor one for each part."""
-    for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
+    norms: Iterable[Any] = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
+    for norm in norms:
         number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
         if not (number and _LEAST_NORM <= norm <= _MOST_NORM):
             raise ConfigurationError(
