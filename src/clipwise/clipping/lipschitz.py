@@ -24,8 +24,12 @@ from clipwise.clipping.base import (
 )
 from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.noise_split import require_split
-from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
-from clipwise.clipping.repeated import RepeatedOutputs
+from clipwise.clipping.outputs import (
+    RepeatedOutputs,
+    gradients_at_outputs,
+    require_not_coupled,
+    require_outputs,
+)
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.layers.clip_input import ClipInput
@@ -52,7 +56,7 @@ from clipwise.lipschitz.weights import (
 )
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling.batch_structure import tensors_in
-from clipwise.validation.arguments import require_bool, require_known, with_plain_numbers
+from clipwise.validation.arguments import positive, require_bool, require_known, with_plain_numbers
 from clipwise.validation.tensor_changes import Changes
 
 _SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
@@ -77,7 +81,7 @@ class Lipschitz(Strategy):
         X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
 
     (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is formed, so that a step costs what an
-    ordinary one costs. Other than a gradient that is clipped, a bounded one is not biased.
+    ordinary one costs. Unlike a clipped gradient, a bounded one is not biased.
 
     The model begins with a `layers.ClipInput(input_norm)`, or with an embedding of ids. A step takes what the model
     returned as well: `private.step(losses, outputs=outputs)`.
@@ -86,8 +90,8 @@ class Lipschitz(Strategy):
         max_weight_norm: C_k, the largest norm of each layer's weights and of each bias: one number, or a mapping from
             the names of modules or parameters.
         input_norm: X_1, that of the `ClipInput`. None for a model of ids.
-        norm: by which weights are clipped. "frobenius" is a projection; "spectral" leaves more room, but may stop
-            short of the best weights. The bounds use spectral norms in both cases.
+        norm: by which weights are clipped. "frobenius" is a projection; "spectral" allows more weights, but may stop
+            short of the best ones. The bounds use spectral norms in both cases.
         fixed: Fix-Lip-DP-SGD: after each update every weight is rescaled to norm C_k, up or down, theta <- C theta /
             |theta|; biases are clipped to C_k. The bounds follow from the C_k alone, the same in each step.
         temperature: tau of the softmax cross-entropy -log softmax(z / tau)_y, if no `loss` is given.
@@ -98,8 +102,7 @@ class Lipschitz(Strategy):
             noise; "layer", "all", or groups of names.
         tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
         balanced: move factors between layers so that the bounds add up to less noise; the network computes the same.
-            See `lipschitz.balance`. Averaged parameters are moved along; what the optimizer remembers (momentum) is
-            not.
+            See `lipschitz.balance`. Averaged parameters are moved along; the optimizer's state (momentum) is not.
         input_shape: of one example. By default that of the first tensor of a batch.
 
     Guarantee:
@@ -145,7 +148,7 @@ class Lipschitz(Strategy):
                 "norm for each layer instead."
             )
         if self.input_norm is not None:
-            _require_norm(self.input_norm)
+            positive("input_norm", self.input_norm)
         if isinstance(self.parts, Policy):
             raise ConfigurationError(
                 f"parts={type(self.parts).__name__}(...) chooses bounds for clipping gradients, and those of Lipschitz "
@@ -169,8 +172,7 @@ class Lipschitz(Strategy):
         """Trace the model, clip its weights, and bound its gradients; or refuse what has no bound, by name."""
         require_records(site.unit, "Lipschitz")
         require_entries(site.parameters, "Lipschitz")
-        device = next(iter(site.parameters.values())).device
-        arithmetic = chosen_arithmetic(device)
+        arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
         network = trace(site.model, self._shape(site), arithmetic)
         self._require_input_norm(network)
         _require_reached(network, site.parameters)
@@ -188,7 +190,7 @@ class Lipschitz(Strategy):
         return tuple(first.shape[1:])
 
     def _require_input_norm(self, network: Network) -> None:
-        """What the model clips its inputs to is what was asked for."""
+        """The model's ClipInput has the norm that is given here, and there is none if none is given."""
         clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
         if clips and self.input_norm is None:
             raise ConfigurationError(
@@ -208,12 +210,11 @@ class Lipschitz(Strategy):
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
-        given = self.max_weight_norm
-        limits = {k: _plain(v) for k, v in given.items()} if isinstance(given, Mapping) else _plain(given)
+        limits = self.max_weight_norm
         return {
             "strategy": self.name,
-            "max_weight_norm": limits,
-            "input_norm": None if self.input_norm is None else _plain(self.input_norm),
+            "max_weight_norm": dict(limits) if isinstance(limits, Mapping) else limits,
+            "input_norm": self.input_norm,
             "norm": self.norm,
             "fixed": self.fixed,
             "loss": repr(self.bounded_loss),
@@ -261,8 +262,6 @@ class LipschitzClipper(Clipper):
         self._fixed: Bounds | None = None
         self._is_loaded = False
         self.follow(is_updated=True)
-
-    # ------------------------------------------------------------------ bounds
 
     def follow(self, is_updated: bool) -> bool:
         """After an update: clip the weights, and derive the bounds of the next step from them."""
@@ -323,8 +322,6 @@ class LipschitzClipper(Clipper):
             raise damaged("the norms of the weights are missing")
         self._norms, self._is_loaded = {op: dict(found) for op, found in norms.items()}, True
         return False
-
-    # ------------------------------------------------------------------- a step
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """Not without outputs."""
@@ -391,24 +388,10 @@ class LipschitzClipper(Clipper):
 
 
 def _asked_together(*answers: Tensor | bool) -> list[bool]:
-    """Yes or no of each; whoever still is on a device is brought from there with all others."""
+    """Yes or no of each; those on a device are read in one transfer."""
     far = [answer for answer in answers if isinstance(answer, Tensor)]
     values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
     return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
-
-
-def _require_norm(input_norm: float) -> None:
-    try:
-        ClipInput(input_norm)
-    except ConfigurationError:
-        raise ConfigurationError(
-            f"input_norm must be a positive, finite number, or None for a model of ids, not {input_norm!r}."
-        ) from None
-
-
-def _plain(number: float) -> float:
-    """As a number of Python: one of numpy is no plain type."""
-    return number if isinstance(number, (int, float)) else float(number)
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
@@ -442,7 +425,7 @@ def _require_reached(network: Network, parameters: Parameters) -> None:
 
 
 def _require_representable(bounds: Bounds, unclipped: str) -> None:
-    """What could overflow would turn the whole sum into NaN, for one example's sake."""
+    """One example that overflows would turn the whole sum into NaN."""
     values = [norm for name, norm in bounds.norms.items() if name != unclipped]
     largest = max(*values, *bounds.gradients.values(), *bounds.sensitivities.values())
     if not largest < _LARGEST:

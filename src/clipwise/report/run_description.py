@@ -77,21 +77,15 @@ class About:
         """The inverse of `to_dict`; what is missing or of another version counts as not recorded."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         if known.get("parts") is not None:
-            known["parts"] = tuple(
-                Part(
-                    p["name"],
-                    tuple(p["parameters"]),
-                    p["sensitivity"],
-                    p["noise_std"],
-                    tuple(p.get("scales", ())),
-                    p.get("alone", False),
-                    p.get("grid", 0.0),
-                )
-                for p in known["parts"]
-            )
+            known["parts"] = tuple(_part(part) for part in known["parts"])
         if known.get("planned_tests") is not None:
             known["planned_tests"] = tuple(known["planned_tests"])
         return cls(**known)
+
+
+def _part(data: Mapping[str, Any]) -> Part:
+    tuples = {name: tuple(data.get(name, ())) for name in ("parameters", "scales")}
+    return Part(**{name: data[name] for name in Part.__dataclass_fields__ if name in data} | tuples)
 
 
 # Older versions also ran this, and accounted for it as if each block were clipped as a whole.

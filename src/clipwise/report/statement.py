@@ -62,11 +62,16 @@ class Statement:
         """What the latest sitting said about itself."""
         return self.sittings[-1] if self.sittings else About()
 
+    def _told(self, field: str, decisive: object) -> Any:
+        """A field of all sittings: the decisive value if any has it, and None if one did not record it."""
+        told = [getattr(sitting, field) for sitting in self.sittings]
+        return decisive if decisive in told else None if None in told or not told else told[-1]
+
     @property
     def seeded(self) -> bool | None:
         """Whether any sitting took noise and sampling from a given seed; None if that is not recorded."""
-        told = [sitting.seeded for sitting in self.sittings]
-        return True if True in told else None if None in told or not told else False
+        found: bool | None = self._told("seeded", True)
+        return found
 
     @property
     def draws(self) -> str | None:
@@ -77,8 +82,8 @@ class Statement:
     @property
     def probed(self) -> bool | None:
         """Whether every sitting was examined for coupled losses; None if that is not recorded."""
-        told = [sitting.probed for sitting in self.sittings]
-        return False if False in told else None if None in told or not told else True
+        found: bool | None = self._told("probed", False)
+        return found
 
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
@@ -86,16 +91,15 @@ class Statement:
         told = [sitting.planned_tests for sitting in self.sittings]
         if () in told:
             return ()
-        known = [tests for tests in told if tests is not None]
-        if not known or len(known) < len(told):
+        if not told or None in told:
             return None
-        return tuple(name for name in known[0] if all(name in tests for tests in known))
+        return tuple(name for name in told[0] or () if all(name in (tests or ()) for tests in told))
 
     @property
     def noise(self) -> str | None:
         """The weakest kind of noise of any sitting; None if that is not recorded."""
-        told = [sitting.noise for sitting in self.sittings]
-        return "standard" if "standard" in told else None if None in told or not told else told[-1]
+        found: str | None = self._told("noise", "standard")
+        return found
 
     @property
     def is_shared(self) -> bool:
@@ -118,18 +122,16 @@ class Statement:
             False: "not probed, not proven",
             None: "not recorded whether it was probed",
         }[self.probed]
-        several = (
-            ": who has several records in it is protected less" if self.spent.unit is Unit.RECORD else ""
-        )
-        owned = f"one item of the data set is one {self.spent.unit}{several}"
+        several = ": who has several records in it is protected less"
+        owned = f"one item of the data set is one {self.spent.unit}{several if self.spent.unit is Unit.RECORD else ''}"
+        text = self._text()
         found = [
-            self._text().separate
-            or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
+            text.separate or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
             wording.RANDOM_LAYERS[self.draws],
         ]
-        found += self._text().assumptions
+        found += text.assumptions
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
         if any(sitting.followed_metric for sitting in self.sittings):
@@ -147,7 +149,7 @@ class Statement:
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON; what is infinite or not recorded is None."""
-        s, about = self.spent, self.about
+        s, about, text = self.spent, self.about, self._text()
         figures = {"epsilon": s.epsilon, "delta": s.delta}
         content = {
             "format": FORMAT,
@@ -177,9 +179,9 @@ class Statement:
             "budget": self.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
-            "planned_tests": None if self._text().separate else self.planned_tests,
+            "planned_tests": None if text.separate else self.planned_tests,
             "tuning": self._tuning(),
-            "public_data": wording.public_data(self._text().public_data, about.public_statistics),
+            "public_data": wording.public_data(text.public_data, about.public_statistics),
             "assumptions": self.assumptions(),
             "not_covered": wording.not_covered(s.unit, self.noise),
             "versions": {"run": self._software(), "statement": versions()},
@@ -188,28 +190,24 @@ class Statement:
         return result
 
     def __str__(self) -> str:
-        s = self.spent
+        s, divisor = self.spent, self.about.divisor
         size = "" if self.dataset_size is None else f", {self.dataset_size} of them"
         figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model"
+        if self.seeded:
+            figures = f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}"
         lines = [
-            (
-                "guarantee",
-                f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}" if self.seeded else figures,
-            ),
+            ("guarantee", figures),
             ("setting", wording.SETTING),
             ("released", self._released()),
             ("weights", self.weights),
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
-            *(("releases", text) for text in self._steps()),
+            *(("releases", self._step(e, count)) for e, count in self._releases().items()),
+            *([] if self.history else [("releases", "none so far")]),
             ("sensitivity", self._sensitivity()),
             ("noise", self._noise()),
-            ("divisor", self._divisor()),
-            (
-                "accountant",
-                f"{s.accountant}, an upper bound; steps add up, all parts of a step are one release",
-            ),
-            *(("accountant", text) for text in self._of_several_runs()),
+            ("divisor", NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"),
+            *(("accountant", text) for text in self._accountants()),
             *self._budget(),
             ("attacker", self._attacker()),
             ("tuning", self._tuning()),
@@ -244,9 +242,6 @@ class Statement:
             counts[entry.event] = counts.get(entry.event, 0) + entry.count
         return counts
 
-    def _steps(self) -> list[str]:
-        return [self._step(event, count) for event, count in self._releases().items()] or ["none so far"]
-
     def _step(self, e: Event, count: int) -> str:
         what = self._text(e.unit).sum + wording.beside(self.about.parts or ())
         return (
@@ -277,19 +272,18 @@ class Statement:
             text += f" (step {step}, which the sensitivities include)"
         return text or NOT_RECORDED
 
-    def _divisor(self) -> str:
-        divisor = self.about.divisor
-        return NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"
-
-    def _of_several_runs(self) -> list[str]:
-        """Which figure holds for runs that share a ledger, and which one under an assumption."""
-        if not self.is_shared:
-            return []
-        runs = len({entry.run for entry in self.history})
+    def _accountants(self) -> list[str]:
+        """How it was accounted; which figure holds for runs that share a ledger, and which one under an assumption."""
         found = [
+            f"{self.spent.accountant}, an upper bound; steps add up, all parts of a step are one release"
+        ]
+        if not self.is_shared:
+            return found
+        runs = len({entry.run for entry in self.history})
+        found.append(
             f"{runs} runs have charged this ledger. The Renyi filter holds also where a run was configured after "
             "releases of others were seen; its order follows from the first plan in the ledger, and from no release"
-        ]
+        )
         if self.if_fixed is not None:
             found.append(f"pld: epsilon {rounded_up(self.if_fixed)} {multi_run.IF_FIXED}")
         return found
@@ -395,7 +389,7 @@ def percent(share: float) -> str:
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     """A label stands before the first of the lines that it is for."""
-    labels = [""] + [name for name, _ in lines]
+    labels = ["", *(name for name, _ in lines)]
     return [
         f"  {'' if name == before else name:<12} {text}"
         for before, (name, text) in zip(labels, lines, strict=False)
