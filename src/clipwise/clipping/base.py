@@ -38,6 +38,11 @@ class Site:
     scheme: Scheme
     empty_batch: Callable[[], Any] | None = None  # makes a batch without records, of the shape of others
 
+    @property
+    def factor(self) -> float:
+        """By how many bounded vectors one record moves their sum: a replaced one takes one out and puts another in."""
+        return 2.0 if self.adjacency is Adjacency.REPLACE_ONE else 1.0
+
 
 @dataclass(frozen=True)
 class Bound:

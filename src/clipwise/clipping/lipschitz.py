@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.clipping import outputs as at_outputs
 from clipwise.clipping.base import (
     Bound,
     Clipper,
@@ -24,37 +25,20 @@ from clipwise.clipping.base import (
 )
 from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.noise_split import require_split
-from clipwise.clipping.outputs import (
-    RepeatedOutputs,
-    gradients_at_outputs,
-    require_not_coupled,
-    require_outputs,
-)
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.layers.clip_input import ClipInput
+from clipwise.lipschitz import losses as bounded_losses
+from clipwise.lipschitz import weights
 from clipwise.lipschitz.as_traced import AsTraced
 from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
-from clipwise.lipschitz.losses import (
-    BoundedLoss,
-    SoftmaxCrossEntropy,
-    clip_output_gradients,
-    constant_of,
-    require_bounded,
-)
+from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.matching import GraphMatch
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
-from clipwise.lipschitz.weights import (
-    NORMS,
-    MaxWeightNorm,
-    clip_and_measure_,
-    is_on_limit,
-    limits_of,
-    rescale_,
-)
-from clipwise.privacy import Adjacency, Unit
+from clipwise.lipschitz.weights import NORMS, MaxWeightNorm
+from clipwise.privacy import Unit
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.arguments import positive, require_bool, require_known, with_plain_numbers
 from clipwise.validation.tensor_changes import Changes
@@ -157,7 +141,7 @@ class Lipschitz(Strategy):
         if self.loss is None:
             SoftmaxCrossEntropy(self.temperature)
             return
-        require_bounded(self.loss)
+        bounded_losses.require_bounded(self.loss)
         if self.temperature != 1:
             raise ConfigurationError(
                 "temperature belongs to the softmax cross-entropy that is taken without `loss`: give it to the loss."
@@ -191,45 +175,39 @@ class Lipschitz(Strategy):
 
     def _require_input_norm(self, network: Network) -> None:
         """The model's ClipInput has the norm that is given here, and there is none if none is given."""
-        clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
-        if clips and self.input_norm is None:
-            raise ConfigurationError(
-                f"input_norm: give {clips[0].max_norm:g}, that of the model's ClipInput."
-            )
+        given = "None" if self.input_norm is None else f"{self.input_norm:g}"
+        clips = [m.max_norm for m in network.graph.modules() if isinstance(m, ClipInput)]
         if not clips and self.input_norm is not None:
             raise ConfigurationError(
-                f"input_norm={self.input_norm:g}, but the model has no ClipInput: it begins with an embedding of ids. "
-                "Give input_norm=None."
+                f"input_norm={given}, but the model has no ClipInput: it begins with an embedding of ids. Give "
+                "input_norm=None."
             )
-        for clip in clips:
-            if clip.max_norm != self.input_norm:
+        for norm in clips:
+            if norm != self.input_norm:
                 raise ConfigurationError(
-                    f"input_norm={self.input_norm:g}, but the model clips its inputs to {clip.max_norm:g} "
-                    "(ClipInput): give the same number to both."
+                    f"input_norm={given}, but the model clips its inputs to {norm:g} (ClipInput): give the same number "
+                    "to both."
                 )
 
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types."""
         limits = self.max_weight_norm
+        plain = ("input_norm", "norm", "fixed", "tight", "balanced")
         return {
             "strategy": self.name,
             "max_weight_norm": dict(limits) if isinstance(limits, Mapping) else limits,
-            "input_norm": self.input_norm,
-            "norm": self.norm,
-            "fixed": self.fixed,
+            **{name: getattr(self, name) for name in plain},
             "loss": repr(self.bounded_loss),
             "parts": described_groups(self.parts),
             "split": self.split if isinstance(self.split, str) else dict(self.split),
-            "tight": self.tight,
-            "balanced": self.balanced,
         }
 
     @classmethod
     def statement_text(cls, recorded: Mapping[str, Any], unit: Unit) -> StatementText:
         fixed = recorded.get("fixed")
-        weights = "weights, which are rescaled to max_weight_norm" if fixed else "weights"
+        which = ", which are rescaled to max_weight_norm" if fixed else ""
         return StatementText(
-            sum=f"the sum of gradients, each of them bounded by the norms of the {weights}",
+            sum=f"the sum of gradients, each of them bounded by the norms of the weights{which}",
             assumptions=(_AS_TRACED,),
             changing="" if fixed else _FOLLOWING,
         )
@@ -243,18 +221,17 @@ class LipschitzClipper(Clipper):
     moves_weights = True
 
     def __init__(self, strategy: Lipschitz, site: Site, network: Network) -> None:
-        self._strategy, self._parameters, self._network = strategy, site.parameters, network
+        self._strategy, self._site, self._network = strategy, site, network
+        self._parameters = site.parameters
         self.arithmetic = network.rounding.arithmetic
         self.divisor = site.scheme.expected_size
-        # Replacing a record takes one bounded gradient out of the sum and puts another one in.
-        self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
         self._groups = group_parameters(strategy.parts, site.parameters)
-        limits = limits_of(network, strategy.max_weight_norm)
+        limits = weights.limits_of(network, strategy.max_weight_norm)
         self._limits = {name: limits[name] for name in site.parameters}
-        self._constant = constant_of(strategy.bounded_loss, network.output_shape)
+        self._constant = bounded_losses.constant_of(strategy.bounded_loss, network.output_shape)
         self._as_traced = AsTraced(site.model, network)
         self._match = GraphMatch(network)
-        self._repeated = RepeatedOutputs()
+        self._repeated = at_outputs.RepeatedOutputs()
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
@@ -270,7 +247,7 @@ class LipschitzClipper(Clipper):
         certified = self._fixed_bounds() if self._strategy.fixed else self._current_bounds()
         _require_representable(certified, self._network.input)
         self.bounds = tuple(
-            Bound(part, tuple(names), self._factor * max(certified.together(names), _SMALLEST))
+            Bound(part, tuple(names), self._site.factor * max(certified.together(names), _SMALLEST))
             for part, names in self._groups.items()
         )
         self._watch.remember()
@@ -279,11 +256,13 @@ class LipschitzClipper(Clipper):
 
     def on_limit(self) -> dict[str, bool]:
         """Whether each parameter's norm was at its limit or above, when it was clipped last."""
-        return {name: is_on_limit(ratio) for name, ratio in self._ratios.items()}
+        return {name: weights.is_on_limit(ratio) for name, ratio in self._ratios.items()}
 
     def _current_bounds(self) -> Bounds:
         effort: Effort = "tight" if self._strategy.tight else "spectral"
-        norms, self._ratios = clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
+        norms, self._ratios = weights.clip_and_measure_(
+            self._network, self._limits, self._strategy.norm, effort
+        )
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
         found = bounds_from(self._network, self._norms, self._constant)
@@ -295,7 +274,7 @@ class LipschitzClipper(Clipper):
         return found
 
     def _fixed_bounds(self) -> Bounds:
-        self._ratios = rescale_(self._network, self._limits, self._strategy.norm)
+        self._ratios = weights.rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
                 raise UnsupportedModelError(
@@ -303,7 +282,7 @@ class LipschitzClipper(Clipper):
                 )
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
-            # What is frozen, and every buffer, is measured, since anybody may change it; for the rest the bounds stay.
+            # What is frozen, and every buffer, is measured, since it may be changed; for the rest the bounds stay.
             is_constant = not any(True for _ in self._network.graph.buffers()) and all(
                 n in self._limits for op in self._network.operations for n in op.parameters.values()
             )
@@ -324,7 +303,6 @@ class LipschitzClipper(Clipper):
         return False
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
-        """Not without outputs."""
         raise StepError(
             "Lipschitz bounds gradients from the model's output on: call private.step(losses, outputs=outputs) with "
             "outputs = model(x), of which the losses were computed."
@@ -334,19 +312,16 @@ class LipschitzClipper(Clipper):
         """sum_i J_i^T [g_i]_L: the gradient at each output, clipped to the loss's constant L, and one backward pass."""
         if outputs is None:
             return self.clipped_sum(losses)
-        require_outputs(outputs)
+        at_outputs.require_outputs(outputs)
         if len(losses) == 0:
             return self.nothing()
-        self._require_as_bounded()
-        self._as_traced.require()
-        self._require_no_hooks(outputs)
-        self._match.require(outputs)
-        found_at = gradients_at_outputs(losses, outputs, self._parameters)
+        self._require_as_bounded(outputs)
+        found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
         self._repeated.require_none(losses, outputs)
         # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
-        has_moved, are_coupled = _asked_together(self._watch.has_moved(), found_at.are_coupled)
+        has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
-        require_not_coupled(are_coupled)
+        at_outputs.require_not_coupled(are_coupled)
         # An example with several rows, such as views, counts as one: each row has its share.
         gradients = clip_output_gradients(found_at.gradients, self._constant / found_at.rows)
         with self.arithmetic.products():
@@ -355,8 +330,8 @@ class LipschitzClipper(Clipper):
             name: g.to_dense() if g.is_sparse else g for name, g in zip(self._parameters, found, strict=True)
         }
 
-    def _require_as_bounded(self) -> None:
-        """The bounds are for these weights and this arithmetic."""
+    def _require_as_bounded(self, outputs: Tensor) -> None:
+        """The bounds are for these weights and this arithmetic, and for gradients that no hook changes."""
         self._require_unchanged(self._watch.was_counted())
         if unit_of(self._network.graph) > self._network.rounding.unit:
             raise StepError(
@@ -369,6 +344,13 @@ class LipschitzClipper(Clipper):
                 "torch.set_float32_matmul_precision was lowered after make_private, and the bounds allow for less "
                 "rounding: set it back, or make a new private run."
             )
+        self._as_traced.require()
+        for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
+            if tensor._backward_hooks:
+                raise StepError(
+                    f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
+                )
+        self._match.require(outputs)
 
     def _require_unchanged(self, has_changed: bool) -> None:
         if has_changed:
@@ -377,21 +359,6 @@ class LipschitzClipper(Clipper):
                 "before. Change them before the next batch is drawn, in place and under torch.no_grad(): what is "
                 "written through .data an accelerator shows too late."
             )
-
-    def _require_no_hooks(self, outputs: Tensor) -> None:
-        """What a hook does to a gradient no graph shows."""
-        for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
-            if tensor._backward_hooks:
-                raise StepError(
-                    f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
-                )
-
-
-def _asked_together(*answers: Tensor | bool) -> list[bool]:
-    """Yes or no of each; those on a device are read in one transfer."""
-    far = [answer for answer in answers if isinstance(answer, Tensor)]
-    values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
-    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:

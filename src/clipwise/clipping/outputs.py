@@ -67,6 +67,13 @@ def require_not_coupled(are_coupled: bool) -> None:
         )
 
 
+def asked_together(*answers: Tensor | bool) -> list[bool]:
+    """Yes or no of each; those on a device are read in one transfer."""
+    far = [answer for answer in answers if isinstance(answer, Tensor)]
+    values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
+    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
+
+
 def _differ(found: Tensor, expected: Tensor) -> Tensor:
     """Whether a finite row is off by more than rounding: its length tells, since single numbers may cancel."""
     lengths, errors = (

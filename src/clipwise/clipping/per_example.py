@@ -24,7 +24,6 @@ from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped.layer import trainable_clips
-from clipwise.privacy import Adjacency
 from clipwise.validation.arguments import require_known, with_plain_numbers
 
 MODES = ("clip", "normalize")
@@ -133,12 +132,12 @@ class PerExampleClipper(VectorClipper):
         self._all_reached = False  # whether a batch of the run has reached every parameter
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
-        # Replacing a record takes one clipped gradient out of the sum and puts another one in.
-        factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
         constants = strategy.constants(site)
-        statistics = LayerStatistics(strategy.running_statistics, site, factor)
+        statistics = LayerStatistics(strategy.running_statistics, site, site.factor)
         self.is_capturable = not statistics.bounds  # the layers change after each release
-        super().__init__(constants, factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics)
+        super().__init__(
+            constants, site.factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics
+        )
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
