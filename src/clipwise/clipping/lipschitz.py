@@ -190,7 +190,6 @@ class Lipschitz(Strategy):
                 )
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types."""
         limits = self.max_weight_norm
         plain = ("input_norm", "norm", "fixed", "tight", "balanced")
         return {
@@ -255,7 +254,6 @@ class LipschitzClipper(Clipper):
         return True
 
     def on_limit(self) -> dict[str, bool]:
-        """Whether each parameter's norm was at its limit or above, when it was clipped last."""
         return {name: weights.is_on_limit(ratio) for name, ratio in self._ratios.items()}
 
     def _current_bounds(self) -> Bounds:
@@ -277,9 +275,8 @@ class LipschitzClipper(Clipper):
         self._ratios = weights.rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
-                raise UnsupportedModelError(
-                    f"Lipschitz: the weights {name!r} are not finite: take a smaller learning rate."
-                )
+                what = f"the weights {name!r} are not finite"
+                raise UnsupportedModelError(f"Lipschitz: {what}: take a smaller learning rate.")
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
             # What is frozen, and every buffer, is measured, since it may be changed; for the rest the bounds stay.

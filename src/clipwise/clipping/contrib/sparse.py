@@ -28,7 +28,7 @@ _LEAST_WINDOW = 10  # releases; fewer say nothing about where a weight is going
 
 @dataclass(frozen=True)
 class Sparse:
-    """Freeze the entries that go nowhere: option `sparse` of `PerExample` and of `Batch`.
+    """Freeze the entries that have converged: option `sparse` of `PerExample` and of `Batch`.
 
     A weight has converged if it moves about its average as noise alone would move it. The releases g_t show this
     for any optimizer and learning rate, for they are what it is moved by. With s_t the noise on each entry of g_t,
@@ -37,23 +37,18 @@ class Sparse:
 
         |sum_t z_t| <= a sqrt(T),    sum_t z_t^2 <= T + a sqrt(2 T)
 
-    The first says that it goes nowhere; the second that it does not swing by more than the noise. It is then set to
-    the average of its values in the window, and stays there. Its gradient counts 0 before the norm is taken, and
-    `.grad` is exactly 0. Frozen entries do not thaw: nothing is released about them any more. With d_k' of d_k
-    entries left, the bound of part k is
+    (no drift, and no swings larger than the noise). It is then set to the average of its values in the window, and
+    stays there. Its gradient counts 0 before the norm is taken, and `.grad` is exactly 0. Frozen entries do not thaw:
+    nothing is released about them any more. With d_k' of d_k entries left, the bound of part k is
 
         C_k' = C_k sqrt(max(d_k', 1) / d_k)
 
     so that the noise on an entry shrinks with the clipped vector.
 
-    An entry that moves slowly looks as if it had converged, if its mean gradient is below a s / sqrt(T). Windows
-    should be long, and sparsification should begin late: freeze nothing that has yet to learn.
-
-    `private.step` keeps frozen entries where they are, whatever momentum or weight decay the optimizer has. After
-    `private.backward` and an update of your own they are put back when the next batch is handed out.
-
-    A checkpoint holds the frozen entries and the window so far, so that a run that goes on from it freezes what it
-    would have frozen. It takes up to 16 bytes an entry of the model for that.
+    An entry that moves slowly looks as if it had converged, if its mean gradient is below a s / sqrt(T): use long
+    windows, and begin late. `private.step` keeps frozen entries where they are, whatever momentum or weight decay the
+    optimizer has. After `private.backward` and an update of your own they are put back when the next batch is handed
+    out. A checkpoint holds the frozen entries and the window so far: up to 16 bytes an entry of the model.
 
     Args:
         every: T, the length of a window: "epoch", or a number of steps, at least 10.
@@ -81,7 +76,6 @@ class Sparse:
             )
 
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types."""
         return {"every": self.every, "within": float(self.within), "after": self.after}
 
 

@@ -30,7 +30,7 @@ _NOTHING = 1e-15  # norms are upper bounds: a gradient of 0 may show as 1e-18
 
 @dataclass(frozen=True)
 class Question:
-    """Which norms are asked for.
+    """Which norms are measured.
 
     Args:
         site: where.
