@@ -196,13 +196,12 @@ class PerExampleClipper(VectorClipper):
         ask = partial(per_example_gradients, losses, memory=self._memory, method=self._method)
         try:
             found = ask(parameters=self._parameters)
+            self._all_reached = True
+            return found, ()
         except UnreachedParametersError as refusal:
             if not self._all_reached or len(refusal.names) == len(self._parameters):
                 raise
             left_out = refusal.names
-        else:
-            self._all_reached = True
-            return found, ()
         return ask(parameters={n: p for n, p in self._parameters.items() if n not in left_out}), left_out
 
     @contextmanager

@@ -92,40 +92,39 @@ def make_private(
         dataset: map-style, with a length, which is public: a `TensorDataset`, a list of records, a data set of Hugging
             Face. Not a `DataLoader` or a `DataFrame`.
         clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
-        group: whose each record is, one id a record. Then users are protected, with all their records: batches are
-            drawn by user, `batch_size` counts users, and a user's records are handed out together, as one mini-set.
-            It takes `Batch`. The number of users is public.
+        group: the user id of each record. Then users are protected, with all their records: batches are drawn by user,
+            `batch_size` counts users, and a user's records are handed out together, as one mini-set. It takes `Batch`.
+            The number of users is public.
         batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
         max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
             part is left out. By default so high that this costs no privacy.
         epochs: how long you will train, or `steps`: what the noise is calibrated for.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned
-            steps just fit; a step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what
-            other runs have charged there, before or meanwhile, counts as well, by a Renyi filter.
-        noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
-            debugging, and reports epsilon = inf.
+        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps just fit; a
+            step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what other runs have
+            charged there, before or meanwhile, counts as well, by a Renyi filter.
+        noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for debugging, and
+            reports epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),
             "shuffled" or "full".
         adjacency: by default the one that the sampling scheme goes with.
         noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
             exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
-            It is drawn on the CPU and needs clipwise-dp[secure]. `clipwise.noise.secure` says what is claimed.
+            It is drawn on the CPU and needs clipwise-dp[secure]. See `clipwise.noise.secure`.
         max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Loop over
-            `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of
-            `Batch` are its mini-sets, which are never cut: a limit below their expected size is refused, and one that a
-            random draw makes larger comes as a whole.
+            `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of `Batch`
+            are its mini-sets, which are never cut: a limit below their expected size is refused.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
-            each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
-            of one example. A number K hands each row out K times, for draws of your own. Views are drawn from the
-            run's key. (`with private.randomness():` does the same for dropout and other random layers.)
+            each other, and `step` takes a loss for each row; their mean is clipped, so the sensitivity is that of one
+            example. A number K hands each row out K times. Views are drawn from the run's key.
+            (`with private.randomness():` does the same for dropout and other random layers.)
         averaged: keep an average of the released parameters, `private.averaged`: the largest weight that the past has
             in it, such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
         penalty: a function from the model to a number, such as a norm of its weights, whose gradient is added after the
             noise, over no batch size. It must not look at the data.
         seed: for tests and reproduction: noise and samples are the same in every run with this seed. No guarantee is
-            claimed for such a run: `spent()` and the statement say so, and give the figures that it would have without
-            a seed. By default the key comes from the operating system.
+            claimed for such a run: `spent()` and the statement report the figures that it would have without a seed. By
+            default the key comes from the operating system.
         ledger: a path for the ledger file; in memory if left out.
         resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
         collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
@@ -134,10 +133,10 @@ def make_private(
             ordinary ones: `requires_grad` is False, `numpy()` works.
         loss: from a batch that the loader hands out to one loss for each row: `loss(*batch)` for a tuple or list,
             `loss(batch)` for a mapping or a tensor; tensors are moved to the model's device first. Put everything
-            between the loader and the losses into it, such as a normalisation of the inputs. Before the first
-            releases it is run some dozens of times, with examples replaced, reordered and taken out and with
-            records collated anew, and a loss that depends on other examples is refused. The loop stays yours;
-            `private.compiled()` uses the same loss. It must not have lasting effects of its own.
+            between the loader and the losses into it, such as a normalisation of the inputs. Before the first releases
+            it is run some dozens of times, with examples replaced, reordered and taken out and with records collated
+            anew, and a loss that depends on other examples is refused. It must have no lasting effects of its own.
+            `private.compiled()` uses the same loss.
 
     Returns:
         The private run: loop over `.loader`, call `.step(losses)`.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +19,7 @@ from clipwise.errors import ConfigurationError, UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.validation.random_state import fixed_random_state
 
 OF = ("example", "mini-set")
 _SMALLEST, _LARGEST = 1e-30, 1e30  # sums and noise of float32 are safe there
@@ -132,7 +131,7 @@ def mean_norms(
     totals_H = torch.zeros(len(groups), dtype=torch.float64, device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
     # Public statistics stay those of the weights: copies of buffers are as good as the buffers.
-    with AllPublicStatistics(model).held(), undisturbed(model, parameters):
+    with AllPublicStatistics(model).held(), _undisturbed(model):
         memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
         for number, batch in enumerate(public.batches(size), 1):
             losses = public.losses(model, batch, device, of)
@@ -172,7 +171,7 @@ def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: M
         return per_example_gradients(losses, parameters, memory, method).squared_norms()
     except UnreachedParametersError as refusal:
         left_out = refusal.names
-    # What public data does not reach, an expert or another task's head, has gradients of 0 there.
+    # Parameters that public data does not reach, of an expert or another task's head, have gradients of 0 there.
     reached = {name: p for name, p in parameters.items() if name not in left_out}
     found = per_example_gradients(losses, reached, memory, method).squared_norms() if reached else {}
     return found | {name: torch.zeros(len(losses), dtype=torch.float64) for name in left_out}
@@ -192,30 +191,18 @@ def _mixes(module: nn.Module) -> bool:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, parameters: Parameters) -> Iterator[None]:
+def _undisturbed(model: nn.Module) -> Iterator[None]:
     """In this block the model works on copies of its buffers, and random numbers begin at the same place each time.
 
     Afterwards buffers are the same objects with the same contents, and every generator is where it was.
     """
-    kept: list[tuple[nn.Module, str, Tensor]] = []
-    copies: dict[int, Tensor] = {}
-    devices = sorted({p.device.index or 0 for p in parameters.values() if p.is_cuda})
-    generators = [torch.default_generator, *(torch.cuda.default_generators[d] for d in devices)]
-    outside: tuple[Any, Any] = (random.getstate(), np.random.get_state())
+    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in kept}
     try:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    kept.append((module, name, buffer))
-                    module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            for generator in generators:  # and no others: torch.manual_seed would reach every device
-                generator.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
+        for module, name, buffer in kept:
+            module._buffers[name] = copies[id(buffer)]
+        with fixed_random_state(0), torch.enable_grad():
             yield
     finally:
         for module, name, buffer in kept:
             module._buffers[name] = buffer
-        random.setstate(outside[0])
-        np.random.set_state(outside[1])
