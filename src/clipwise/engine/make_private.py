@@ -100,7 +100,7 @@ def make_private(
         max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
             part is left out. By default so high that this costs no privacy.
         epochs: how long you will train, or `steps`: what the noise is calibrated for.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps just fit; a
+        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps fit; a
             step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what other runs have
             charged there, before or meanwhile, counts as well, by a Renyi filter.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for debugging, and
