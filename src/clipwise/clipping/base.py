@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 Parameters = Mapping[str, torch.nn.Parameter]
 Split = str | Mapping[str, float]  # how noise is divided: a policy, or a weight for each part
+_SEPARATE = (
+    "what is computed of a mini-set depends on that mini-set, on what was released and on fresh random numbers only: "
+    "not proven (examples of a mini-set may depend on one another)"
+)
 
 
 @dataclass(frozen=True)
@@ -245,11 +249,13 @@ class Strategy(ABC):
     @classmethod
     def statement_text(cls, recorded: Mapping[str, Any], unit: Unit) -> StatementText:
         """What a statement says about a run whose strategy recorded this by `describe`."""
+        unknown: tuple[str, ...] = ()
         name = recorded.get("strategy")
-        if name is None or name in _RECORDED:
-            return StatementText()
-        unknown = f"the strategy {name!r} keeps the sensitivities that it stated; its code is not loaded here"
-        return StatementText(assumptions=(unknown,))
+        if name is not None and name not in _RECORDED:
+            unknown = (
+                f"the strategy {name!r} keeps the sensitivities that it stated; its code is not loaded here",
+            )
+        return StatementText(separate=_SEPARATE if cls.is_coupled else "", assumptions=unknown)
 
     def require_views(self) -> None:
         """Refuse examples of several rows where that is not possible."""

@@ -33,10 +33,6 @@ _DOUBLE = (torch.float64, torch.complex128)
 _LEAST_WEIGHT = 2.0**-100  # that a vector is multiplied with; it counts 0 instead
 # All mini-sets of a batch that is drawn in such a way are of one size, or nearly.
 _OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
-_SEPARATE = (
-    "what is computed of a mini-set depends on that mini-set, on what was released and on fresh random numbers only: "
-    "not proven (examples of a mini-set may depend on one another)"
-)
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ class Batch(VectorClipping):
             found = f"the clipped {what} of the whole batch"
         else:
             found = f"the sum of the clipped {what}s of {count} mini-sets (a record's mini-set is fixed by its place)"
-        return replace(super().statement_text(recorded, unit), sum=found, separate=_SEPARATE)
+        return replace(super().statement_text(recorded, unit), sum=found)
 
 
 class BatchClipper(VectorClipper):

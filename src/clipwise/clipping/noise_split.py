@@ -84,10 +84,7 @@ def _by_weights(
     bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]
 ) -> list[float]:
     """s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise."""
-    if not isinstance(weights, Mapping):
-        raise ConfigurationError(
-            f"split={weights!r} is not known: use 'optimal', 'equal' or a weight for each part."
-        )
+    require_split(weights)
     names = [b.name for b in bounds]
     numbers = [w for w in weights.values() if isinstance(w, (int, float)) and math.isfinite(w) and w > 0]
     if sorted(weights) != sorted(names) or len(numbers) < len(names):

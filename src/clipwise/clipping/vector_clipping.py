@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,16 +85,16 @@ class VectorClipping(Strategy):
         norm, parts = recorded.get("max_norm"), recorded.get("parts")
         policy = parts if isinstance(parts, Mapping) else {}
         decays = isinstance(norm, Mapping) and norm.get("rule") == "decay"
-        changes = policy.get("every") is not None or decays or "sparse" in recorded
-        return StatementText(
-            released="noised statistics of batch norm layers, and so what they use in evaluation"
-            if "running_statistics" in recorded
-            else "",
-            changing=" (of the step that was next then: bounds change by a public rule, and the noise with them)"
-            if changes
-            else "",
-            public_data=_used_for_norms(policy.get("norms from")),
-        )
+        text = super().statement_text(recorded, unit)
+        if policy.get("every") is not None or decays or "sparse" in recorded:
+            text = replace(
+                text,
+                changing=" (of the step that was next then: bounds change by a public rule, and the noise with them)",
+            )
+        if "running_statistics" in recorded:
+            released = "noised statistics of batch norm layers, and so what they use in evaluation"
+            text = replace(text, released=released)
+        return replace(text, public_data=_used_for_norms(policy.get("norms from")))
 
 
 def _used_for_norms(source: object) -> str:
