@@ -64,7 +64,7 @@ class NormPolicy(Policy):
     def require_measurable(self) -> None:
         """For the beginning of `__post_init__`: refuse a source or settings that give no norms."""
         with_plain_numbers(self)
-        who, size = type(self).__name__, self.mini_set_size
+        who, mini_set_size = type(self).__name__, self.mini_set_size
         require_every(self.every, who)
         if not isinstance(self.public, Released):
             require_public(self.public, who, instead="; without public data, give Released()")
@@ -74,10 +74,12 @@ class NormPolicy(Policy):
                 "or a number of steps with Released()."
             )
         require_known(f"{who}: of", self.of, OF)
-        is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        if size is not None and not (is_count and self.of == "mini-set"):
+        is_count = (
+            isinstance(mini_set_size, int) and not isinstance(mini_set_size, bool) and mini_set_size >= 1
+        )
+        if mini_set_size is not None and not (is_count and self.of == "mini-set"):
             raise ConfigurationError(
-                f"{who}: mini_set_size={size!r} must be a whole number of at least 1, and goes with of='mini-set'."
+                f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and goes with of='mini-set'."
             )
 
     def require_lengths(self, why: str, instead: str) -> None:
