@@ -79,7 +79,8 @@ class NormPolicy(Policy):
         )
         if mini_set_size is not None and not (is_count and self.of == "mini-set"):
             raise ConfigurationError(
-                f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and goes with of='mini-set'."
+                f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and goes with "
+                "of='mini-set'."
             )
 
     def require_lengths(self, why: str, instead: str) -> None:
