@@ -431,7 +431,7 @@ def test_what_has_no_bound_is_refused_by_name(what: str) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another input norm": ({"input_norm": 1.0}, "clips its inputs to 2"),
-    "no input norm": ({"input_norm": None}, "input_norm: give 2"),
+    "no input norm": ({"input_norm": None}, "input_norm=None, but the model clips its inputs to 2"),
     "an input norm of 0": ({"input_norm": 0.0}, "input_norm must be a positive"),
     "a policy": (
         {"parts": RandomLayer()},

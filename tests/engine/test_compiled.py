@@ -23,8 +23,8 @@ from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import Decay
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.clipping.noised_statistics import NoisedStatistics
 from clipwise.clipping.public import Public
-from clipwise.clipping.statistics import NoisedStatistics
 from clipwise.engine import compiled
 from clipwise.engine.compiled import CaptureWarning, CompiledStep
 from clipwise.errors import (

@@ -32,8 +32,8 @@ from clipwise import (
     make_private,
 )
 from clipwise.clipping.base import Site
-from clipwise.clipping.constants import Constants
 from clipwise.clipping.grouping import Policy
+from clipwise.clipping.thresholds import Constants
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
 from clipwise.sampling import Cut
 from clipwise.sampling.base import Indices

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from clipwise import clipping
 from clipwise.clipping import Clipper, PerExample, noised_parts
-from clipwise.clipping.constants import Constants
 from clipwise.clipping.contrib.decay import Decay
 from clipwise.clipping.contrib.random_layer import Alone
 from clipwise.clipping.public import Public
+from clipwise.clipping.thresholds import Constants
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.privacy import Adjacency, Part

@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from clipwise.clipping import Clipper, PerExample, Quantile, noised_parts
-from clipwise.clipping.quantile import QuantileNorms
+from clipwise.clipping.thresholds import QuantileNorms
 from clipwise.errors import UnsupportedModelError
 from clipwise.privacy import Adjacency, Part
 from tests.gradients.cases import CASES, Case, trainable

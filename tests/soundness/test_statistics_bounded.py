@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipwise import Batch, NoisedStatistics, PerExample, Private, RandomLayer, layers
-from clipwise.clipping import noised_parts, statistics
+from clipwise.clipping import noised_parts
+from clipwise.clipping import noised_statistics as statistics
 from clipwise.clipping.base import Clipper
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS

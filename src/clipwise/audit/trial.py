@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise.clipping import Backprop, PerExample, Strategy
+from clipwise.clipping import Strategy, default_for
 from clipwise.engine.make_private import make_private
 from clipwise.errors import ConfigurationError
-from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.sampling.batch_structure import arguments_of, tensors_in
 
 STEPS = 6
@@ -54,7 +53,7 @@ def run_of(
             own,
             torch.optim.SGD(trained, lr=0.01),
             dataset,
-            clipping=_suited(model) if clipping is None else clipping,
+            clipping=default_for(model) if clipping is None else clipping,
             **chosen,
         )
         left = int(chosen["steps"])
@@ -72,7 +71,3 @@ def run_of(
     if isinstance(batch, Mapping):
         return train, [dict(zip(batch, row, strict=True)) for row in zip(*tensors, strict=True)]
     return train, TensorDataset(*tensors)
-
-
-def _suited(model: nn.Module) -> Strategy:
-    return PerExample(max_norm=1.0) if trainable_clips(model) is None else Backprop()

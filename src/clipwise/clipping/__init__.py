@@ -1,7 +1,9 @@
 """How sensitivity is bounded: one file a strategy."""
 
+from torch import nn
+
 from clipwise.clipping.backprop import Backprop
-from clipwise.clipping.base import Bound, Clipper, Site, Strategy, noised_parts
+from clipwise.clipping.base import Bound, Clipper, Site, Strategy, recorded_strategy
 from clipwise.clipping.batch import Batch, BatchClipper
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.by_norm import ByNorm
@@ -11,10 +13,12 @@ from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.released import Released
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.lipschitz import Lipschitz
+from clipwise.clipping.noise_split import noised_parts
+from clipwise.clipping.noised_statistics import NoisedStatistics
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import Public
-from clipwise.clipping.quantile import Quantile
-from clipwise.clipping.statistics import NoisedStatistics
+from clipwise.clipping.thresholds import Quantile
+from clipwise.layers.clipped.layer import trainable_clips
 
 __all__ = [
     "Adaptive",
@@ -36,5 +40,12 @@ __all__ = [
     "Site",
     "Sparse",
     "Strategy",
+    "default_for",
     "noised_parts",
+    "recorded_strategy",
 ]
+
+
+def default_for(model: nn.Module) -> Strategy:
+    """The strategy for a model if none is given: `Backprop` for one of `layers.clip_inputs`, else `PerExample`."""
+    return PerExample() if trainable_clips(model) is None else Backprop()

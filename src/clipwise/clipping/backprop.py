@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
-from clipwise.clipping.choices import require_split
+from clipwise.clipping.base import (
+    Bound,
+    Clipper,
+    Parameters,
+    Site,
+    Split,
+    Strategy,
+    require_entries,
+    require_records,
+)
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
+from clipwise.clipping.noise_split import require_split
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.gradients.rare import PutAside
@@ -20,7 +29,6 @@ from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.clip_inputs import Numbers, require_layers
 from clipwise.layers.clipped.scales import MODES, Constants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
-from clipwise.privacy import Adjacency, Unit
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
 _PROBED_BATCHES = 2
@@ -29,12 +37,12 @@ _PROBED_AGAIN = 256  # steps
 
 @dataclass(frozen=True)
 class Backprop(Strategy):
-    """Backpropagation clipping: bounded gradients from one ordinary backward pass, and no gradient of one example.
+    """Backpropagation clipping: bounded gradients from one ordinary backward pass, without per-example gradients.
 
     The model's trainable layers must be clipped ones, which `clipwise.layers.clip_inputs` puts in: each scales every
     example's input down to a norm of C1 and, on the way back, its upstream gradient to one of C2. A layer's gradient
     is a product of the two, so one example adds at most C1 C2 to the weights' gradient, and at most C2 to the bias's,
-    which is a part of its own. The layers hold the constants. Those given here are compared with theirs. They may be
+    which is a part of its own. The layers hold the constants; those given here are compared with theirs. They may be
     changed between two steps, see `clipwise.layers.set_clips`: the noise follows.
 
     Args:
@@ -45,24 +53,23 @@ class Backprop(Strategy):
             parameter is a part.
 
     Guarantee:
-        Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the uses that
-        the layer was allowed) and replace-one (twice as much), under every sampling scheme that knows the adjacency
-        but "partition".
-        Constants that change while it trains must be chosen by what is public or was released.
+        Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the allowed
+        uses of the layer) and replace-one (twice as much), under every sampling scheme that knows the adjacency but
+        "partition". Constants that change while it trains must be chosen by what is public or was released.
         Unit: one record. All parts come from one sample and are one Gaussian release.
         Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i (both
         checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
-        must be used through its clipped layer only, no more often than was said. Trainable weights are in float32 or
-        float64, for sums are formed in their type. Losses are summed, not averaged, and
-        the divisor is a constant. An input or an upstream gradient that is not finite counts as 0, and so do inputs
-        longer than 2^50 C1 and gradients longer than 2^76 times their bound: float32 has no digits for both scales.
-        Rows that fill up the batch of a compiled step weigh 0: this takes it that backward passes hand on 0 for 0.
-        Clips aim at (1 - 2^-10) of their bounds, which leaves room for the rounding of an example's own terms: it is
-        relative to the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is
-        larger by 2^-6. This takes convolutions for sums of products, as implicit GEMM forms them: by Winograd's or
-        Fourier's way the rounding of blank places is that of all of the input. Adding up B examples in float32 moves
-        the sum by a few times B 2^-24 of the sensitivity, for which there is no noise, and by as much of B 2^-18 for
-        biases, scales and shifts, whose terms may cancel to 2^-6 of their size before they are scaled up.
+        must be used through its clipped layer only, no more often than allowed. Trainable weights are in float32 or
+        float64, for sums are formed in their type. Losses are summed, not averaged, and the divisor is a constant. An
+        input or an upstream gradient that is not finite counts as 0, and so do inputs longer than 2^50 C1 and gradients
+        longer than 2^76 times their bound: float32 has no digits for both scales. Rows that fill up the batch of a
+        compiled step weigh 0, under the assumption that backward passes return 0 for 0.
+        Clips aim at (1 - 2^-10) of their bounds, which covers the rounding of an example's own terms: it is relative to
+        the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is larger by
+        2^-6. This takes convolutions for sums of products, as implicit GEMM forms them: with Winograd's or Fourier's
+        method the rounding of blank places is that of all of the input. Adding up B examples in float32 moves the sum
+        by a few times B 2^-24 of the sensitivity, for which there is no noise, and by as much of B 2^-18 for biases,
+        scales and shifts, whose terms may cancel to 2^-6 of their size before they are scaled up.
         Rounding in the passes of one example may depend on the others in the batch (torch chooses its products by
         sizes). It is taken to stay small: a network that makes it large, such as a chaotic recurrent one, moves all
         gradients of a batch with one record. Mode "normalize" scales gradients up, but none by more than C2 2^14: one
@@ -77,6 +84,7 @@ class Backprop(Strategy):
     mode: str | None = None
     split: Split = "optimal"
 
+    name = "backprop"
     bounds_inside = True
     takes_views = False
 
@@ -92,8 +100,7 @@ class Backprop(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model whose trainable parameters are all in clipped layers."""
-        if site.unit is not Unit.RECORD:
-            raise ConfigurationError(f"Backprop protects single records, not unit={str(site.unit)!r}.")
+        require_records(site.unit, "Backprop")
         require_entries(site.parameters, "Backprop")
         return BackpropClipper(site, self.layers_of(site.model, site.parameters))
 
@@ -122,10 +129,15 @@ class Backprop(Strategy):
                     "the same, or leave it out here."
                 )
 
+    def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
+        layers = self.layers_of(model, parameters)
+        nodes, _ = clipped_nodes(losses, parameters, layers.values())
+        require_rows_of_examples(losses, nodes, parameters)
+
     def describe(self) -> dict[str, Any]:
         """The configuration in plain types; the clipper adds what the layers have."""
         return {
-            "strategy": "backprop",
+            "strategy": self.name,
             "split": self.split if isinstance(self.split, str) else dict(self.split),
         }
 
@@ -137,8 +149,7 @@ class BackpropClipper(Clipper):
         self._parameters, self._layers = site.parameters, layers
         self.arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
         self.divisor = site.scheme.expected_size
-        # Replacing a record takes one bounded gradient out of the sum and puts another one in.
-        self._factor = (2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0) * (1 + self.arithmetic.slack)
+        self._factor = site.factor * (1 + self.arithmetic.slack)
         self._take_constants()
         self._to_probe: dict[Wiring, int] = {}
         self._since_probe = 0
@@ -154,9 +165,7 @@ class BackpropClipper(Clipper):
         self._require_same_constants()
         _require_float32(self._parameters)
         nodes, wiring = clipped_nodes(losses, self._parameters, self._layers.values())
-        if (
-            real_B is None
-        ):  # else it is a step that is captured, after ordinary ones, and may not wait for the device
+        if real_B is None:  # a captured step may not wait for the device, and comes after ordinary ones
             self._probe(losses, nodes, wiring)
         weights_B = torch.ones_like(losses) if real_B is None else real_B.to(losses.dtype)
         with settled(), self.arithmetic.products():

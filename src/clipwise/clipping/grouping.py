@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.constants import Constants
 from clipwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from clipwise.clipping.public import Public
+    from clipwise.clipping.thresholds import Constants
 
 Groups = str | Sequence[Collection[str]] | Mapping[str, Collection[str]]
 
@@ -26,6 +29,10 @@ class Policy(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The rule in plain types, for fingerprints and statements. It names the public data that it uses."""
+
+    def public_data(self) -> tuple[Public, ...]:
+        """Public data that it uses."""
+        return ()
 
 
 def group_parameters(

@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries
-from clipwise.clipping.choices import require_split
+from clipwise.clipping import outputs as at_outputs
+from clipwise.clipping.base import (
+    Bound,
+    Clipper,
+    Parameters,
+    Site,
+    Split,
+    StatementText,
+    Strategy,
+    damaged,
+    require_entries,
+    require_records,
+)
 from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.outputs import gradients_at_outputs, require_not_coupled, require_outputs
-from clipwise.clipping.repeated import RepeatedOutputs
-from clipwise.errors import CheckpointError, ConfigurationError, StepError, UnsupportedModelError
+from clipwise.clipping.noise_split import require_split
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
-from clipwise.gradients.rare import PutAside
 from clipwise.layers.bounded import ClipInput
+from clipwise.lipschitz import losses as bounded_losses
+from clipwise.lipschitz import weights
 from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
-from clipwise.lipschitz.losses import (
-    BoundedLoss,
-    SoftmaxCrossEntropy,
-    clip_output_gradients,
-    constant_of,
-    require_bounded,
-)
+from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.output_graph_check import GraphMatch
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
 from clipwise.lipschitz.traced_model_check import AsTraced
-from clipwise.lipschitz.weights import (
-    NORMS,
-    MaxWeightNorm,
-    clip_and_measure_,
-    is_on_limit,
-    limits_of,
-    rescale_,
-)
-from clipwise.privacy import Adjacency, Unit
+from clipwise.lipschitz.weights import NORMS, MaxWeightNorm
+from clipwise.privacy import Unit
 from clipwise.sampling.batch_structure import tensors_in
-from clipwise.validation.arguments import one_of, require_bool, with_plain_numbers
+from clipwise.validation.arguments import number, one_of, require_bool, with_plain_numbers
 from clipwise.validation.tensor_changes import Changes
 
 _SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
 _LARGEST = 2.0**50  # of any value or gradient: its square is still a number in float32
+
+_AS_TRACED = (
+    "layers keep the bounds that are derived from the norms of their weights: proven for each kind of layer, and every "
+    "step's graph is compared with the one that they were derived for"
+)
+_FOLLOWING = (
+    " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Lipschitz(Strategy):
         X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
 
     (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is formed, so that a step costs what an
-    ordinary one costs. Other than a gradient that is clipped, a bounded one is not biased.
+    ordinary one costs. Unlike a clipped gradient, a bounded one is not biased.
 
     The model begins with a `layers.ClipInput(input_norm)`, or with an embedding of ids. A step takes what the model
     returned as well: `private.step(losses, outputs=outputs)`.
@@ -69,8 +74,8 @@ class Lipschitz(Strategy):
         max_weight_norm: C_k, the largest norm of each layer's weights and of each bias: one number, or a mapping from
             the names of modules or parameters.
         input_norm: X_1, that of the `ClipInput`. None for a model of ids.
-        norm: by which weights are clipped. "frobenius" is a projection; "spectral" leaves more room, but may stop
-            short of the best weights. The bounds use spectral norms in both cases.
+        norm: by which weights are clipped. "frobenius" is a projection; "spectral" allows more weights, but may stop
+            short of the best ones. The bounds use spectral norms in both cases.
         fixed: Fix-Lip-DP-SGD: after each update every weight is rescaled to norm C_k, up or down, theta <- C theta /
             |theta|; biases are clipped to C_k. The bounds follow from the C_k alone, the same in each step.
         temperature: tau of the softmax cross-entropy -log softmax(z / tau)_y, if no `loss` is given.
@@ -81,8 +86,7 @@ class Lipschitz(Strategy):
             noise; "layer", "all", or groups of names.
         tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
         balanced: move factors between layers so that the bounds add up to less noise; the network computes the same.
-            See `lipschitz.balance`. Averaged parameters are moved along; what the optimizer remembers (momentum) is
-            not.
+            See `lipschitz.balance`. Averaged parameters are moved along; the optimizer's state (momentum) is not.
         input_shape: of one example. By default that of the first tensor of a batch.
 
     Guarantee:
@@ -112,7 +116,9 @@ class Lipschitz(Strategy):
     balanced: bool = False
     input_shape: Sequence[int] | None = None
 
+    name = "lipschitz"
     bounds_inside = True
+    allows_batch_norm = True  # the trace refuses batch statistics, and names a layer that has bounds
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
@@ -126,7 +132,7 @@ class Lipschitz(Strategy):
                 "norm for each layer instead."
             )
         if self.input_norm is not None:
-            _require_norm(self.input_norm)
+            number("input_norm", self.input_norm, above=0)
         if isinstance(self.parts, Policy):
             raise ConfigurationError(
                 f"parts={type(self.parts).__name__}(...) chooses bounds for clipping gradients, and those of Lipschitz "
@@ -135,7 +141,7 @@ class Lipschitz(Strategy):
         if self.loss is None:
             SoftmaxCrossEntropy(self.temperature)
             return
-        require_bounded(self.loss)
+        bounded_losses.require_bounded(self.loss)
         if self.temperature != 1:
             raise ConfigurationError(
                 "temperature belongs to the softmax cross-entropy that is taken without `loss`: give it to the loss."
@@ -148,11 +154,9 @@ class Lipschitz(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Trace the model, clip its weights, and bound its gradients; or refuse what has no bound, by name."""
-        if site.unit is not Unit.RECORD:
-            raise ConfigurationError(f"Lipschitz protects single records, not unit={str(site.unit)!r}.")
+        require_records(site.unit, "Lipschitz")
         require_entries(site.parameters, "Lipschitz")
-        device = next(iter(site.parameters.values())).device
-        arithmetic = chosen_arithmetic(device)
+        arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
         network = trace(site.model, self._shape(site), arithmetic)
         self._require_input_norm(network)
         _require_reached(network, site.parameters)
@@ -170,40 +174,42 @@ class Lipschitz(Strategy):
         return tuple(first.shape[1:])
 
     def _require_input_norm(self, network: Network) -> None:
-        """What the model clips its inputs to is what was asked for."""
-        clips = [m for m in network.graph.modules() if isinstance(m, ClipInput)]
-        if clips and self.input_norm is None:
-            raise ConfigurationError(
-                f"input_norm: give {clips[0].max_norm:g}, that of the model's ClipInput."
-            )
+        """The model's ClipInput has the norm that is given here, and there is none if none is given."""
+        given = "None" if self.input_norm is None else f"{self.input_norm:g}"
+        clips = [m.max_norm for m in network.graph.modules() if isinstance(m, ClipInput)]
         if not clips and self.input_norm is not None:
             raise ConfigurationError(
-                f"input_norm={self.input_norm:g}, but the model has no ClipInput: it begins with an embedding of ids. "
-                "Give input_norm=None."
+                f"input_norm={given}, but the model has no ClipInput: it begins with an embedding of ids. Give "
+                "input_norm=None."
             )
-        for clip in clips:
-            if clip.max_norm != self.input_norm:
+        for norm in clips:
+            if norm != self.input_norm:
                 raise ConfigurationError(
-                    f"input_norm={self.input_norm:g}, but the model clips its inputs to {clip.max_norm:g} "
-                    "(ClipInput): give the same number to both."
+                    f"input_norm={given}, but the model clips its inputs to {norm:g} (ClipInput): give the same number "
+                    "to both."
                 )
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types."""
-        given = self.max_weight_norm
-        limits = {k: _plain(v) for k, v in given.items()} if isinstance(given, Mapping) else _plain(given)
+        limits = self.max_weight_norm
+        plain = ("input_norm", "norm", "fixed", "tight", "balanced")
         return {
-            "strategy": "lipschitz",
-            "max_weight_norm": limits,
-            "input_norm": None if self.input_norm is None else _plain(self.input_norm),
-            "norm": self.norm,
-            "fixed": self.fixed,
+            "strategy": self.name,
+            "max_weight_norm": dict(limits) if isinstance(limits, Mapping) else limits,
+            **{name: getattr(self, name) for name in plain},
             "loss": repr(self.bounded_loss),
             "parts": described_groups(self.parts),
             "split": self.split if isinstance(self.split, str) else dict(self.split),
-            "tight": self.tight,
-            "balanced": self.balanced,
         }
+
+    @classmethod
+    def statement_text(cls, recorded: Mapping[str, Any], unit: Unit) -> StatementText:
+        fixed = recorded.get("fixed")
+        which = ", which are rescaled to max_weight_norm" if fixed else ""
+        return StatementText(
+            sum=f"the sum of gradients, each of them bounded by the norms of the weights{which}",
+            assumptions=(_AS_TRACED,),
+            changing="" if fixed else _FOLLOWING,
+        )
 
 
 class LipschitzClipper(Clipper):
@@ -214,18 +220,17 @@ class LipschitzClipper(Clipper):
     moves_weights = True
 
     def __init__(self, strategy: Lipschitz, site: Site, network: Network) -> None:
-        self._strategy, self._parameters, self._network = strategy, site.parameters, network
+        self._strategy, self._site, self._network = strategy, site, network
+        self._parameters = site.parameters
         self.arithmetic = network.rounding.arithmetic
         self.divisor = site.scheme.expected_size
-        # Replacing a record takes one bounded gradient out of the sum and puts another one in.
-        self._factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
         self._groups = group_parameters(strategy.parts, site.parameters)
-        limits = limits_of(network, strategy.max_weight_norm)
+        limits = weights.limits_of(network, strategy.max_weight_norm)
         self._limits = {name: limits[name] for name in site.parameters}
-        self._constant = constant_of(strategy.bounded_loss, network.output_shape)
+        self._constant = bounded_losses.constant_of(strategy.bounded_loss, network.output_shape)
         self._as_traced = AsTraced(site.model, network)
         self._match = GraphMatch(network)
-        self._repeated = RepeatedOutputs()
+        self._repeated = at_outputs.RepeatedOutputs()
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
@@ -234,8 +239,6 @@ class LipschitzClipper(Clipper):
         self._is_loaded = False
         self.follow(is_updated=True)
 
-    # ------------------------------------------------------------------ bounds
-
     def follow(self, is_updated: bool) -> bool:
         """After an update: clip the weights, and derive the bounds of the next step from them."""
         if not is_updated and not self._is_loaded and not self._watch.may_have_changed():
@@ -243,7 +246,7 @@ class LipschitzClipper(Clipper):
         certified = self._fixed_bounds() if self._strategy.fixed else self._current_bounds()
         _require_representable(certified, self._network.input)
         self.bounds = tuple(
-            Bound(part, tuple(names), self._factor * max(certified.together(names), _SMALLEST))
+            Bound(part, tuple(names), self._site.factor * max(certified.together(names), _SMALLEST))
             for part, names in self._groups.items()
         )
         self._watch.remember()
@@ -251,12 +254,13 @@ class LipschitzClipper(Clipper):
         return True
 
     def on_limit(self) -> dict[str, bool]:
-        """Whether each parameter's norm was at its limit or above, when it was clipped last."""
-        return {name: is_on_limit(ratio) for name, ratio in self._ratios.items()}
+        return {name: weights.is_on_limit(ratio) for name, ratio in self._ratios.items()}
 
     def _current_bounds(self) -> Bounds:
         effort: Effort = "tight" if self._strategy.tight else "spectral"
-        norms, self._ratios = clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
+        norms, self._ratios = weights.clip_and_measure_(
+            self._network, self._limits, self._strategy.norm, effort
+        )
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
         found = bounds_from(self._network, self._norms, self._constant)
@@ -268,15 +272,14 @@ class LipschitzClipper(Clipper):
         return found
 
     def _fixed_bounds(self) -> Bounds:
-        self._ratios = rescale_(self._network, self._limits, self._strategy.norm)
+        self._ratios = weights.rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
-                raise UnsupportedModelError(
-                    f"Lipschitz: the weights {name!r} are not finite: take a smaller learning rate."
-                )
+                what = f"the weights {name!r} are not finite"
+                raise UnsupportedModelError(f"Lipschitz: {what}: take a smaller learning rate.")
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
-            # What is frozen, and every buffer, is measured, since anybody may change it; for the rest the bounds stay.
+            # What is frozen, and every buffer, is measured, since it may be changed; for the rest the bounds stay.
             is_constant = not any(True for _ in self._network.graph.buffers()) and all(
                 n in self._limits for op in self._network.operations for n in op.parameters.values()
             )
@@ -292,17 +295,11 @@ class LipschitzClipper(Clipper):
         """Take over norms; when the next batch is drawn they are compared with those of the weights that are there."""
         norms = state.get("weight_norms")
         if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: the norms of the weights are missing. Use the one saved "
-                "before it."
-            )
+            raise damaged("the norms of the weights are missing")
         self._norms, self._is_loaded = {op: dict(found) for op, found in norms.items()}, True
         return False
 
-    # ------------------------------------------------------------------- a step
-
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
-        """Not without outputs."""
         raise StepError(
             "Lipschitz bounds gradients from the model's output on: call private.step(losses, outputs=outputs) with "
             "outputs = model(x), of which the losses were computed."
@@ -312,19 +309,16 @@ class LipschitzClipper(Clipper):
         """sum_i J_i^T [g_i]_L: the gradient at each output, clipped to the loss's constant L, and one backward pass."""
         if outputs is None:
             return self.clipped_sum(losses)
-        require_outputs(outputs)
+        at_outputs.require_outputs(outputs)
         if len(losses) == 0:
             return self.nothing()
-        self._require_as_bounded()
-        self._as_traced.require()
-        self._require_no_hooks(outputs)
-        self._match.require(outputs)
-        found_at = gradients_at_outputs(losses, outputs, self._parameters)
+        self._require_as_bounded(outputs)
+        found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
         self._repeated.require_none(losses, outputs)
         # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
-        has_moved, are_coupled = _asked_together(self._watch.has_moved(), found_at.are_coupled)
+        has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
-        require_not_coupled(are_coupled)
+        at_outputs.require_not_coupled(are_coupled)
         # An example with several rows, such as views, counts as one: each row has its share.
         gradients = clip_output_gradients(found_at.gradients, self._constant / found_at.rows)
         with self.arithmetic.products():
@@ -333,8 +327,8 @@ class LipschitzClipper(Clipper):
             name: g.to_dense() if g.is_sparse else g for name, g in zip(self._parameters, found, strict=True)
         }
 
-    def _require_as_bounded(self) -> None:
-        """The bounds are for these weights and this arithmetic."""
+    def _require_as_bounded(self, outputs: Tensor) -> None:
+        """The bounds are for these weights and this arithmetic, and for gradients that no hook changes."""
         self._require_unchanged(self._watch.was_counted())
         if unit_of(self._network.graph) > self._network.rounding.unit:
             raise StepError(
@@ -347,6 +341,13 @@ class LipschitzClipper(Clipper):
                 "torch.set_float32_matmul_precision was lowered after make_private, and the bounds allow for less "
                 "rounding: set it back, or make a new private run."
             )
+        self._as_traced.require()
+        for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
+            if tensor._backward_hooks:
+                raise StepError(
+                    f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
+                )
+        self._match.require(outputs)
 
     def _require_unchanged(self, has_changed: bool) -> None:
         if has_changed:
@@ -355,40 +356,6 @@ class LipschitzClipper(Clipper):
                 "before. Change them before the next batch is drawn, in place and under torch.no_grad(): what is "
                 "written through .data an accelerator shows too late."
             )
-
-    def _require_no_hooks(self, outputs: Tensor) -> None:
-        """What a hook does to a gradient no graph shows."""
-        for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
-            if tensor._backward_hooks:
-                raise StepError(
-                    f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
-                )
-
-    @contextmanager
-    def putting_aside(self) -> Iterator[PutAside]:
-        """Nothing is put aside: a step of this strategy is never captured."""
-        yield PutAside()
-
-
-def _asked_together(*answers: Tensor | bool) -> list[bool]:
-    """Yes or no of each; whoever still is on a device is brought from there with all others."""
-    far = [answer for answer in answers if isinstance(answer, Tensor)]
-    values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
-    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
-
-
-def _require_norm(input_norm: float) -> None:
-    try:
-        ClipInput(input_norm)
-    except ConfigurationError:
-        raise ConfigurationError(
-            f"input_norm must be a positive, finite number, or None for a model of ids, not {input_norm!r}."
-        ) from None
-
-
-def _plain(number: float) -> float:
-    """As a number of Python: one of numpy is no plain type."""
-    return number if isinstance(number, (int, float)) else float(number)
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
@@ -422,7 +389,7 @@ def _require_reached(network: Network, parameters: Parameters) -> None:
 
 
 def _require_representable(bounds: Bounds, unclipped: str) -> None:
-    """What could overflow would turn the whole sum into NaN, for one example's sake."""
+    """One example that overflows would turn the whole sum into NaN."""
     values = [norm for name, norm in bounds.norms.items() if name != unclipped]
     largest = max(*values, *bounds.gradients.values(), *bounds.sensitivities.values())
     if not largest < _LARGEST:

@@ -12,26 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Clipper, Parameters, Site, Split, Strategy
-from clipwise.clipping.choices import (
-    MaxNorm,
-    constants_for,
-    described_norm,
-    described_parts,
-    require_max_norm,
-    require_split,
-)
-from clipwise.clipping.constants import ClipperByConstants, Constants
-from clipwise.clipping.contrib.sparse import Sparse, active_only, require_sparse, thinned
+from clipwise.clipping.base import Clipper, Parameters, Site, Split, require_records
+from clipwise.clipping.contrib.sparse import Sparse, active_only
 from clipwise.clipping.grouping import Groups, Policy
-from clipwise.clipping.statistics import LayerStatistics, NoisedStatistics, require_statistics
+from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
+from clipwise.clipping.thresholds import MaxNorm
+from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.layers.clipped.layer import trainable_clips
-from clipwise.privacy import Adjacency, Unit
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
 MODES = ("clip", "normalize")
@@ -42,7 +34,7 @@ _SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # a smaller one would be rou
 
 
 @dataclass(frozen=True)
-class PerExample(Strategy):
+class PerExample(VectorClipping):
     """Per-example clipping: the released sum is sum_i nu_i g_i with |nu_i g_i| <= C.
 
     Args:
@@ -88,18 +80,14 @@ class PerExample(Strategy):
     sparse: Sparse | None = None
     running_statistics: NoisedStatistics | None = None
 
+    name = "per-example"
+
     def __post_init__(self) -> None:
         with_plain_numbers(self)
-        require_max_norm(self.max_norm)
-        require_split(self.split)
-        require_sparse(self.sparse)
-        require_statistics(self.running_statistics)
-        for argument, value, allowed in (
-            ("mode", self.mode, MODES),
-            ("method", self.method, METHODS),
-            ("products", self.products, PRODUCTS),
-        ):
-            one_of(argument, value, allowed)
+        self.require_settings()
+        one_of("mode", self.mode, MODES)
+        one_of("method", self.method, METHODS)
+        one_of("products", self.products, PRODUCTS)
         if self.sparse is not None and self.method not in ("auto", *_WRITTEN):
             choices = ", ".join(map(repr, _WRITTEN))
             raise ConfigurationError(
@@ -109,60 +97,47 @@ class PerExample(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model's trainable parameters."""
-        if site.unit is not Unit.RECORD:
-            raise ConfigurationError(f"PerExample protects single records, not unit={str(site.unit)!r}.")
+        require_records(site.unit, "PerExample")
         if (layer := trainable_clips(site.model)) is not None:
             raise UnsupportedModelError(
                 f"This model is clipped for Backprop, first in layer {layer.name!r}, so what comes back in it is no "
                 "gradient any more: train it with Backprop(), or PerExample with a model without clip_inputs."
             )
-        constants = thinned(self.sparse, constants_for(self.max_norm, self.parts, site), site)
-        return PerExampleClipper(self, site, constants, self._arithmetic(site.parameters))
+        return PerExampleClipper(self, site, self._arithmetic(site.parameters))
 
     def _arithmetic(self, parameters: Parameters) -> Arithmetic:
         if self.products == "auto":
             return chosen_arithmetic(next(iter(parameters.values())).device)
         return TF32 if self.products == "tf32" else IEEE
 
-    @property
-    def takes_complex(self) -> bool:  # type: ignore[override]
-        """What `Sparse` freezes are real entries."""
-        return self.sparse is None
+    def require_views(self) -> None:
+        if self.running_statistics is not None:
+            raise ConfigurationError(
+                "averaged_views does not go with PerExample(running_statistics=...), whose layers learn from one row "
+                "an example: leave one of them out."
+            )
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types. `method` is a performance knob and left out; `products` is stated
-        by what it comes to, the clipper's arithmetic."""
-        return {
-            "strategy": "per-example",
-            "max_norm": described_norm(self.max_norm),
-            "parts": described_parts(self.parts),
-            "split": self.split if isinstance(self.split, str) else dict(self.split),
-            "mode": self.mode,
-            **({} if self.sparse is None else {"sparse": self.sparse.describe()}),
-            **(
-                {}
-                if self.running_statistics is None
-                else {"running_statistics": self.running_statistics.describe()}
-            ),
-        }
+        """The configuration in plain types. `method` changes no result and is left out; `products` is recorded as the
+        clipper's arithmetic."""
+        return self.described() | {"mode": self.mode}
 
 
-class PerExampleClipper(ClipperByConstants):
+class PerExampleClipper(VectorClipper):
     """`PerExample` for one model."""
 
-    def __init__(
-        self, strategy: PerExample, site: Site, constants: Constants, arithmetic: Arithmetic
-    ) -> None:
+    def __init__(self, strategy: PerExample, site: Site, arithmetic: Arithmetic) -> None:
         self._strategy, self._parameters, self.arithmetic = strategy, site.parameters, arithmetic
         self._memory = Memory(arithmetic)
         self._all_reached = False  # whether a batch of the run has reached every parameter
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
-        # Replacing a record takes one clipped gradient out of the sum and puts another one in.
-        factor = 2.0 if site.adjacency is Adjacency.REPLACE_ONE else 1.0
-        statistics = LayerStatistics(strategy.running_statistics, site, factor)
+        constants = strategy.constants(site)
+        statistics = LayerStatistics(strategy.running_statistics, site, site.factor)
         self.is_capturable = not statistics.bounds  # the layers change after each release
-        super().__init__(constants, factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics)
+        super().__init__(
+            constants, site.factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics
+        )
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
@@ -221,13 +196,12 @@ class PerExampleClipper(ClipperByConstants):
         ask = partial(per_example_gradients, losses, memory=self._memory, method=self._method)
         try:
             found = ask(parameters=self._parameters)
+            self._all_reached = True
+            return found, ()
         except UnreachedParametersError as refusal:
             if not self._all_reached or len(refusal.names) == len(self._parameters):
                 raise
             left_out = refusal.names
-        else:
-            self._all_reached = True
-            return found, ()
         return ask(parameters={n: p for n, p in self._parameters.items() if n not in left_out}), left_out
 
     @contextmanager

@@ -99,14 +99,13 @@ class Public:
             ) from error
         dimensions = (0, 1) if of == "mini-set" else (1,)
         if not (isinstance(losses, Tensor) and losses.dim() in dimensions and losses.requires_grad):
+            listed = (
+                " The list that was given is taken for batches: if it is one of records, give a data set."
+            )
             raise ConfigurationError(
                 "Public: loss(model, *batch) must return one loss an example, with gradients: use reduction='none'; a "
                 "single number will do for norms of mini-sets, of='mini-set'."
-                + (
-                    " The list that was given is taken for batches: if it is one of records, give a data set."
-                    if isinstance(self.data, (list, tuple))
-                    else ""
-                )
+                + (listed if isinstance(self.data, (list, tuple)) else "")
             )
         if losses.dim() and not len(losses):
             raise ConfigurationError(f"Public({self.name}): a batch holds no example: leave it out.")

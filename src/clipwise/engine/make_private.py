@@ -1,5 +1,4 @@
-"""make_private: from what a user asks for to a private run. Arguments are checked here, in the order of what they
-depend on; what a run does is in engine.py."""
+"""make_private: validates and resolves the arguments of a run, in the order of what they depend on."""
 
 from __future__ import annotations
 
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
+from clipwise.clipping import PerExample, Site, Strategy
 from clipwise.engine import fingerprint, observer
 from clipwise.engine.plan import (
+    Draws,
     Plan,
+    Target,
     adjacency_of,
     delta_of,
-    multiplier_of,
     noise_kind_of,
     planned_steps,
     require_for_a_run,
@@ -27,7 +27,6 @@ from clipwise.engine.plan import (
 from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError, LedgerError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.ledger.budget import Budget
 from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
@@ -39,7 +38,6 @@ from clipwise.report.run_description import About
 from clipwise.sampling import (
     DRAWN_BY_MINI_SETS,
     ByUser,
-    Cut,
     Fetcher,
     Partition,
     Scheme,
@@ -48,7 +46,7 @@ from clipwise.sampling import (
 )
 from clipwise.sampling.augmentation import Views
 from clipwise.validation import run_guards, step_inputs
-from clipwise.validation.arguments import plain, require_path, whole
+from clipwise.validation.arguments import plain, require_bool, require_path, whole
 from clipwise.validation.public_overlap import require_apart
 from clipwise.validation.training_loop import require_one_process
 
@@ -93,40 +91,39 @@ def make_private(
         dataset: map-style, with a length, which is public: a `TensorDataset`, a list of records, a data set of Hugging
             Face. Not a `DataLoader` or a `DataFrame`.
         clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
-        group: whose each record is, one id a record. Then users are protected, with all their records: batches are
-            drawn by user, `batch_size` counts users, and a user's records are handed out together, as one mini-set.
-            It takes `Batch`. The number of users is public.
+        group: the user id of each record. Then users are protected, with all their records: batches are drawn by user,
+            `batch_size` counts users, and a user's records are handed out together, as one mini-set. It takes `Batch`.
+            The number of users is public.
         batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
         max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
             part is left out. By default so high that this costs no privacy.
         epochs: how long you will train, or `steps`: what the noise is calibrated for.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned
-            steps just fit; a step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what
-            other runs have charged there, before or meanwhile, counts as well, by a Renyi filter.
-        noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for
-            debugging, and reports epsilon = inf.
+        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps fit; a
+            step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what other runs have
+            charged there, before or meanwhile, counts as well, by a Renyi filter.
+        noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for debugging, and
+            reports epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),
             "shuffled" or "full".
         adjacency: by default the one that the sampling scheme goes with.
         noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
             exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
-            It is drawn on the CPU and needs clipwise-dp[secure]. `clipwise.noise.secure` says what is claimed.
+            It is drawn on the CPU and needs clipwise-dp[secure]. See `clipwise.noise.secure`.
         max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Loop over
-            `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of
-            `Batch` are its mini-sets, which are never cut: a limit below their expected size is refused, and one that a
-            random draw makes larger comes as a whole.
+            `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of `Batch`
+            are its mini-sets, which are never cut: a limit below their expected size is refused.
         averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
-            each other, and `step` takes a loss for each row; their mean is what is clipped, so the sensitivity is that
-            of one example. A number K hands each row out K times, for draws of your own. Views are drawn from the
-            run's key. (`with private.randomness():` does the same for dropout and other random layers.)
+            each other, and `step` takes a loss for each row; their mean is clipped, so the sensitivity is that of one
+            example. A number K hands each row out K times. Views are drawn from the run's key.
+            (`with private.randomness():` does the same for dropout and other random layers.)
         averaged: keep an average of the released parameters, `private.averaged`: the largest weight that the past has
             in it, such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
         penalty: a function from the model to a number, such as a norm of its weights, whose gradient is added after the
             noise, over no batch size. It must not look at the data.
         seed: for tests and reproduction: noise and samples are the same in every run with this seed. No guarantee is
-            claimed for such a run: `spent()` and the statement say so, and give the figures that it would have without
-            a seed. By default the key comes from the operating system.
+            claimed for such a run: `spent()` and the statement report the figures that it would have without a seed. By
+            default the key comes from the operating system.
         ledger: a path for the ledger file; in memory if left out.
         resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
         collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
@@ -135,83 +132,66 @@ def make_private(
             ordinary ones: `requires_grad` is False, `numpy()` works.
         loss: from a batch that the loader hands out to one loss for each row: `loss(*batch)` for a tuple or list,
             `loss(batch)` for a mapping or a tensor; tensors are moved to the model's device first. Put everything
-            between the loader and the losses into it, such as a normalisation of the inputs. Before the first
-            releases it is run some dozens of times, with examples replaced, reordered and taken out and with
-            records collated anew, and a loss that depends on other examples is refused. The loop stays yours;
-            `private.compiled()` uses the same loss. It must not have lasting effects of its own.
+            between the loader and the losses into it, such as a normalisation of the inputs. Before the first releases
+            it is run some dozens of times, with examples replaced, reordered and taken out and with records collated
+            anew, and a loss that depends on other examples is refused. It must have no lasting effects of its own.
+            `private.compiled()` uses the same loss.
 
     Returns:
         The private run: loop over `.loader`, call `.step(losses)`.
     """
     require_one_process()
     parameters = step_inputs.trainable_parameters(model, optimizer)
-    changed_before = run_guards.changed_since_last_run(
-        model, optimizer, parameters
-    )  # and not by what follows here
+    changed_before = run_guards.changed_since_last_run(model, optimizer, parameters)
     epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
     epochs, steps, seed = plain((epochs, steps, seed))
-    strategy = PerExample() if clipping is None else clipping
-    if not isinstance(strategy, Strategy):
-        raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
-    if not strategy.takes_complex:
-        step_inputs.require_real(parameters, type(strategy).__name__)
-    # The trace of Lipschitz refuses them too, and names a layer that has bounds.
-    is_judged_later = isinstance(strategy, Lipschitz) or strategy.has_local_update
-    if not is_judged_later:
-        step_inputs.require_no_batch_statistics(model, strategy.is_coupled)
+    strategy = _strategy(clipping, model, parameters)
     noise = noise_kind_of(noise)
     require_penalty(penalty, model)
-    if not isinstance(probe_independence, bool):
-        raise ConfigurationError(f"probe_independence must be True or False, not {probe_independence!r}.")
+    require_bool("probe_independence", probe_independence)
     if loss is not None and not callable(loss):
         raise ConfigurationError(
             f"loss must be a function from a batch to one loss an example, not {type(loss).__name__}."
         )
+    fetcher = Fetcher(dataset, collate_fn)
+    records = fetcher.dataset_size
     users = None if group is None else _users(group, strategy)
-    unit = strategy.unit if users is None else Unit.USER
-    records = Fetcher(dataset, collate_fn).dataset_size
     _require_records(dataset, records, batch_size)
-    size = records if users is None else users.units(records)
-    mini_sets = strategy.mini_sets if isinstance(strategy, Batch) else 1
     scheme = make_scheme(
         sampling,
-        size,
+        records if users is None else users.units(records),
         batch_size,
         sample_rate,
         max_batch_size=max_batch_size,
-        mini_sets=mini_sets if isinstance(sampling, str) and sampling in DRAWN_BY_MINI_SETS else 1,
+        mini_sets=strategy.mini_sets if isinstance(sampling, str) and sampling in DRAWN_BY_MINI_SETS else 1,
     )
-    cut: Cut | None = users
-    if isinstance(strategy, Batch):
-        cut = users or mini_sets_of(scheme, mini_sets)
-        _require_whole_mini_sets(
-            max_physical_batch_size, _mini_set_size(scheme, mini_sets, users, records), users is not None
-        )
-    relation = adjacency_of(adjacency, scheme.sampling)
-    require_for_a_run(relation, scheme.sampling)
-    require_whole_blocks(scheme.sampling, strategy, unit)
+    draws = _draws(scheme, adjacency, strategy, users)
+    if strategy.clips_whole_blocks and max_physical_batch_size is not None:
+        _require_whole_mini_sets(max_physical_batch_size, strategy, draws, records)
+    require_whole_blocks(scheme.sampling, strategy, draws.unit)
     planned = planned_steps(epochs, steps, scheme)
-    delta = delta_of(delta, epsilon, size)
-    if observer.current() is not None:  # nothing of a watched run stays
+    delta = delta_of(delta, epsilon, scheme.dataset_size)
+    target = Target(epsilon, delta, planned, noise_multiplier)
+    if observer.current() is not None:  # nothing of an audited run stays
         ledger = resume_file = None
     held = _held(ledger)
-    z = multiplier_of(noise_multiplier, epsilon, delta, planned, scheme, relation, unit, held)
+    z = target.multiplier(draws.event(1.0), held)
     statistics = AllPublicStatistics(model)
     statistics.require_complete()
     require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
-    empty_batch = Fetcher(dataset, collate_fn).empty
-    clipper = strategy.attach(Site(model, parameters, relation, unit, scheme, empty_batch))
+    site = Site(model, parameters, draws.adjacency, draws.unit, scheme, fetcher.empty)
+    clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
     views = _views(averaged_views, strategy)
     # Rounding in the split must not make the event better than the noise that is drawn.
-    event = scheme.event(min(z, effective_multiplier(parts)), relation, unit)
+    event = draws.event(min(z, effective_multiplier(parts)))
     held.require_fitting(event, epsilon, delta)
-    header = {"dataset_size": size, "parameters": fingerprint.of_parameters(parameters)}
     if resume_file is not None:
         require_path("resume_file", resume_file)
         require_writable("resume_file", Path(resume_file))
+    header = {"dataset_size": scheme.dataset_size, "parameters": fingerprint.of_parameters(parameters)}
     book = _ledger(ledger, header)
     if resume_file is None and isinstance(book, FileLedger):
         resume_file = book.path.with_name(book.path.name + ".resume")
@@ -228,16 +208,14 @@ def make_private(
                 parts=parts,
                 event=event,
                 noise=noise,
-                budget=Budget(epsilon, delta, planned)
-                if epsilon is not None and planned is not None
-                else None,
+                budget=target.budget,
                 delta=delta,
                 planned=planned,
                 multiplier=z,
                 ledger=book,
                 resume_file=None if resume_file is None else Path(resume_file),
                 seed=seed,
-                cut=cut,
+                cut=draws.cut,
                 public_statistics=statistics or None,
                 views=views,
                 averages=_averages(averaged, model),
@@ -260,17 +238,33 @@ def make_private(
         raise
 
 
+def _strategy(
+    clipping: Strategy | None, model: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> Strategy:
+    strategy = PerExample() if clipping is None else clipping
+    if not isinstance(strategy, Strategy):
+        raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
+    if not strategy.takes_complex:
+        step_inputs.require_real(parameters, type(strategy).__name__)
+    if not strategy.allows_batch_norm:
+        step_inputs.require_no_batch_statistics(model, strategy.is_coupled)
+    return strategy
+
+
+def _draws(
+    scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy, users: ByUser | None
+) -> Draws:
+    relation = adjacency_of(adjacency, scheme.sampling)
+    require_for_a_run(relation, scheme.sampling)
+    if users is not None:
+        return Draws(scheme, relation, Unit.USER, users)
+    cut = mini_sets_of(scheme, strategy.mini_sets) if strategy.clips_whole_blocks else None
+    return Draws(scheme, relation, strategy.unit, cut)
+
+
 def _views(averaged_views: object, strategy: Strategy) -> Views | None:
-    if averaged_views != 1 and not strategy.takes_views:
-        raise ConfigurationError(
-            f"averaged_views does not go with {type(strategy).__name__}, which clips rows and not examples of several: "
-            "leave it out, or use PerExample."
-        )
-    if averaged_views != 1 and isinstance(strategy, PerExample) and strategy.running_statistics is not None:
-        raise ConfigurationError(
-            "averaged_views does not go with PerExample(running_statistics=...), whose layers learn from one row an "
-            "example: leave one of them out."
-        )
+    if averaged_views != 1:
+        strategy.require_views()
     if isinstance(averaged_views, Views):
         return averaged_views
     averaged_views = plain(averaged_views)
@@ -297,7 +291,7 @@ def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
     """Whose records are where; refused by a strategy that does not bound what a user does."""
-    if not isinstance(strategy, Batch):
+    if not strategy.protects_users:
         raise ConfigurationError(
             f"group= protects users with all their records, and {type(strategy).__name__} bounds what a single record "
             "does: a user with many records would not be protected. Use Batch(max_norm=...), which clips the mean "
@@ -311,13 +305,6 @@ def _users(group: Any, strategy: Strategy) -> ByUser:
     return ByUser(group)
 
 
-def _mini_set_size(scheme: Scheme, mini_sets: int, users: ByUser | None, records: int) -> float:
-    """How many records a mini-set is expected to have, from public numbers."""
-    if users is not None:
-        return records / users.users
-    return scheme.mini_set_size if isinstance(scheme, Partition) else scheme.expected_size / mini_sets
-
-
 def _require_records(dataset: Any, records: int, batch_size: object) -> None:
     """Refuse what looks like columns where records are expected."""
     batch_size = plain(batch_size)
@@ -328,18 +315,19 @@ def _require_records(dataset: Any, records: int, batch_size: object) -> None:
         )
 
 
-def _require_whole_mini_sets(max_physical_batch_size: int | None, size: float, of_users: bool) -> None:
-    """Mini-sets are the pieces that are handed out. A limit that they keep anyway has nothing to do."""
-    if max_physical_batch_size is None:
-        return
-    if whole("max_physical_batch_size", max_physical_batch_size, least=1) < size:
+def _require_whole_mini_sets(limit: int, strategy: Strategy, draws: Draws, records: int) -> None:
+    """Mini-sets are the pieces that are handed out: refuse a limit below the size that they are expected to have."""
+    scheme, size = draws.scheme, draws.scheme.expected_size / strategy.mini_sets
+    advice = " and use Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
+    if isinstance(draws.cut, ByUser):
+        size = records / draws.cut.users
+        advice = ". With group= the records of each user are a mini-set, handed out by themselves."
+    elif isinstance(scheme, Partition):
+        size = scheme.mini_set_size
+    if whole("max_physical_batch_size", limit, least=1) < size:
         raise ConfigurationError(
-            "max_physical_batch_size would cut mini-sets, and Batch clips each as a whole: leave it out"
-            + (
-                ". With group= the records of each user are a mini-set, handed out by themselves."
-                if of_users
-                else " and use Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
-            )
+            f"max_physical_batch_size would cut mini-sets, and {type(strategy).__name__} clips each as a whole: leave "
+            f"it out{advice}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What `make_private` was asked for, made definite or refused."""
+"""The plan of a private run, and how arguments that describe one are validated and resolved."""
 
 from __future__ import annotations
 
@@ -64,6 +64,64 @@ class Plan:
     loss: Loss | None = None
 
 
+@dataclass(frozen=True)
+class Draws:
+    """How batches are drawn and handed out, and whose privacy is accounted for."""
+
+    scheme: Scheme
+    adjacency: Adjacency
+    unit: Unit
+    cut: Cut | None
+
+    def event(self, noise_multiplier: float) -> Event:
+        """A step with this noise."""
+        return self.scheme.event(noise_multiplier, self.adjacency, self.unit)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The privacy of a run: a budget for the planned steps, or a noise multiplier."""
+
+    epsilon: float | None
+    delta: float
+    planned: int | None
+    noise_multiplier: float | None
+
+    @property
+    def budget(self) -> Budget | None:
+        """What no step may pass; None if a noise multiplier was given."""
+        if self.epsilon is None or self.planned is None:
+            return None
+        return Budget(self.epsilon, self.delta, self.planned)
+
+    def multiplier(self, event: Event, held: Held) -> float:
+        """z: as given, or the smallest that keeps the planned steps, after what the ledger holds, within the budget.
+
+        Args:
+            event: a step of the run, with any noise.
+            held: what the ledger holds.
+        """
+        z, epsilon = self.noise_multiplier, self.epsilon
+        if (z is None) == (epsilon is None):
+            raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
+        if z is not None:
+            if not (_is_number(z) and (z == 0 or _LEAST_NOISE <= z <= _MOST_NOISE)):
+                raise ConfigurationError(
+                    f"noise_multiplier must be a number >= 0 (0, or from {_LEAST_NOISE:g} to {_MOST_NOISE:g}), not "
+                    f"{z!r}."
+                )
+            return float(z)
+        if not (_is_number(epsilon) and math.isfinite(epsilon) and epsilon > 0):
+            raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
+        if self.planned is None:
+            raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
+        held.require_fitting(event, epsilon, self.delta)
+        found = held.noise_for(event, self.planned, float(epsilon), self.delta)
+        if found is not None:
+            return found
+        return accounting.smallest_noise(event, self.planned, float(epsilon), self.delta)
+
+
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -80,8 +138,7 @@ def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjac
 
 
 def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
-    """Refuse an adjacency that the sampling does not have, or that makes the size of the data set secret: a run's rate
-    and steps come from it."""
+    """Refuse an adjacency that the sampling does not have, or that hides the size of the data set."""
     if adjacency is Adjacency.ADD_REMOVE:
         raise ConfigurationError(
             "adjacency='add-remove' hides the size of the data set, which the sample rate, the number of steps and "
@@ -97,7 +154,7 @@ def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
 def require_whole_blocks(sampling: Sampling, strategy: Strategy, unit: Unit) -> None:
     """Refuse a partition unless each block is clipped as a whole.
 
-    C_p compares the drawn unit with another *unit* that stands in for it. In a partition another *block* stands in. If
+    C_p compares the drawn unit with another *unit* in its place. In a partition another *block* takes its place. If
     the block is clipped as a whole, that moves the release by one sensitivity, and C_p holds. If records or users are
     clipped one by one, it moves by as many as a block has: the drawn block can be recognised, and delta(epsilon) of a
     step is p delta_Gauss(epsilon).
@@ -154,34 +211,3 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
             stacklevel=3,
         )
     return delta
-
-
-def multiplier_of(
-    noise_multiplier: float | None,
-    epsilon: float | None,
-    delta: float,
-    planned: int | None,
-    scheme: Scheme,
-    adjacency: Adjacency,
-    unit: Unit,
-    held: Held,
-) -> float:
-    """z: as given, or the smallest that keeps the planned steps, after what the ledger holds, within the budget."""
-    if (noise_multiplier is None) == (epsilon is None):
-        raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
-    if noise_multiplier is not None:
-        usable = _is_number(noise_multiplier) and _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE
-        if not (usable or (_is_number(noise_multiplier) and noise_multiplier == 0)):
-            raise ConfigurationError(
-                f"noise_multiplier must be a number >= 0 (0, or from {_LEAST_NOISE:g} to {_MOST_NOISE:g}), not "
-                f"{noise_multiplier!r}."
-            )
-        return float(noise_multiplier)
-    if not (_is_number(epsilon) and math.isfinite(epsilon) and epsilon > 0):
-        raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
-    if planned is None:
-        raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
-    event = scheme.event(1.0, adjacency, unit)
-    held.require_fitting(event, epsilon, delta)
-    found = held.noise_for(event, planned, float(epsilon), delta)
-    return accounting.smallest_noise(event, planned, float(epsilon), delta) if found is None else found

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from clipwise.clipping.base import recorded_strategy
 from clipwise.privacy import Event, Part, Sampling, Unit
 
 PACKAGES = ("clipwise-dp", "torch", "numpy", "scipy", "dp-accounting")
@@ -76,21 +77,15 @@ class About:
         """The inverse of `to_dict`; what is missing or of another version counts as not recorded."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         if known.get("parts") is not None:
-            known["parts"] = tuple(
-                Part(
-                    p["name"],
-                    tuple(p["parameters"]),
-                    p["sensitivity"],
-                    p["noise_std"],
-                    tuple(p.get("scales", ())),
-                    p.get("alone", False),
-                    p.get("grid", 0.0),
-                )
-                for p in known["parts"]
-            )
+            known["parts"] = tuple(_part(part) for part in known["parts"])
         if known.get("planned_tests") is not None:
             known["planned_tests"] = tuple(known["planned_tests"])
         return cls(**known)
+
+
+def _part(data: Mapping[str, Any]) -> Part:
+    tuples = {name: tuple(data.get(name, ())) for name in ("parameters", "scales")}
+    return Part(**{name: data[name] for name in Part.__dataclass_fields__ if name in data} | tuples)
 
 
 # Older versions also ran this, and accounted for it as if each block were clipped as a whole.
@@ -111,8 +106,7 @@ def is_understated(event: Event, strategy: Mapping[str, Any] | None) -> bool:
     """
     if event.sampling is not Sampling.PARTITION:
         return False
-    is_batch = isinstance(strategy, Mapping) and strategy.get("strategy") == "batch"
-    return not (is_batch and event.unit is Unit.RECORD)
+    return not (recorded_strategy(strategy).clips_whole_blocks and event.unit is Unit.RECORD)
 
 
 def versions() -> dict[str, str]:

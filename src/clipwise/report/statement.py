@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from clipwise.clipping.base import StatementText, recorded_strategy
 from clipwise.engine.plan import delta_of
 from clipwise.errors import LedgerError
 from clipwise.ledger import ledger, multi_run
@@ -61,11 +62,16 @@ class Statement:
         """What the latest sitting said about itself."""
         return self.sittings[-1] if self.sittings else About()
 
+    def _told(self, field: str, decisive: object) -> Any:
+        """A field of all sittings: the decisive value if any has it, and None if one did not record it."""
+        told = [getattr(sitting, field) for sitting in self.sittings]
+        return decisive if decisive in told else None if None in told or not told else told[-1]
+
     @property
     def seeded(self) -> bool | None:
         """Whether any sitting took noise and sampling from a given seed; None if that is not recorded."""
-        told = [sitting.seeded for sitting in self.sittings]
-        return True if True in told else None if None in told or not told else False
+        found: bool | None = self._told("seeded", True)
+        return found
 
     @property
     def draws(self) -> str | None:
@@ -76,8 +82,8 @@ class Statement:
     @property
     def probed(self) -> bool | None:
         """Whether every sitting was examined for coupled losses; None if that is not recorded."""
-        told = [sitting.probed for sitting in self.sittings]
-        return False if False in told else None if None in told or not told else True
+        found: bool | None = self._told("probed", False)
+        return found
 
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
@@ -85,16 +91,15 @@ class Statement:
         told = [sitting.planned_tests for sitting in self.sittings]
         if () in told:
             return ()
-        known = [tests for tests in told if tests is not None]
-        if not known or len(known) < len(told):
+        if not told or None in told:
             return None
-        return tuple(name for name in known[0] if all(name in tests for tests in known))
+        return tuple(name for name in told[0] or () if all(name in (tests or ()) for tests in told))
 
     @property
     def noise(self) -> str | None:
         """The weakest kind of noise of any sitting; None if that is not recorded."""
-        told = [sitting.noise for sitting in self.sittings]
-        return "standard" if "standard" in told else None if None in told or not told else told[-1]
+        found: str | None = self._told("noise", "standard")
+        return found
 
     @property
     def is_shared(self) -> bool:
@@ -117,20 +122,16 @@ class Statement:
             False: "not probed, not proven",
             None: "not recorded whether it was probed",
         }[self.probed]
-        several = (
-            ": who has several records in it is protected less" if self.spent.unit is Unit.RECORD else ""
-        )
-        owned = f"one item of the data set is one {self.spent.unit}{several}"
+        several = ": who has several records in it is protected less"
+        owned = f"one item of the data set is one {self.spent.unit}{several if self.spent.unit is Unit.RECORD else ''}"
+        text = self._text()
         found = [
-            wording.SEPARATE
-            if self._is_coupled()
-            else f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
+            text.separate or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
             wording.RANDOM_LAYERS[self.draws],
         ]
-        if (self.about.strategy or {}).get("strategy") == "lipschitz":
-            found.append(wording.AS_TRACED)
+        found += text.assumptions
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
         if any(sitting.followed_metric for sitting in self.sittings):
@@ -148,7 +149,7 @@ class Statement:
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON; what is infinite or not recorded is None."""
-        s, about = self.spent, self.about
+        s, about, text = self.spent, self.about, self._text()
         figures = {"epsilon": s.epsilon, "delta": s.delta}
         content = {
             "format": FORMAT,
@@ -158,7 +159,7 @@ class Statement:
             "count_is_exact": self.exact,
             "definition": wording.DEFINITION,
             "setting": wording.SETTING,
-            "released": wording.released(about.strategy or {}),
+            "released": self._released(),
             "spent": {k: v if isinstance(v, (int, float)) else str(v) for k, v in asdict(s).items()},
             "epsilon_if_runs_were_fixed": self.if_fixed,
             "neighbours": wording.neighbours(s.adjacency, s.unit),
@@ -178,9 +179,9 @@ class Statement:
             "budget": self.budget,
             "seeded": self.seeded,
             "independence_probed": self.probed,
-            "planned_tests": None if self._is_coupled() else self.planned_tests,
+            "planned_tests": None if text.separate else self.planned_tests,
             "tuning": self._tuning(),
-            "public_data": wording.public_data(self.about.strategy or {}, self.about.public_statistics),
+            "public_data": wording.public_data(text.public_data, about.public_statistics),
             "assumptions": self.assumptions(),
             "not_covered": wording.not_covered(s.unit, self.noise),
             "versions": {"run": self._software(), "statement": versions()},
@@ -189,32 +190,28 @@ class Statement:
         return result
 
     def __str__(self) -> str:
-        s = self.spent
+        s, divisor = self.spent, self.about.divisor
         size = "" if self.dataset_size is None else f", {self.dataset_size} of them"
         figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model"
+        if self.seeded:
+            figures = f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}"
         lines = [
-            (
-                "guarantee",
-                f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}" if self.seeded else figures,
-            ),
+            ("guarantee", figures),
             ("setting", wording.SETTING),
-            ("released", wording.released(self.about.strategy or {})),
+            ("released", self._released()),
             ("weights", self.weights),
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
-            *(("releases", text) for text in self._steps()),
+            *(("releases", self._step(e, count)) for e, count in self._releases().items()),
+            *([] if self.history else [("releases", "none so far")]),
             ("sensitivity", self._sensitivity()),
             ("noise", self._noise()),
-            ("divisor", self._divisor()),
-            (
-                "accountant",
-                f"{s.accountant}, an upper bound; steps add up, all parts of a step are one release",
-            ),
-            *(("accountant", text) for text in self._of_several_runs()),
+            ("divisor", NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"),
+            *(("accountant", text) for text in self._accountants()),
             *self._budget(),
             ("attacker", self._attacker()),
             ("tuning", self._tuning()),
-            ("public data", wording.public_data(self.about.strategy or {}, self.about.public_statistics)),
+            ("public data", wording.public_data(self._text().public_data, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
             *(("software", _listed(found)) for found in self._software()),
@@ -229,9 +226,14 @@ class Statement:
         runs = len({entry.run for entry in self.history})
         return wording.TUNING.format(these=f"{runs} runs" if runs > 1 else "one run")
 
-    def _is_coupled(self) -> bool:
-        """Whether mini-sets were clipped as a whole, so that examples need not be independent."""
-        return (self.about.strategy or {}).get("strategy") == "batch"
+    def _text(self, unit: Unit | None = None) -> StatementText:
+        """What the strategy says about itself."""
+        recorded = self.about.strategy or {}
+        return recorded_strategy(recorded).statement_text(recorded, unit or self.spent.unit)
+
+    def _released(self) -> str:
+        beside = self._text().released
+        return f"{wording.RELEASED}; {beside}" if beside else wording.RELEASED
 
     def _releases(self) -> dict[Event, int]:
         """How often each kind of step was taken: more than one if runs have joined or changed."""
@@ -240,11 +242,8 @@ class Statement:
             counts[entry.event] = counts.get(entry.event, 0) + entry.count
         return counts
 
-    def _steps(self) -> list[str]:
-        return [self._step(event, count) for event, count in self._releases().items()] or ["none so far"]
-
     def _step(self, e: Event, count: int) -> str:
-        what = wording.summed(self.about.strategy or {}, e.unit) + wording.beside(self.about.parts or ())
+        what = self._text(e.unit).sum + wording.beside(self.about.parts or ())
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
             f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
@@ -259,12 +258,8 @@ class Statement:
         text += wording.what_moves(parts, self.spent.unit)
         if wording.counts(parts):  # then the bounds adapt to what was counted
             text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
-        elif wording.follows_weights(self.about.strategy or {}):
-            text += " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
-        elif wording.bounds_change(self.about.strategy or {}):
-            text += (
-                " (of the step that was next then: bounds change by a public rule, and the noise with them)"
-            )
+        else:
+            text += self._text().changing
         return text
 
     def _noise(self) -> str:
@@ -277,19 +272,18 @@ class Statement:
             text += f" (step {step}, which the sensitivities include)"
         return text or NOT_RECORDED
 
-    def _divisor(self) -> str:
-        divisor = self.about.divisor
-        return NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"
-
-    def _of_several_runs(self) -> list[str]:
-        """Which figure holds for runs that share a ledger, and which one under an assumption."""
-        if not self.is_shared:
-            return []
-        runs = len({entry.run for entry in self.history})
+    def _accountants(self) -> list[str]:
+        """How it was accounted; which figure holds for runs that share a ledger, and which one under an assumption."""
         found = [
+            f"{self.spent.accountant}, an upper bound; steps add up, all parts of a step are one release"
+        ]
+        if not self.is_shared:
+            return found
+        runs = len({entry.run for entry in self.history})
+        found.append(
             f"{runs} runs have charged this ledger. The Renyi filter holds also where a run was configured after "
             "releases of others were seen; its order follows from the first plan in the ledger, and from no release"
-        ]
+        )
         if self.if_fixed is not None:
             found.append(f"pld: epsilon {rounded_up(self.if_fixed)} {multi_run.IF_FIXED}")
         return found
@@ -395,7 +389,7 @@ def percent(share: float) -> str:
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     """A label stands before the first of the lines that it is for."""
-    labels = [""] + [name for name, _ in lines]
+    labels = ["", *(name for name, _ in lines)]
     return [
         f"  {'' if name == before else name:<12} {text}"
         for before, (name, text) in zip(labels, lines, strict=False)

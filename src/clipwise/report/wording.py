@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clipwise.clipping.noised_statistics import STATISTICS_OF
 from clipwise.privacy import Adjacency, Part, Sampling, Unit
 
 DEFINITION = "(epsilon, delta)-differential privacy"
@@ -18,8 +19,6 @@ RELEASED = (
     "every noised gradient, and so all weights on the way and the last ones; whatever is computed from these "
     "without the data is covered too"
 )
-STATISTICS_OF = "statistics of "  # how the part of a layer is called
-RELEASED_STATISTICS = "noised statistics of batch norm layers, and so what they use in evaluation"
 
 TUNING = (
     "not accounted: this is the cost of {these}, and other runs on the same data, tried and thrown away, cost as "
@@ -60,18 +59,6 @@ PSEUDO_RANDOM: Mapping[str, str] = {
 }
 
 INDEPENDENT = "each loss depends on its own example only"
-
-# Of a strategy that bounds the weights.
-AS_TRACED = (
-    "layers keep the bounds that are derived from the norms of their weights: proven for each kind of layer, and every "
-    "step's graph is compared with the one that they were derived for"
-)
-
-# Of a strategy that clips whole mini-sets.
-SEPARATE = (
-    "what is computed of a mini-set depends on that mini-set, on what was released and on fresh random numbers only: "
-    "not proven (examples of a mini-set may depend on one another)"
-)
 
 # Noise and samples of a run with a given seed are those of every other run with it.
 NO_GUARANTEE = "none is claimed: noise and samples come from a given seed and are reproducible"
@@ -154,27 +141,6 @@ def drawn(sampling: Sampling, unit: Unit) -> str:
     return _SAMPLING[str(sampling)].format(unit=unit)
 
 
-def summed(strategy: Mapping[str, Any], unit: Unit) -> str:
-    """What a step releases with noise, as a strategy describes itself."""
-    if strategy.get("strategy") == "lipschitz":
-        weights = "weights, which are rescaled to max_weight_norm" if strategy.get("fixed") else "weights"
-        return f"the sum of gradients, each of them bounded by the norms of the {weights}"
-    if strategy.get("strategy") != "batch":
-        return "the clipped sum"
-    what = "mean gradient" if strategy.get("local_update") is None else "local update"
-    if unit is Unit.USER:
-        return f"the sum of every user's clipped {what}"
-    count = strategy.get("mini_sets", 1)
-    if count == 1:
-        return f"the clipped {what} of the whole batch"
-    return f"the sum of the clipped {what}s of {count} mini-sets (a record's mini-set is fixed by its place)"
-
-
-def released(strategy: Mapping[str, Any]) -> str:
-    """What leaves a run, as its strategy describes itself."""
-    return f"{RELEASED}; {RELEASED_STATISTICS}" if "running_statistics" in strategy else RELEASED
-
-
 def beside(parts: Sequence[Part]) -> str:
     """What a step releases beside the sum, as a list goes on: counts, and statistics of layers."""
     layers = sum(map(_is_statistics, parts))
@@ -209,14 +175,9 @@ def not_covered(unit: Unit, noise: str | None = None) -> tuple[str, ...]:
     return (*(line.format(unit=unit) for line in NOT_COVERED), *low_bits)
 
 
-def public_data(strategy: Mapping[str, Any], statistics: Mapping[str, Any] | None) -> str:
+def public_data(of_strategy: str, statistics: Mapping[str, Any] | None) -> str:
     """Which public data a run used, and what for: for its strategy's constants, or in layers of the model."""
-    used = []
-    parts = strategy.get("parts")
-    source = parts.get("norms from") if isinstance(parts, Mapping) else None
-    if isinstance(source, Mapping) and "public" in source:
-        count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
-        used.append(f"{source['public']} ({count}), for typical gradient norms")
+    used = [of_strategy] if of_strategy else []
     if statistics and statistics.get("rows"):
         used.append(f"{statistics['rows']} rows, for the statistics of normalization layers")
     return f"{'; '.join(used) or NO_PUBLIC_DATA}: {TAKEN_AS_PUBLIC}"
@@ -236,17 +197,3 @@ def what_moves(parts: Sequence[Part], unit: Unit) -> str:
             "after the noise"
         )
     return found
-
-
-def bounds_change(strategy: Mapping[str, Any]) -> bool:
-    """Whether the bounds of a strategy are not the same in every step, though nothing is counted for them."""
-    if follows_weights(strategy):
-        return True
-    norm, parts = strategy.get("max_norm"), strategy.get("parts")
-    follows = isinstance(parts, Mapping) and parts.get("every") is not None
-    return follows or (isinstance(norm, Mapping) and norm.get("rule") == "decay") or "sparse" in strategy
-
-
-def follows_weights(strategy: Mapping[str, Any]) -> bool:
-    """Whether the bounds of each step are derived from the weights that were released before it."""
-    return strategy.get("strategy") == "lipschitz" and not strategy.get("fixed")

@@ -147,7 +147,9 @@ class SearchOptions:
     def __post_init__(self) -> None:
         from_arguments.budget(self.epsilon)
         number("mean_runs", self.mean_runs, above=1, below=LARGEST_MEAN)
-        from_arguments.event(1.0, self.sample_rate, Sampling.POISSON)  # of the two only the rate can be refused
+        from_arguments.event(
+            1.0, self.sample_rate, Sampling.POISSON
+        )  # of the two only the rate can be refused
 
 
 @dataclass(frozen=True)

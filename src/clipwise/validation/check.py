@@ -9,7 +9,7 @@ Run it on synthetic or public rows: what it says depends on them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping import Backprop, Batch, Strategy
-from clipwise.clipping.batch import copied
-from clipwise.clipping.clipped_graph import clipped_nodes, require_rows_of_examples
+from clipwise.clipping import Strategy, default_for
+from clipwise.clipping.local_update import copied
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
-from clipwise.gradients import FallbackWarning, Memory, per_example_gradients
-from clipwise.layers.clipped.layer import trainable_clips
+from clipwise.gradients import FallbackWarning
 from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros
 from clipwise.validation.arguments import require_module, require_takes
 from clipwise.validation.coupling import IndependenceProbe
@@ -73,95 +71,79 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
         A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
     """
     require_module(model)
-    size, batch = _size(batch), arguments_of(batch)
-    require_takes("loss", loss, "loss(model, *batch)", model, *batch)
+    size = _size(batch)
+    subject = _Subject(model, loss, arguments_of(batch), size)
+    require_takes("loss", loss, "loss(model, *batch)", model, *subject.batch)
     report = Report()
-    if clipping is None and trainable_clips(model) is not None:
-        clipping = Backprop()
-    is_coupled = clipping is not None and clipping.is_coupled
-    structure = partial(_clipped_structure, clipping) if isinstance(clipping, Backprop) else _structure
-    tests: tuple[Callable[..., None], ...] = (structure, _coupling, _random_numbers)
-    if isinstance(clipping, Batch) and clipping.local_update is not None:
-        tests = (_copied_structure,)
-    elif is_coupled:
-        tests = (_coupled_structure,)
-    for test in tests:
-        try:
-            test(model, loss, batch, size, report)
-        except CoupledExamplesError as refusal:
-            report.problems.append(f"{refusal}{_where(model, loss, batch, size)}")
-            break
-        except ClipwiseError as refusal:
-            report.problems.append(str(refusal))
-            break
+    strategy = default_for(model) if clipping is None else clipping
+    try:
+        _structure(subject, strategy, report)
+        if not strategy.is_coupled:
+            _coupling(subject, report)
+            _random_numbers(subject, report)
+    except CoupledExamplesError as refusal:
+        report.problems.append(f"{refusal}{_where(subject)}")
+    except ClipwiseError as refusal:
+        report.problems.append(str(refusal))
     return report
 
 
-def _structure(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
+@dataclass(frozen=True)
+class _Subject:
+    """What is checked: `loss(model, *batch)` of so many examples."""
+
+    model: nn.Module
+    loss: Loss
+    batch: tuple[Any, ...]
+    size: int
+
+    def run(self, batch: tuple[Any, ...], seed: int = 0, model: nn.Module | None = None) -> Tensor:
+        """The losses under a fixed random state, so that dropout draws the same mask every time."""
+        with fixed_random_state(seed):
+            return self.loss(self.model if model is None else model, *batch)
+
+    def rows(self, places: Sequence[int]) -> Any:
+        """A batch of these examples."""
+        return take_rows(self.batch, list(places), self.size)
+
+    def without(self, batch: Any, place: int) -> Any:
+        """A batch with zeros in place of one example."""
+        return with_zeros(batch, slice(place, place + 1), self.size)
+
+
+def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
     """The checks that a first training step makes."""
-    losses, parameters = _examined(model, loss, batch, size)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        per_example_gradients(losses, parameters, Memory())
-    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
-
-
-def _clipped_structure(
-    clipping: Backprop, model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
-) -> None:
-    """The checks of a first step of backpropagation clipping."""
-    layers = clipping.layers_of(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
-    losses, parameters = _examined(model, loss, batch, size)
-    nodes, _ = clipped_nodes(losses, parameters, layers.values())
-    require_rows_of_examples(losses, nodes, parameters)
-
-
-def _examined(
-    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int
-) -> tuple[Tensor, dict[str, nn.Parameter]]:
-    """Losses that pass what every step of single examples must, and what is trained."""
-    require_no_batch_statistics(model)
+    model = subject.model
+    if strategy.has_local_update:  # works on a copy, which may learn anything
+        model = copied(model)
+    else:
+        require_no_batch_statistics(model, strategy.is_coupled)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    guard, probe = BufferGuard(model), IndependenceProbe()
+    guard, probe = BufferGuard(model), None if strategy.is_coupled else IndependenceProbe()
     guard.remember()
-    losses = require_losses(_run(model, loss, probe.mark(batch)), size)
-    guard.compare()
-    probe.examine(losses)
-    return losses, parameters
+    batch = subject.batch if probe is None else probe.mark(subject.batch)
+    losses = require_losses(subject.run(batch, model=model), subject.size, strategy.is_coupled)
+    if not strategy.has_local_update:
+        guard.compare()
+    if probe is not None:
+        probe.examine(losses)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.require_losses(losses, model, parameters)
+    report.notes.extend(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
 
 
-def _coupled_structure(
-    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
-) -> None:
-    """The checks of a first step that clips whole mini-sets."""
-    require_no_batch_statistics(model, is_coupled=True)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    guard = BufferGuard(model)
-    guard.remember()
-    require_losses(_run(model, loss, batch), size, is_coupled=True)
-    guard.compare()
-
-
-def _copied_structure(
-    model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report
-) -> None:
-    """The checks of a local update, which works on a copy: that may learn what it likes, and the model does not."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    require_losses(_run(copied(model), loss, batch), size, is_coupled=True)
-
-
-def _coupling(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
+def _coupling(subject: _Subject, report: Report) -> None:
     """The replacement test, also with weights drawn at random."""
+    model, loss = subject.model, subject.loss
     trial = Trial(
         model,
         lambda arguments: loss(model, *arguments),
-        lambda places: take_rows(batch, places, size),
-        size,
-        blank=lambda whole, place: with_zeros(whole, slice(place, place + 1), size),
+        subject.rows,
+        subject.size,
+        blank=subject.without,
         notes=report.notes,
     )
     trial.require_uncoupled()
@@ -169,14 +151,13 @@ def _coupling(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, r
 
 
 @torch.no_grad()
-def _random_numbers(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int, report: Report) -> None:
-    """Say if examples share their random numbers: the same example everywhere, and all losses move as one."""
-    alike = take_rows(batch, [0] * size, size)
-    one, other = _run(model, loss, alike), _run(model, loss, alike, seed=1)
-    everyone = torch.arange(size)
-    if not _moved(one, other, everyone) or _moved(one, one[:1].expand_as(one), everyone):
+def _random_numbers(subject: _Subject, report: Report) -> None:
+    """Note if examples share their random numbers: the same example everywhere, and all losses move as one."""
+    alike = subject.rows([0] * subject.size)
+    one, other = subject.run(alike), subject.run(alike, seed=1)
+    if not _moved(one, other) or _moved(one, one[:1].expand_as(one)):
         return
-    where = first_random(model, partial(_run, model, loss, alike), partial(_run, model, loss, alike, seed=1))
+    where = first_random(subject.model, partial(subject.run, alike), partial(subject.run, alike, seed=1))
     report.notes.append(
         f"All examples of a batch share their random numbers, first in {where or 'the loss function'}: a dropout mask "
         "for the whole batch, for instance. They depend on no example, so the guarantee holds; but a mask for each "
@@ -185,37 +166,24 @@ def _random_numbers(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: 
 
 
 @torch.no_grad()
-def _where(model: nn.Module, loss: Loss, batch: tuple[Any, ...], size: int) -> str:
-    """A sentence about where examples meet, or nothing if no replacement shows it."""
-    before = _run(model, loss, batch)
-    for place in _places(size):
-        replaced = with_zeros(batch, slice(place, place + 1), size)
-        if not _moved(before, _run(model, loss, replaced), _others(place, size)):
-            continue
-        as_it_is, changed = partial(_run, model, loss, batch), partial(_run, model, loss, replaced)
-        found = first_meeting(model, as_it_is, changed, place, size)
-        return f" Examples meet first in {found or 'the loss function, outside of all layers'}."
+def _where(subject: _Subject) -> str:
+    """A sentence about the first layer that mixes examples, or nothing if no replacement shows it."""
+    batch, size = subject.batch, subject.size
+    before = subject.run(batch)
+    for place in sorted({0, size // 2, size - 1}):
+        replaced = subject.without(batch, place)
+        others = torch.arange(size) != place
+        if _moved(before[others], subject.run(replaced)[others], before):
+            as_it_is, changed = partial(subject.run, batch), partial(subject.run, replaced)
+            found = first_meeting(subject.model, as_it_is, changed, place, size)
+            return f" Examples meet first in {found or 'the loss function, outside of all layers'}."
     return ""
 
 
-def _places(size: int) -> list[int]:
-    return sorted({0, size // 2, size - 1})
-
-
-def _others(place: int, size: int) -> Tensor:
-    return torch.cat([torch.arange(place), torch.arange(place + 1, size)])
-
-
-def _moved(before: Tensor, after: Tensor, where: Tensor) -> bool:
-    """Whether a loss changed by more than rounding."""
-    tolerance = 1e-5 * before.abs().max().clamp_min(1e-30)
-    return bool(((after - before).abs() > tolerance)[where].any())
-
-
-def _run(model: nn.Module, loss: Loss, batch: tuple[Any, ...], seed: int = 0) -> Tensor:
-    """The losses under a fixed random state, so that dropout draws the same mask every time."""
-    with fixed_random_state(seed):
-        return loss(model, *batch)
+def _moved(before: Tensor, after: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether a loss changed by more than rounding, of the scale of all losses."""
+    tolerance = 1e-5 * (before if scale is None else scale).abs().max().clamp_min(1e-30)
+    return bool(((after - before).abs() > tolerance).any())
 
 
 def _size(batch: object) -> int:

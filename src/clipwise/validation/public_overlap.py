@@ -24,8 +24,6 @@ from torch.utils.data import (
 )
 
 from clipwise.clipping import Strategy
-from clipwise.clipping.contrib.norm_policy import NormPolicy
-from clipwise.clipping.public import Public
 from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.sampling.base import Indices
@@ -36,9 +34,7 @@ _Source = tuple[Hashable, Indices]  # an object or a device, and numbers of reco
 def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatistics) -> None:
     """Refuse public data that shares records with the private data set. A copy of private records is not seen."""
     used = [("public rows of normalization layers", rows) for rows in statistics.public_rows()]
-    parts = getattr(strategy, "parts", None)
-    if isinstance(parts, NormPolicy) and isinstance(parts.public, Public):
-        used.append((f"Public({parts.public.name})", parts.public.data))
+    used += [(f"Public({public.name})", public.data) for public in strategy.public_data()]
     private = _gathered(_sources(dataset)) if used else {}
     for name, data in used:
         public = _gathered(_sources(data, in_batches=isinstance(data, (list, tuple))))

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from clipwise import PerExample
-from clipwise.clipping import base
+from clipwise.clipping import noise_split
 from clipwise.engine import make_private
 from tests.audit.bug import Bug, one_release, small
 
@@ -18,7 +18,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     ) -> list[float]:
         return [z * s for s in sensitivities]
 
-    patch.setattr(base, "split_noise", each_alone)
+    patch.setattr(noise_split, "split_noise", each_alone)
     patch.setattr(make_private, "effective_multiplier", lambda parts: math.inf)
 
 

@@ -17,8 +17,7 @@ from clipwise import PerExample
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import Decay
 from clipwise.clipping.contrib.released import Released
-from clipwise.clipping.contrib.typical import floored
-from clipwise.clipping.measure import mean_norms
+from clipwise.clipping.contrib.typical import floored, mean_norms
 from clipwise.clipping.public import Public
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Adjacency, effective_multiplier

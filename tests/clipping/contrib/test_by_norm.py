@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clipwise import PerExample
 from clipwise.clipping.contrib.by_norm import ByNorm, best_cuts
-from clipwise.clipping.measure import mean_norms
+from clipwise.clipping.contrib.typical import mean_norms
 from clipwise.errors import ConfigurationError
 from tests.clipping.contrib.test_adaptive import LAYERS
 from tests.clipping.policies import public, small_model

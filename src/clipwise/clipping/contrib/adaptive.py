@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.contrib.following import Choice, Source
-from clipwise.clipping.contrib.norm_policy import NormPolicy
-from clipwise.clipping.grouping import Groups, described_groups
-from clipwise.clipping.schedule import Every
-from clipwise.validation.arguments import one_of, with_plain_numbers
+from clipwise.clipping.contrib.decay import Every
+from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
+from clipwise.clipping.grouping import Groups
+from clipwise.clipping.thresholds import Constants
+from clipwise.validation.arguments import one_of
 
 KINDS = ("enhanced", "zhang")
 
@@ -49,28 +49,17 @@ class Adaptive(NormPolicy):
     mini_set_size: int | None = None
 
     def __post_init__(self) -> None:
-        with_plain_numbers(self)
         self.require_measurable()
         one_of("Adaptive: kind", self.kind, KINDS)
         if self.kind == "zhang":
             self.require_lengths("kind='zhang'", "use kind='enhanced'")
 
-    def measured(self) -> Groups:
-        """The parts."""
-        return self.groups
-
     def choice(
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
-    ) -> Choice:
+    ) -> Constants:
         """C_h for the typical norms of the parts."""
         unit = max(e.values()) if self.kind == "enhanced" else 1.0
-        return Choice(dict(layers), {h: max_norm * (e[h] / unit) for h in layers}, {})
+        return Constants(dict(layers), {h: max_norm * (e[h] / unit) for h in layers}, {})
 
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types."""
-        return {
-            "rule": "adaptive",
-            "kind": self.kind,
-            **self.describe_norms(),
-            "groups": described_groups(self.groups),
-        }
+        return {"rule": "adaptive", "kind": self.kind, **self.described()}

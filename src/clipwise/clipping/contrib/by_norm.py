@@ -9,12 +9,11 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.contrib.following import Choice, Source
-from clipwise.clipping.contrib.norm_policy import NormPolicy
-from clipwise.clipping.grouping import Groups, described_groups
-from clipwise.clipping.schedule import Every
+from clipwise.clipping.contrib.decay import Every
+from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
+from clipwise.clipping.grouping import Groups
+from clipwise.clipping.thresholds import Constants
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import with_plain_numbers
 
 
 @dataclass(frozen=True)
@@ -49,40 +48,29 @@ class ByNorm(NormPolicy):
     mini_set_size: int | None = None
 
     def __post_init__(self) -> None:
-        with_plain_numbers(self)
         self.require_measurable()
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise ConfigurationError(
                 f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; what is grouped is `among`."
             )
 
-    def measured(self) -> Groups:
-        """What is grouped."""
-        return self.among
-
     def choice(
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
-    ) -> Choice:
+    ) -> Constants:
         """The groups, and C_k for the lengths of each."""
         ordered = sorted(layers, key=lambda h: e[h])  # stable: layers of one norm stay in the model's order
         cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)
         runs = [ordered[a:b] for a, b in pairwise(cuts)]
         lengths = [math.hypot(*(e[h] for h in run)) for run in runs]
         whole = math.hypot(*lengths)
-        return Choice(
+        return Constants(
             {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)},
             {f"group {k}": max_norm * (length / whole) for k, length in enumerate(lengths)},
             {},
         )
 
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types."""
-        return {
-            "rule": "by norm",
-            "groups": self.groups,
-            "among": described_groups(self.among),
-            **self.describe_norms(),
-        }
+        return {"rule": "by norm", "groups": self.groups, **self.described()}
 
 
 def best_cuts(values: Sequence[float], runs: int) -> list[int]:

@@ -1,25 +1,45 @@
-"""A bound that shrinks by a schedule."""
+"""A bound that shrinks by a schedule; and how schedules are given, counted in releases."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from clipwise.clipping.base import Site
-from clipwise.clipping.constants import Constants
-from clipwise.clipping.schedule import Every, period_of, require_every
-from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.clipping.base import Site, damaged
+from clipwise.clipping.grouping import Groups, Policy
+from clipwise.clipping.thresholds import (
+    Constants,
+    NormRule,
+    ScaledConstants,
+    constants_for,
+    require_max_norm,
+)
+from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import with_plain_numbers
 
 _LEAST = 1e-6
+Every = str | int | None  # "epoch", a number of steps, or never
+
+
+def require_every(every: object, who: str, never: bool = True) -> None:
+    """Refuse what is neither "epoch" nor a number of steps, nor (if `never`) None."""
+    number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not (number or (isinstance(every, str) and every == "epoch") or (every is None and never)):
+        choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
+        raise ConfigurationError(f"{who}: every={every!r} is not known: use {choices}.")
+
+
+def period_of(every: Every, site: Site) -> int | None:
+    """The number of releases between two times. An epoch is that of the sampling scheme; None is never."""
+    return site.scheme.steps_per_epoch if isinstance(every, str) else every
 
 
 @dataclass(frozen=True)
-class Decay:
+class Decay(NormRule):
     """A `max_norm` that is multiplied by `factor` every epoch, or every so many steps.
 
         C_t = C_0 max(factor^floor(t / period), 1e-6),   t = releases so far
@@ -46,32 +66,28 @@ class Decay:
                 f"Decay: factor must be a number above 0 and at most 1, not {self.factor!r}."
             )
         require_every(self.every, "Decay", never=False)
+        if isinstance(self.max_norm, NormRule):
+            raise ConfigurationError(
+                "Decay: max_norm must be a number, or one for each part: a bound that adapts does not decay as well."
+            )
+        require_max_norm(self.max_norm)
+
+    def constants(self, parts: Groups | Policy, site: Site) -> Constants:
+        return Decaying(self, constants_for(self.max_norm, parts, site), site)
 
     def describe(self) -> dict[str, Any]:
-        """The schedule in plain types."""
         norm = dict(self.max_norm) if isinstance(self.max_norm, Mapping) else self.max_norm
         return {"rule": "decay", "max_norm": norm, "factor": self.factor, "every": self.every}
 
 
-class Decaying(Constants):
+class Decaying(ScaledConstants):
     """Other constants, whose norms shrink."""
 
     def __init__(self, decay: Decay, inner: Constants, site: Site) -> None:
-        self._inner, self._factor = inner, float(decay.factor)
+        super().__init__(inner)
+        self._share, self._releases = float(decay.factor), 0
         self._period = period_of(decay.every, site) or 1
-        self._releases = 0
         self.lasts = min(self._period, inner.lasts)
-        self.alone, self.share = inner.alone, inner.share
-        super().__init__(inner.groups, inner.norms, inner.scales)
-        self.bounds = inner.bounds
-
-    def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
-        return self._inner.chosen(secret, vectors)
-
-    def counts(
-        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        return self._inner.counts(norms, muted_B, real_B)
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
         """The inner constants first: they adapt to what was released."""
@@ -79,12 +95,9 @@ class Decaying(Constants):
         self._releases += 1
         return self._take_over() if changed or self._releases % self._period == 0 else False
 
-    def _take_over(self) -> bool:
+    def factor(self, names: Sequence[str]) -> float:
         times = self._releases // self._period
-        share = max(math.exp(max(times * math.log(self._factor), -700.0)), _LEAST)
-        self.groups, self.scales = self._inner.groups, dict(self._inner.scales)
-        self.norms = {part: C * share for part, C in self._inner.norms.items()}
-        return True
+        return max(math.exp(max(times * math.log(self._share), -700.0)), _LEAST)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._inner.state_dict(), "decay": {"releases": self._releases}}
@@ -92,10 +105,7 @@ class Decaying(Constants):
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         releases = state.get("decay", {}).get("releases")
         if not isinstance(releases, int) or releases < 0:
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: it does not say how many releases its bound has decayed "
-                "over. Use the one saved before it."
-            )
+            raise damaged("it does not say how many releases its bound has decayed over")
         self._inner.load_state_dict(state)
         self._releases = releases
         return self._take_over()

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.contrib.following import Choice, Source
-from clipwise.clipping.contrib.norm_policy import NormPolicy
+from clipwise.clipping.contrib.decay import Every
+from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
 from clipwise.clipping.contrib.released import Released
-from clipwise.clipping.grouping import Groups, described_groups
-from clipwise.clipping.schedule import Every
+from clipwise.clipping.grouping import Groups
+from clipwise.clipping.thresholds import Constants
 from clipwise.gradients.real_views import dimension
-from clipwise.validation.arguments import one_of, require_bool, with_plain_numbers
+from clipwise.validation.arguments import one_of, require_bool
 
 KINDS = ("optimal", "paper")
 
@@ -63,7 +63,6 @@ class Multipliers(NormPolicy):
     keep_length: bool = False
 
     def __post_init__(self) -> None:
-        with_plain_numbers(self)
         self.require_measurable()
         one_of("Multipliers: kind", self.kind, KINDS)
         for name in ("relative", "keep_length"):
@@ -71,27 +70,21 @@ class Multipliers(NormPolicy):
         if self.relative:
             self.require_lengths("relative=True", "leave it out")
 
-    def measured(self) -> Groups:
-        """What has an m_h."""
-        return self.groups
-
     def choice(
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
-    ) -> Choice:
+    ) -> Constants:
         """One part, and m_h for the typical norms of its layers."""
         sizes = {h: sum(dimension(site.parameters[n]) for n in names) for h, names in layers.items()}
         m = multipliers(e, sizes, self.kind, self._keeps_length())
         C = max_norm * (_length(m, e) if self.relative else 1.0)
         by_name = {n: m[h] for h, names in layers.items() for n in names}
-        return Choice({"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters})
+        return Constants({"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters})
 
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types."""
         return {
             "rule": "multipliers",
             "kind": self.kind,
-            **self.describe_norms(),
-            "groups": described_groups(self.groups),
+            **self.described(),
             "relative": self.relative,
             "keep_length": self._keeps_length(),
         }

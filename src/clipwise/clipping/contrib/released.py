@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.clipping.base import damaged
 from clipwise.clipping.contrib.typical import Question, Typical
-from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients.real_views import dimension, real_view
 from clipwise.validation.arguments import with_plain_numbers
 
@@ -112,7 +113,5 @@ class Estimated(Typical):
             squares.keys() == variances.keys() == self._groups.keys()
             and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
         ):
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: its running means are missing. Use the one saved before."
-            )
+            raise damaged("its running means are missing")
         self._weight, self._squares, self._variances = running["weight"], dict(squares), dict(variances)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Parameters, Site
-from clipwise.clipping.constants import Constants
-from clipwise.clipping.schedule import Every, period_of, require_every
-from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.clipping.base import Bound, Parameters, Site, damaged
+from clipwise.clipping.contrib.decay import Every, period_of, require_every
+from clipwise.clipping.thresholds import Constants, ScaledConstants
+from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import PerExampleGradients, Written
 from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.paths import Contribution, Path
-from clipwise.validation.arguments import with_plain_numbers
+from clipwise.validation.arguments import number, with_plain_numbers
 
 _LEAST_WINDOW = 10  # releases; fewer say nothing about where a weight is going
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """Freeze the entries that go nowhere: option `sparse` of `PerExample` and of `Batch`.
+    """Freeze the entries that have converged: option `sparse` of `PerExample` and of `Batch`.
 
     A weight has converged if it moves about its average as noise alone would move it. The releases g_t show this
     for any optimizer and learning rate, for they are what it is moved by. With s_t the noise on each entry of g_t,
@@ -36,23 +36,18 @@ class Sparse:
 
         |sum_t z_t| <= a sqrt(T),    sum_t z_t^2 <= T + a sqrt(2 T)
 
-    The first says that it goes nowhere; the second that it does not swing by more than the noise. It is then set to
-    the average of its values in the window, and stays there. Its gradient counts 0 before the norm is taken, and
-    `.grad` is exactly 0. Frozen entries do not thaw: nothing is released about them any more. With d_k' of d_k
-    entries left, the bound of part k is
+    (no drift, and no swings larger than the noise). It is then set to the average of its values in the window, and
+    stays there. Its gradient counts 0 before the norm is taken, and `.grad` is exactly 0. Frozen entries do not thaw:
+    nothing is released about them any more. With d_k' of d_k entries left, the bound of part k is
 
         C_k' = C_k sqrt(max(d_k', 1) / d_k)
 
     so that the noise on an entry shrinks with the clipped vector.
 
-    An entry that moves slowly looks as if it had converged, if its mean gradient is below a s / sqrt(T). Windows
-    should be long, and sparsification should begin late: freeze nothing that has yet to learn.
-
-    `private.step` keeps frozen entries where they are, whatever momentum or weight decay the optimizer has. After
-    `private.backward` and an update of your own they are put back when the next batch is handed out.
-
-    A checkpoint holds the frozen entries and the window so far, so that a run that goes on from it freezes what it
-    would have frozen. It takes up to 16 bytes an entry of the model for that.
+    An entry that moves slowly looks as if it had converged, if its mean gradient is below a s / sqrt(T): use long
+    windows, and begin late. `private.step` keeps frozen entries where they are, whatever momentum or weight decay the
+    optimizer has. After `private.backward` and an update of your own they are put back when the next batch is handed
+    out. A checkpoint holds the frozen entries and the window so far: up to 16 bytes an entry of the model.
 
     Args:
         every: T, the length of a window: "epoch", or a number of steps, at least 10.
@@ -73,30 +68,14 @@ class Sparse:
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         require_every(self.every, "Sparse", never=False)
-        number = isinstance(self.within, (int, float)) and not isinstance(self.within, bool)
-        if not (number and math.isfinite(self.within) and self.within > 0):
-            raise ConfigurationError(
-                f"Sparse: within must be a positive, finite number of standard deviations, not {self.within!r}."
-            )
+        number("Sparse: within", self.within, above=0)
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
             raise ConfigurationError(
                 f"Sparse: after must be a number of releases, 0 or more, not {self.after!r}."
             )
 
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types."""
         return {"every": self.every, "within": float(self.within), "after": self.after}
-
-
-def require_sparse(sparse: object) -> None:
-    """Refuse what is neither a rule nor None."""
-    if not (sparse is None or isinstance(sparse, Sparse)):
-        raise ConfigurationError(f"sparse must be Sparse(...) or None, not {type(sparse).__name__}.")
-
-
-def thinned(sparse: Sparse | None, constants: Constants, site: Site) -> Constants:
-    """Constants that shrink as entries are frozen; the same ones where no rule says so."""
-    return constants if sparse is None else Thinned(sparse, constants, site)
 
 
 def without(vectors: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +101,7 @@ def active_only(
     )
 
 
-class Thinned(Constants):
+class Thinned(ScaledConstants):
     """Other constants, whose norms shrink as entries are frozen."""
 
     lasts = 1  # which entries are frozen is not among what a captured step compares
@@ -133,7 +112,8 @@ class Thinned(Constants):
                 "sparse=Sparse(...) does not go with max_norm=Quantile(...), which moves the bound by itself: give a "
                 "number or a Decay."
             )
-        self._inner, self._within, self._parameters = inner, float(sparse.within), site.parameters
+        super().__init__(inner)
+        self._within, self._parameters = float(sparse.within), site.parameters
         self._period = period_of(sparse.every, site) or 1
         if self._period < _LEAST_WINDOW:
             raise ConfigurationError(
@@ -141,18 +121,13 @@ class Thinned(Constants):
                 f"a weight is going: give every={_LEAST_WINDOW} or more, better hundreds."
             )
         self._wait = sparse.after
-        self.alone, self.share = inner.alone, inner.share
         self._active = {name: p.numel() for name, p in site.parameters.items()}
         self._held: dict[str, Tensor] = {}
         self._window = _Window(site.parameters)
-        super().__init__(inner.groups, inner.norms, inner.scales)
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
         bounds = super().bounds_with(factor)
         return tuple(replace(b, size=sum(self._active[n] for n in b.parameters)) for b in bounds)
-
-    def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
-        return self._inner.chosen(secret, vectors)
 
     @torch.no_grad()
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
@@ -181,18 +156,10 @@ class Thinned(Constants):
                 self.frozen[name] = frozen
         return self._active != before
 
-    def _take_over(self) -> bool:
-        """C_k sqrt(max(d', 1) / d). A part with nothing left keeps the bound of one entry: no part is without noise."""
-        self.groups, self.scales = self._inner.groups, dict(self._inner.scales)
-        self.norms = {
-            part: self._inner.norms[part]
-            * math.sqrt(
-                max(sum(self._active[n] for n in names), 1)
-                / max(sum(self._parameters[n].numel() for n in names), 1)
-            )
-            for part, names in self.groups.items()
-        }
-        return True
+    def factor(self, names: Sequence[str]) -> float:
+        """sqrt(max(d', 1) / d). A part with nothing left keeps the bound of one entry: no part is without noise."""
+        active = sum(self._active[n] for n in names)
+        return math.sqrt(max(active, 1) / max(sum(self._parameters[n].numel() for n in names), 1))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -215,10 +182,7 @@ class Thinned(Constants):
             held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
             window = _Window(self._parameters, saved["window"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: it does not say which entries are frozen. Use the one "
-                "saved before it."
-            ) from error
+            raise damaged("it does not say which entries are frozen") from error
         self._inner.load_state_dict(state)
         self._wait, self.frozen, self._held, self._window = wait, masks, held, window
         self._active = {

@@ -1,19 +1,25 @@
-"""Typical norms e_h of the groups of a model's parameters: what policies choose their constants from."""
+"""Typical norms e_h of the groups of a model's parameters, from which policies choose their constants."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from clipwise.clipping.base import Site
-from clipwise.clipping.measure import mean_norms
+from clipwise.clipping.base import Parameters, Site, damaged
 from clipwise.clipping.public import Public
-from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.clipping.vector_clipping import tensor_lengths
+from clipwise.errors import ConfigurationError, UnreachedParametersError
+from clipwise.gradients import Memory, per_example_gradients
+from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.validation.random_state import fixed_random_state
 
 OF = ("example", "mini-set")
 _SMALLEST, _LARGEST = 1e-30, 1e30  # sums and noise of float32 are safe there
@@ -23,7 +29,7 @@ _NOTHING = 1e-15  # norms are upper bounds: a gradient of 0 may show as 1e-18
 
 @dataclass(frozen=True)
 class Question:
-    """Which norms are asked for.
+    """Which norms are measured.
 
     Args:
         site: where.
@@ -61,10 +67,7 @@ class Typical(ABC):
         """Go back to it; refuses what cannot have been."""
         norms = state.get("typical")
         if not (isinstance(norms, Mapping) and norms.keys() == self.norms.keys() and _are_norms(norms)):
-            raise CheckpointError(
-                "This state_dict of a private run is damaged: its typical norms are missing or out of range. Use the "
-                "one saved before it."
-            )
+            raise damaged("its typical norms are missing or out of range")
         self.norms = dict(norms)
 
     def _take(self, norms: Mapping[str, float]) -> bool:
@@ -106,3 +109,100 @@ def floored(norms: Mapping[str, float]) -> dict[str, float] | None:
 
 def _are_norms(norms: Mapping[Any, Any]) -> bool:
     return all(isinstance(e, float) and _SMALLEST <= e <= _LARGEST for e in norms.values())
+
+
+def mean_norms(
+    public: Public,
+    model: nn.Module,
+    parameters: Parameters,
+    groups: Mapping[str, Sequence[str]],
+    of: str,
+    mini_set_size: int | None,
+) -> dict[str, float]:
+    """e_h, the mean norm of each group's gradient over the public data.
+
+    of="example": e_h = mean_i |g_ih| over single examples. of="mini-set": over mini-sets S of `mini_set_size`
+    examples in the order of the data, e_h = mean_S |mean_{i in S} g_ih|; what is left over at the end is left out.
+    What is not finite is left out, in every group. If nothing is left, NaN.
+    """
+    size = (mini_set_size or public.batch_size) if of == "mini-set" else None
+    device = next(iter(parameters.values())).device
+    # On the device: a measurement waits for it once, and not for every batch.
+    totals_H = torch.zeros(len(groups), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    # Public statistics stay those of the weights: copies of buffers are as good as the buffers.
+    with AllPublicStatistics(model).held(), _undisturbed(model):
+        memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
+        for number, batch in enumerate(public.batches(size), 1):
+            losses = public.losses(model, batch, device, of)
+            if size is not None and number * size > public.size and count and not public.comes_in_batches:
+                continue  # the mean of fewer examples is longer
+            if of == "mini-set":
+                squares = _of_the_mean(losses, parameters)
+            else:
+                squares = _of_each(losses, parameters, model, memory)
+            norms_HB = torch.stack([_norms(squares, names, device) for names in groups.values()])
+            told_B = torch.isfinite(losses.detach()).to(device)
+            told_B = told_B.all().reshape(1) if of == "mini-set" else told_B
+            counts_B = torch.isfinite(norms_HB).all(0) & told_B
+            totals_H += torch.where(counts_B, norms_HB, 0.0).sum(1)
+            count += counts_B.sum()
+    if not count:
+        return dict.fromkeys(groups, math.nan)
+    return dict(zip(groups, (totals_H / count).tolist(), strict=True))
+
+
+def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
+    """|mean_i g_i|^2 by parameter, by plain autograd: examples may depend on one another."""
+    found = torch.autograd.grad(losses.mean(), list(parameters.values()), allow_unused=True)
+    reached = [g.to_dense() if g.is_sparse else g for g in found if g is not None]
+    norms = iter(tensor_lengths(reached))
+    nothing = torch.zeros(1, dtype=torch.float64, device=losses.device)
+    return {
+        name: nothing if g is None else next(norms).square().reshape(1)
+        for name, g in zip(parameters, found, strict=True)
+    }
+
+
+def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: Memory) -> dict[str, Tensor]:
+    """|g_i|^2 by parameter. Where a layer mixes the examples, g_i is the gradient of loss i in this batch."""
+    method = "loop" if any(map(_mixes, model.modules())) else "auto"
+    try:
+        return per_example_gradients(losses, parameters, memory, method).squared_norms()
+    except UnreachedParametersError as refusal:
+        left_out = refusal.names
+    # Parameters that public data does not reach, of an expert or another task's head, have gradients of 0 there.
+    reached = {name: p for name, p in parameters.items() if name not in left_out}
+    found = per_example_gradients(losses, reached, memory, method).squared_norms() if reached else {}
+    return found | {name: torch.zeros(len(losses), dtype=torch.float64) for name in left_out}
+
+
+def _norms(squares: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:
+    """Of a group, from the squares of its parameters, which may lie on several devices."""
+    return torch.stack([squares[name].to(device) for name in names]).sum(0).sqrt()
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether it normalizes by the batch, as some batch norm layers do in `.eval()` too."""
+    if isinstance(module, BatchStatisticsNorm):
+        return module.training or not module.has_statistics
+    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return batch_norm and (module.training or module.running_mean is None)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """In this block the model works on copies of its buffers, and random numbers begin at the same place each time.
+
+    Afterwards buffers are the same objects with the same contents, and every generator is where it was.
+    """
+    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in kept}
+    try:
+        for module, name, buffer in kept:
+            module._buffers[name] = copies[id(buffer)]
+        with fixed_random_state(0), torch.enable_grad():
+            yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clipwise.clipping.repeated import RepeatedOutputs
+from clipwise.clipping.outputs import RepeatedOutputs
 from clipwise.errors import CoupledExamplesError
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ from clipwise import Batch, NoisedStatistics
 from clipwise.clipping import Bound, noised_parts
 from clipwise.clipping.batch import BatchClipper
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.statistics import LayerStatistics
+from clipwise.clipping.noised_statistics import LayerStatistics
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers import BatchStatisticsNorm, without_running_statistics
 from clipwise.privacy import Adjacency, effective_multiplier

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,9 +13,9 @@ from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_observations import Observation, observations
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.report.wording import STATISTICS_OF
-from clipwise.validation.arguments import with_plain_numbers
+from clipwise.validation.arguments import number, with_plain_numbers
 
+STATISTICS_OF = "statistics of "  # the name of a layer's part begins so
 _AIM = 1 - 2.0**-20  # times R: norms and sums in float64 stay well within what is left
 _LARGEST = 1e30  # of a variance: float32 holds it
 
@@ -27,32 +26,31 @@ class NoisedStatistics:
 
     With `Batch`, layers of `layers.without_running_statistics(model)` use the statistics of the mini-set at hand in
     training, and for evaluation a mean mu and a variance v that are learned here. With `PerExample`, layers of
-    `layers.with_released_statistics(model)` use mu and v, as far as they were released, in training too.
+    `layers.with_released_statistics(model)` use the released mu and v in training too.
 
-    What is released for a layer with c channels is how far off mu and v are, as the layer itself sees it with
-    r = (v + eps)^(-1/2):
+    The release for a layer with c channels is the deviation from mu and v, in units of r = (v + eps)^(-1/2):
 
         u = (m - mu) r,    w = (max(q, eps) + eps) r^2 - 1,    m = mean of a,  q = mean of (a - mu)^2
 
     in R^(2c), every entry kept within [-1, 1], the whole clipped to norm R; over the values of a mini-set, or of an
-    example. Sums of such vectors get noise and are divided by a constant, as the gradient is. Of what comes out, u
-    and w, the layer learns
+    example. Sums of such vectors get noise and are divided by a constant, as the gradient is. From the result the layer
+    learns
 
         mu <- mu + p u / r,    log(v + eps) <- log(v + eps) + p w,    v >= eps,    p = momentum
 
-    so who is not there changes nothing, and R counts in standard deviations, whatever the scale of a layer. mu and v
-    begin at what the layer's buffers hold: 0 and 1, or what public data told (`layers.recompute_statistics`).
+    so absent records change nothing, and R counts in standard deviations, whatever the scale of a layer. mu and v
+    begin at what the layer's buffers hold: 0 and 1, or those of public data (`layers.recompute_statistics`).
 
     The buffers `running_mean` and `running_var` change once a release; `num_batches_tracked` counts releases. They
     are saved with the model. Layers in `.eval()` when the run is made stay as they are.
 
     Args:
-        max_norm: R. But for the noise a layer moves by p R in a step at most. Noise goes with R, and steps are many:
-            prefer a small R and a large p to the reverse.
+        max_norm: R. But for the noise a layer moves by p R in a step at most. Noise is proportional to R, and steps are
+            many: prefer a small R and a large p to the reverse.
         momentum: p, above 0 and at most 1.
         share: of the privacy of a step, how much the statistics of all layers take together. With z the noise
             multiplier of the step, the gradient has z / sqrt(1 - share), and the statistics z / sqrt(share), which
-            they divide among themselves as `split` says, by their sizes 2c ("optimal" if that gives weights).
+            they divide among themselves by `split` and their sizes 2c ("optimal" if that gives weights).
 
     Guarantee:
         Adjacency and unit: those of the strategy. All parts of a step come from one sample and are one Gaussian
@@ -63,7 +61,7 @@ class NoisedStatistics:
         the unit is the mini-set itself (a user), R under zero-out. No bound on activations is assumed, nor that
         rows are independent: the clip is of the whole vector.
         Under `PerExample`: R under zero-out, 2 R under replace-one. Assumption: the rows that a layer gets are one an
-        example, in the order of the losses, and follow from their own example only; the first is looked at in
+        example, in the order of the losses, and follow from their own example only; the first is checked in
         every step, the second by a probe on the first batches, which is a lint and no proof. (The last digits of
         activations may depend on the size of the batch, as those of losses may; u and w magnify them by less than
         3 eps^(-1/2).)
@@ -78,31 +76,14 @@ class NoisedStatistics:
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         for name, value in asdict(self).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                raise ConfigurationError(
-                    f"NoisedStatistics: {name} must be a positive, finite number, not {value!r}."
-                )
+            number(f"NoisedStatistics: {name}", value, above=0)
         if self.momentum > 1:
-            raise ConfigurationError(
-                f"NoisedStatistics: momentum={self.momentum!r} must be at most 1: it is the share of what is new."
-            )
+            raise ConfigurationError(f"NoisedStatistics: momentum={self.momentum!r} must be at most 1.")
         if self.share >= 1:
-            raise ConfigurationError(
-                f"NoisedStatistics: share={self.share!r} must be below 1: the gradient has what is left."
-            )
+            raise ConfigurationError(f"NoisedStatistics: share={self.share!r} must be below 1.")
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types."""
         return {name: float(value) for name, value in asdict(self).items()}
-
-
-def require_statistics(rule: object) -> None:
-    """Refuse what is neither a rule nor None."""
-    if not (rule is None or isinstance(rule, NoisedStatistics)):
-        raise ConfigurationError(
-            f"running_statistics must be NoisedStatistics(...) or None, not {type(rule).__name__}."
-        )
 
 
 class LayerStatistics:
@@ -186,7 +167,7 @@ class LayerStatistics:
     def nothing(self) -> dict[str, Tensor]:
         """What an empty mini-set adds."""
         return {
-            name: torch.zeros(2 * m.num_features, dtype=torch.float64, device=_mean(m).device)
+            name: torch.zeros(2 * m.num_features, dtype=torch.float64, device=_buffers(m)[0].device)
             for name, m in self._layers.items()
         }
 
@@ -199,8 +180,9 @@ class LayerStatistics:
             step = (self._rule.momentum * means[name].to(mean_C)).nan_to_num().clamp(-1, 1)
             u_C, w_C = step.chunk(2)
             spread_C = var_C + layer.eps
-            _mean(layer).copy_(mean_C + u_C * spread_C.sqrt())
-            _var(layer).copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
+            running_mean, running_var = _buffers(layer)
+            running_mean.copy_(mean_C + u_C * spread_C.sqrt())
+            running_var.copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked += 1
             layer.has_statistics = True
@@ -226,14 +208,13 @@ def _of_mini_set(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
     """(u, w) [2c] of all rows together, over all passes through the layer: every value counts once."""
     count = max(1, sum(len(one.mean_BC) * one.positions for one in seen))
     sums = [[x_BC.sum(0) * one.positions for x_BC in _about_mean(layer, one)] for one in seen]
-    return _deviation(layer, *(torch.stack(x).sum(0) / count for x in zip(*sums, strict=True)))
+    return _deviation(layer, sums, count)
 
 
 def _of_rows(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
     """(u_i, w_i) [B, 2c] of each row, over all passes through the layer: every value counts once."""
-    count = max(1, sum(one.positions for one in seen))
     sums = [[x_BC * one.positions for x_BC in _about_mean(layer, one)] for one in seen]
-    return _deviation(layer, *(torch.stack(x).sum(0) / count for x in zip(*sums, strict=True)))
+    return _deviation(layer, sums, max(1, sum(one.positions for one in seen)))
 
 
 def _about_mean(layer: BatchStatisticsNorm, one: Observation) -> tuple[Tensor, Tensor]:
@@ -243,8 +224,9 @@ def _about_mean(layer: BatchStatisticsNorm, one: Observation) -> tuple[Tensor, T
     return apart_BC, one.var_BC.to(mean_C) + apart_BC.square()
 
 
-def _deviation(layer: BatchStatisticsNorm, apart: Tensor, square: Tensor) -> Tensor:
-    """(u, w), each entry within [-1, 1]; NaN stays NaN."""
+def _deviation(layer: BatchStatisticsNorm, sums: list[list[Tensor]], count: int) -> Tensor:
+    """(u, w) from sums of m - mu and q over passes, each entry within [-1, 1]; NaN stays NaN."""
+    apart, square = (torch.stack(x).sum(0) / count for x in zip(*sums, strict=True))
     spread_C = _moments(layer)[1] + layer.eps
     w = (square.clamp(min=layer.eps) + layer.eps) / spread_C - 1
     return torch.cat([apart / spread_C.sqrt(), w], -1).clamp(-1, 1)
@@ -257,16 +239,12 @@ def clipped_sum(vectors_N: Tensor, bound: float) -> Tensor:
     return torch.where(norms_N1.isfinite(), vectors_N * weights_N1, 0).sum(0)
 
 
+def _buffers(layer: BatchStatisticsNorm) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None and layer.running_var is not None
+    return layer.running_mean, layer.running_var
+
+
 def _moments(layer: BatchStatisticsNorm) -> tuple[Tensor, Tensor]:
     """mu and v, in float64."""
-    return _mean(layer).double(), _var(layer).double()
-
-
-def _mean(layer: BatchStatisticsNorm) -> Tensor:
-    assert layer.running_mean is not None
-    return layer.running_mean
-
-
-def _var(layer: BatchStatisticsNorm) -> Tensor:
-    assert layer.running_var is not None
-    return layer.running_var
+    mean_C, var_C = _buffers(layer)
+    return mean_C.double(), var_C.double()

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from clipwise.clipping import lengths
-from clipwise.clipping.lengths import tensor_lengths
+from clipwise.clipping import vector_clipping
+from clipwise.clipping.vector_clipping import tensor_lengths
 
 
 @pytest.mark.parametrize("most", [2**31, 10])
 def test_each_has_its_own_length(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty and huge ones, which the call for many does not take, are in their place too."""
-    monkeypatch.setattr(lengths, "_MOST", most)
+    monkeypatch.setattr(vector_clipping, "_MOST", most)
     tensors = [
         torch.zeros(0),
         torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),

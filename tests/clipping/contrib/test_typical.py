@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from clipwise.clipping.contrib.typical import mean_norms
 from clipwise.clipping.grouping import group_parameters
-from clipwise.clipping.measure import mean_norms
 from clipwise.clipping.public import Public
 from clipwise.errors import ConfigurationError
 from clipwise.layers import without_running_statistics

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.clipping import outputs as at_outputs
-from clipwise.clipping.outputs import gradients_at_outputs
-from clipwise.clipping.row_by_row import is_row_by_row
+from clipwise.clipping.outputs import gradients_at_outputs, is_row_by_row
 from clipwise.lipschitz import SoftmaxCrossEntropy
 
 Loss = Callable[[Tensor, Tensor], Tensor]

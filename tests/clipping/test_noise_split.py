@@ -96,7 +96,7 @@ def test_weights_that_do_not_fit_the_parts_are_refused(split: Split) -> None:
 def test_what_is_no_split_is_refused() -> None:
     bounds, on = with_sizes([(1.0, 3), (2.0, 5)])
     with pytest.raises(
-        ConfigurationError, match="split=None is not known: use 'optimal', 'equal' or a weight"
+        ConfigurationError, match="split=None is not known: use one of 'optimal', 'equal', or give"
     ):
         noised_parts(bounds, on, 1.0, None, 10.0)  # type: ignore[arg-type]
 
