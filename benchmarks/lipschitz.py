@@ -27,7 +27,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.environment import keep_memory
 from clipwise import Lipschitz, PerExample, make_private
 from clipwise.layers import BoundedGroupNorm, ClipInput
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
+from clipwise.noise.key import NoiseKey
 from experiments import models
 
 BAR = 1.15

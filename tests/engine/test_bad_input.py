@@ -45,13 +45,17 @@ from tests.runs import (
 @contextmanager
 def refused(kind: type[Exception], *words: str, model: nn.Module, private: Private) -> Iterator[None]:
     """The error has this class and says these words; parameters, gradients and ledger stay as they were."""
-    before, position, history = parameters(model), private._ledger.position, private._ledger.history()
+    before, position, history = (
+        parameters(model),
+        private._context.ledger.position,
+        private._context.ledger.history(),
+    )
     with pytest.raises(kind) as error:
         yield
     for word in words:
         assert word in str(error.value), str(error.value)
     assert same(before, parameters(model)), "a parameter was changed"
-    assert (private._ledger.position, private._ledger.history()) == (position, history)
+    assert (private._context.ledger.position, private._context.ledger.history()) == (position, history)
 
 
 # Losses
@@ -486,7 +490,7 @@ def test_a_delta_that_lets_a_record_be_published_is_warned_of() -> None:
         private_run(delta=1 / 40)
     assert caught[0].filename == private_run.__code__.co_filename
     _, private = private_run()
-    assert private._delta < 1 / 40
+    assert private._context.plan.delta < 1 / 40
 
 
 def test_no_message_holds_a_data_value() -> None:

@@ -17,7 +17,7 @@ from clipwise.audit.records import with_record
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import Worlds
 from clipwise.errors import ConfigurationError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.validation.arguments import require_known
 
 KINDS = ("dirac", "mislabelled", "record")

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.neighbours import MakeRun
-from clipwise.engine.observer import Watch, watching
+from clipwise.engine.observer import Observer, observing
 from clipwise.errors import AuditError, ConfigurationError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling.schemes import Indices
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
 RATES = (0.001, 0.01, 0.1)
 Bools = NDArray[np.bool_]
@@ -125,7 +125,7 @@ def membership(
     losses_MN = np.zeros(is_member_MN.shape)
     for number in range(models):
         half = _Half(NoiseKey.from_seed(seed, f"clipwise.membership/{number}".encode()), is_member_MN[number])
-        with torch.random.fork_rng(devices=[]), watching(half):
+        with torch.random.fork_rng(devices=[]), observing(half):
             torch.manual_seed(seed + number)
             make_run(dataset)
         losses_MN[number] = half.losses_of_all(loss)
@@ -136,23 +136,23 @@ def membership(
     )
 
 
-class _Half(Watch):
+class _Half(Observer):
     """A run that only some of the records take part in."""
 
     def __init__(self, key: NoiseKey, is_member_N: Bools) -> None:
         self._key, self._is_member_N = key, is_member_N
-        self._run: Private | None = None
+        self._run: StepContext | None = None
 
-    def begins(self, private: Private) -> NoiseKey:
-        if private._event.adjacency is Adjacency.REPLACE_ONE or private._event.unit is not Unit.RECORD:
+    def begins(self, run: StepContext) -> NoiseKey:
+        if run.event.adjacency is Adjacency.REPLACE_ONE or run.event.unit is not Unit.RECORD:
             raise ConfigurationError(
                 "membership leaves records out of draws, which zero-out of single records allows: use a run with "
                 "Poisson, shuffled or full batches."
             )
-        self._run = private
+        self._run = run
         return self._key
 
-    def kept(self, private: Private, drawn: Indices) -> Indices:
+    def kept(self, run: StepContext, drawn: Indices) -> Indices:
         return drawn[self._is_member_N[drawn]]
 
     def losses_of_all(self, loss: Callable[..., Tensor]) -> Array:
@@ -161,7 +161,7 @@ class _Half(Watch):
             raise AuditError(
                 "make_run made no private run: it must call clipwise.make_private on the data set."
             )
-        model, fetcher = self._run._model, self._run.loader._fetcher
+        model, fetcher = self._run.model, self._run.loader._fetcher
         was_training = model.training
         model.eval()
         with torch.no_grad():

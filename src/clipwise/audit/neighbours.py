@@ -12,12 +12,13 @@ from clipwise.audit.comparing import allowed, compare, compare_ends, movement
 from clipwise.audit.findings import Finding, NeighboursReport
 from clipwise.audit.records import CHANGES, Change, with_record
 from clipwise.audit.tape import Recorder, Release, state_of
-from clipwise.engine.observer import watching
+from clipwise.engine import resume
+from clipwise.engine.observer import observing
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.privacy import Adjacency, Unit
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
 MakeRun = Callable[[Any], Any]
 
@@ -80,8 +81,8 @@ def _pair(
     first = Recorder(seed)
     _run(make_run, changed, first)
     run = first.runs[0]
-    if run._event.adjacency is Adjacency.REPLACE_ONE:
-        if run._event.unit is Unit.USER:
+    if run.event.adjacency is Adjacency.REPLACE_ONE:
+        if run.event.unit is Unit.USER:
             raise ConfigurationError("neighbours: runs that protect users are checked under zero-out only.")
         second = Recorder(seed, tape=first.releases)
         other = with_record(changed, index, dataset[(index + 1) % len(dataset)])
@@ -90,10 +91,10 @@ def _pair(
     _run(make_run, other, second)
     found = [*compare(first.releases, second.releases)]
     if not found:
-        found += compare_ends(state_of(run._model), state_of(second.runs[0]._model))
+        found += compare_ends(state_of(run.model), state_of(second.runs[0].model))
     if report.pairs == 0:
         found += _of_run(first)
-        report.history = tuple(run._ledger.history())
+        report.history = tuple(run.ledger.history())
     report.findings += [f for f in found if f not in report.findings]
     report.pairs += 1
     for one, other_release in zip(first.releases, second.releases, strict=False):
@@ -104,27 +105,27 @@ def _pair(
     return first.releases
 
 
-def _unit_of(run: Private, index: int) -> int:
+def _unit_of(run: StepContext, index: int) -> int:
     """Who has this record: what is left out is all of a unit."""
-    if run._users is None:
+    if run.users is None:
         return index
-    return next(unit for unit, records in enumerate(run._users.table()) if index in records)
+    return next(unit for unit, records in enumerate(run.users.table()) if index in records)
 
 
 def _of_run(first: Recorder) -> list[Finding]:
     """What one run tells by itself."""
     run = first.runs[0]
-    size = run._scheme.dataset_size
-    is_of_records = run._event.unit is Unit.RECORD
+    size = run.scheme.dataset_size
+    is_of_records = run.event.unit is Unit.RECORD
     return [
         *mechanism.of_streams(first.releases),
         *(mechanism.of_draws(first.releases, size) if is_of_records else ()),
-        *mechanism.of_secrets(run.state_dict(), first.key(0), len(first.releases)),
+        *mechanism.of_secrets(resume.state_dict(run), first.key(0), len(first.releases)),
     ]
 
 
 def _run(make_run: MakeRun, dataset: Any, recorder: Recorder) -> None:
-    with torch.random.fork_rng(devices=[]), watching(recorder):
+    with torch.random.fork_rng(devices=[]), observing(recorder):
         torch.manual_seed(recorder.seed)
         make_run(dataset)
     if not recorder.runs:

@@ -13,7 +13,7 @@ from clipwise.audit.planted import Dirac
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.worlds import trained
 from clipwise.errors import ConfigurationError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 
 # Of m canaries, how many are guessed: those that the attacker is surest of. Fixed beforehand.
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
@@ -53,7 +53,7 @@ def one_run(
     watch = Dirac(key, np.arange(canaries), inside, parameter=parameter)
     history = trained(make_run, dataset, watch, seed)
     assert watch.run is not None
-    claim = Claim(tuple(history), watch.run._delta if delta is None else delta)
+    claim = Claim(tuple(history), watch.run.plan.delta if delta is None else delta)
     failure = (1 - confidence) / len(SHARES)
     best: Measured | None = None
     order = np.argsort(watch.scores, kind="stable")

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clipwise.engine.observer import Sums, Watch
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.engine.observer import Observer, Sums
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event, Part
 from clipwise.sampling.schemes import Indices
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
     from clipwise.sampling.loader import Piece
 
 
@@ -71,7 +71,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass
-class Recorder(Watch):
+class Recorder(Observer):
     """Keeps the releases of a run.
 
     Args:
@@ -84,37 +84,37 @@ class Recorder(Watch):
     missing: tuple[int, ...] = ()
     tape: list[Release] | None = None
     releases: list[Release] = field(default_factory=list)
-    runs: list[Private] = field(default_factory=list)
+    runs: list[StepContext] = field(default_factory=list)
     _drawn: list[int] = field(default_factory=list)
 
     def key(self, number: int) -> NoiseKey:
         """Of the run with this number: the same in both runs, whatever their data are."""
         return NoiseKey.from_seed(self.seed, f"clipwise.audit/{number}".encode())
 
-    def begins(self, private: Private) -> NoiseKey:
-        self.runs.append(private)
+    def begins(self, run: StepContext) -> NoiseKey:
+        self.runs.append(run)
         return self.key(len(self.runs) - 1)
 
-    def kept(self, private: Private, drawn: Indices) -> Indices:
+    def kept(self, run: StepContext, drawn: Indices) -> Indices:
         return drawn[~np.isin(drawn, self.missing)] if self.missing else drawn
 
-    def losses(self, private: Private, piece: Piece, losses: Tensor) -> Tensor:
+    def losses(self, run: StepContext, piece: Piece, losses: Tensor) -> Tensor:
         if piece.index_in_batch == 0:
             self._drawn = []
         self._drawn.extend(piece.indices.tolist())
         return losses
 
-    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+    def released(self, run: StepContext, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
         kept = _copy(sums)
         values = noised(sums)
         self.releases.append(
             Release(
                 kept,
                 _copy(values),
-                tuple(private.parts()),
-                private._event,
-                private.divisor,
-                state_of(private._model),
+                tuple(run.current_parts()),
+                run.event,
+                run.clipper.divisor,
+                state_of(run.model),
                 tuple(self._drawn),
             )
         )

@@ -12,9 +12,9 @@ import torch
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.neighbours import MakeRun
 from clipwise.audit.planted import Planted
-from clipwise.engine.observer import watching
+from clipwise.engine.observer import observing
 from clipwise.errors import AuditError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry
 
 # From a key, whether the canary is in, and further keys to noise each release with.
@@ -72,7 +72,7 @@ class Worlds:
         """That of the runs."""
         run = self._watches[0].run
         assert run is not None
-        return run._delta
+        return run.plan.delta
 
     def _key(self, number: int) -> NoiseKey:
         return NoiseKey.from_seed(self.seed, f"clipwise.canary/{number}".encode())
@@ -94,14 +94,14 @@ def is_one_release(history: Sequence[Entry]) -> bool:
 
 def trained(make_run: MakeRun, dataset: Any, watch: Planted, seed: int) -> list[Entry]:
     """One run under a watch; returns what it charged."""
-    with torch.random.fork_rng(devices=[]), watching(watch):
+    with torch.random.fork_rng(devices=[]), observing(watch):
         torch.manual_seed(seed)
         make_run(dataset)
     if watch.run is None:
         raise AuditError(
             "make_run made no private run: it must call clipwise.make_private on the data set it is given."
         )
-    history = watch.run._ledger.history()
+    history = watch.run.ledger.history()
     if not history:
         raise AuditError("make_run made no step: there is nothing to measure.")
     return history

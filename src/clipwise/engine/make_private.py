@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import Batch, Lipschitz, PerExample, Site, Strategy
 from clipwise.engine import fingerprint, observer
+from clipwise.engine.context import parts_of
 from clipwise.engine.plan import (
     Plan,
     adjacency_of,
@@ -31,7 +32,6 @@ from clipwise.ledger.budget import Budget
 from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
-from clipwise.noise.parts import parts_of
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.optim.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier

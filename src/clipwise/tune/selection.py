@@ -24,7 +24,8 @@ import numpy as np
 from clipwise import accounting
 from clipwise.accounting import Repetitions, arguments
 from clipwise.errors import ConfigurationError
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry, Sampling
 from clipwise.tune.space import Space, point
 from clipwise.tune.subject import Score

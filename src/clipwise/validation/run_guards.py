@@ -20,16 +20,16 @@ from clipwise.errors import ConfigurationError, PrivacyWarning
 from clipwise.noise.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
 # Of random layers' draws, from the strongest to the weakest; none before the first step.
 _SOURCES = ("", "key", "torch", "seeded")
-_RUNS: WeakValueDictionary[int, Private] = (
+_RUNS: WeakValueDictionary[int, StepContext] = (
     WeakValueDictionary()
 )  # by the identity of a parameter, which the run holds
 
 
-def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> Private | None:
+def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> StepContext | None:
     """Warn if another open run trains the same parameters and counts in a ledger of its own.
 
     Returns an open run that trains the same model and counts in the same ledger.
@@ -37,14 +37,15 @@ def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> Priva
     found = None
     for name, p in parameters.items():
         other = _RUNS.get(id(p))
-        if other is None or other._closed:
+        if other is None or other.weights.is_closed:
             continue
-        if other._ledger is run._ledger:
-            found = other if other._model is run._model else found
-        elif other.steps:
+        if other.ledger is run.ledger:
+            found = other if other.model is run.model else found
+        elif other.ledger.position:
             _warn(
                 f"Parameter {name!r} is trained by another private run that is still open. What both release of it "
-                "adds up, and neither counts the other: close the first one, or give both the same ledger."
+                "adds up, and neither counts the other: close the first one, or give both the same ledger.",
+                depth=6,
             )
             break
     _RUNS.update({id(p): run for p in parameters.values()})
@@ -59,13 +60,16 @@ def changed_since_last_run(
     A model that was built differently since is another one. So is one that was only looked at.
     """
     other = next((run for p in parameters.values() if (run := _RUNS.get(id(p))) is not None), None)
-    if other is None or other._model is not model or not other._state.is_of_same_tensors():
+    if other is None or other.model is not model or not other.weights.state.is_of_same_tensors():
         return []
-    if not (other.steps or other._has_foreign_step or other._unverified or other._changed_before):
+    weights = other.weights
+    if not (
+        other.ledger.position or weights.has_foreign_step or weights.unverified or weights.changed_before
+    ):
         return []
-    changed = other._without_averages(other._state.changed(looks_inside=True))
-    is_same_optimizer = other._has_foreign_step and other.optimizer is optimizer
-    return [*changed, *other._changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
+    changed = weights.without_averages(weights.state.changed(looks_inside=True))
+    is_same_optimizer = weights.has_foreign_step and other.optimizer is optimizer
+    return [*changed, *weights.changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
 
 
 def require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

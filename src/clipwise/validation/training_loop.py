@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from clipwise.errors import ConfigurationError, StepError
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
 _SAMPLED = 32  # entries of each gradient
 _NEAR = 1e-5  # relative: rounding of a gradient that was multiplied
@@ -138,18 +138,18 @@ class ReleasedGradients:
         return bool(is_multiple | is_clamped)
 
 
-def watch_steps(optimizer: torch.optim.Optimizer, run: Private) -> list[RemovableHandle]:
+def watch_steps(optimizer: torch.optim.Optimizer, run: StepContext) -> list[RemovableHandle]:
     """Let a run see each step of its optimizer. The optimizer does not hold the run: it may live longer."""
     watching = ref(run)
 
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (found := watching()) is not None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            found._before_user_step(has_closure=closure is not None)
+            found.before_user_step(has_closure=closure is not None)
 
     def after(*_: object) -> None:
         if (found := watching()) is not None:
-            found._after_user_step()
+            found.after_user_step()
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
