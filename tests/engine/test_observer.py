@@ -9,7 +9,7 @@ import pytest
 
 from clipwise.engine import compiled, observer
 from clipwise.engine.context import StepContext
-from clipwise.engine.observer import Observer, observed, observing
+from clipwise.engine.observer import ObservedScheme, Observer, observing
 from clipwise.noise.key import NoiseKey
 from clipwise.sampling.schemes import Indices, make_scheme
 from tests.runs import gradients, losses_of, private_run, same, train
@@ -72,7 +72,7 @@ def test_who_is_left_out_is_as_if_never_drawn() -> None:
 
 def test_a_watched_scheme_is_the_scheme_but_for_its_draws() -> None:
     scheme = make_scheme("fixed-size", 10, 4)
-    thinned = observed(scheme, lambda drawn: drawn[:0])
+    thinned = ObservedScheme(scheme, lambda drawn: drawn[:0])
     assert repr(thinned) == repr(scheme) and thinned.expected_size == 4
     assert len(scheme.draw(b"a", b"b", 0)) == 4
     assert np.array_equal(thinned.draw(b"a", b"b", 0), np.empty(0, dtype=np.int64))

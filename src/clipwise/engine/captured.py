@@ -31,7 +31,7 @@ from clipwise.errors import StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise.gaussian import key_words
 from clipwise.noise.mechanism import noise_labels, noised_by_part
-from clipwise.noise.release import in_order_of, laid_as
+from clipwise.noise.release import Draw, in_order_of, laid_as
 from clipwise.sampling.batch_structure import map_tensors, tensors_in
 from clipwise.validation import step_inputs
 
@@ -129,7 +129,7 @@ class Captured:
             return False
         with step.releasing(context):
             step.release(context, self._hand_over_keys, self._replay_release)
-            step.update(context, self._update.run)
+            step.update(context, step=self._update.run)
         return True
 
     # ----------------------------------------------------------------- gather
@@ -210,11 +210,12 @@ class Captured:
         return pieces_of(batch, count, max(count, self._size) if self._is_coupled else self._size)
 
     def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
-        # (Sums of several mini-sets are formed in float64 whatever the parameters are.)
-        return [
-            in_order_of(p, clipped[name] if self._is_coupled else clipped[name].to(_sum_type(p)))
-            for name, p in self._context.parameters.items()
-        ]
+        found = []
+        for name, p in self._context.parameters.items():
+            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            # (Sums of several mini-sets are formed in float64 whatever the parameters are.)
+            found.append(in_order_of(p, clipped[name] if self._is_coupled else clipped[name].to(dtype)))
+        return found
 
     def _clear(self) -> None:
         torch._foreach_zero_(self._sums)
@@ -252,28 +253,21 @@ class Captured:
         """Noise, and the division: what the second graph holds."""
         context = self._context
         self._means = self._sums_by_name()
-        noised_by_part(self._means, context.parts, context.clipper.divisor, self._draw)
+        noised_by_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
         self._keys.zero_()  # they have served
         self._gradients = [laid_as(p, self._means[name]) for name, p in context.parameters.items()]
         for p, grad in zip(context.parameters.values(), self._gradients, strict=True):
             p.grad = grad
         context.weights.released.remember()
 
-    def _draw(
-        self,
-        part: int,
-        place: int,
-        std: float,
-        device: torch.device,
-        bucket: int,
-        size: int,
-        dtype: torch.dtype,
-        onto: Tensor | None,
-        divisor: float,
-    ) -> Tensor:
-        """As `mechanism.DrawPart`, with the numbers that the device has in its memory."""
-        key_4, std_1 = self._keys[self._first_keys[part] + bucket], self._stds[part : part + 1]
-        return normals(key_4, size, std_1, dtype, None, onto, self._divisors[dtype])
+    def _draw_of(self, part: int, place: int, std: float, device: torch.device) -> Draw:
+        """The draws of a part, with keys and numbers that are in the device's memory."""
+        first, std_1 = self._first_keys[part], self._stds[part : part + 1]
+
+        def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
+            return normals(self._keys[first + bucket], size, std_1, dtype, None, onto, self._divisors[dtype])
+
+        return draw
 
 
 def pieces_of(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Sequence[Any], int]]:
@@ -316,10 +310,6 @@ def _is_all_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple, Mapping)):
         return all(map(_is_all_tensors, value.values() if isinstance(value, Mapping) else value))
     return value is None or isinstance(value, Tensor)
-
-
-def _sum_type(p: Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def _state_of(model: nn.Module) -> list[object]:

@@ -92,7 +92,7 @@ class CompiledStep:
 
     def _arrangements(self, batch: tuple[Any, ...], piece: Piece) -> Sequence[Arrange]:
         """To collate the records anew, if the loss gets the batch as it was handed out."""
-        handed = self._context.probes.handed
+        handed = self._context.handed
         is_same = handed is not None and _is_equal(batch, arguments_of(handed))
         return self._context.loader.arrangements(piece) if is_same else ()
 
@@ -113,9 +113,7 @@ class CompiledStep:
             step.begin(context, piece)
             gathered = partial(self._gathered, map_tensors(plain, batch), piece.size)
             is_released = step.gather(context, piece, with_smaller_pieces(gathered, piece.size))
-        if is_released:
-            step.update(context, context.optimizer.step)
-        return is_released
+        return step.update(context, is_released)
 
     def _gathered(self, batch: Sequence[Any], count: int, size: int) -> dict[str, Tensor]:
         """The bounded sum of a batch, `size` examples at a time."""
@@ -146,7 +144,7 @@ class CompiledStep:
 
     def _is_examined(self) -> bool:
         """A replayed step is not probed for coupled examples: first every path to the inputs must have been."""
-        probe = self._context.probes.independence
+        probe = self._context.independence
         return probe is None or probe.is_settled
 
     def _capture(self, batch: Sequence[Any]) -> None:

@@ -6,7 +6,6 @@ It holds state and lets it follow the weights; the order of a step is in step.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -16,8 +15,7 @@ from clipwise.clipping import Clipper, noised_parts
 from clipwise.clipping.base import Parameters, Split
 from clipwise.engine import describe, observer
 from clipwise.engine.plan import Plan
-from clipwise.engine.run_checks import RunChecks
-from clipwise.engine.verified_weights import VerifiedWeights
+from clipwise.engine.run_checks import RunChecks, VerifiedWeights
 from clipwise.errors import LedgerError, StepError
 from clipwise.gradients.real_views import dimension
 from clipwise.ledger import combined_runs
@@ -65,21 +63,6 @@ class StepKeys:
             slot = (slot + 1) % self._steps_per_epoch
 
 
-@dataclass
-class Probes:
-    """Tests of the first batches for losses that depend on other examples.
-
-    Attributes:
-        independence: tests each batch by gradients at the inputs; None if that is switched off.
-        tests: replacement tests, one for each loss that clipwise can call.
-        handed: the last batch as it was handed out, while tests are pending.
-    """
-
-    independence: IndependenceProbe | None
-    tests: list[ReplacementTest] = field(default_factory=list)
-    handed: Any = None
-
-
 class StepContext:
     """The state of a private run.
 
@@ -90,7 +73,9 @@ class StepContext:
         keys: the secrets of the steps to come.
         weights: whether the model holds what the releases left.
         checks: what may not change between two releases.
-        probes: tests of the first batches.
+        independence: tests the first batches by gradients at the inputs; None if that is switched off.
+        tests: replacement tests of the first batches, one for each loss that clipwise can call.
+        handed: the last batch as it was handed out, while tests are pending.
         loader: hands out the batches.
         observer: an audit that sees the sums; None for every other run.
         partial: the sum of the pieces of a batch so far, and the bounds that it was formed under.
@@ -124,7 +109,9 @@ class StepContext:
         other: StepContext | None = run_guards.require_alone(self, plan.parameters)
         self.weights: VerifiedWeights = VerifiedWeights(plan, None if other is None else other.weights.state)
         self.checks = RunChecks(plan, self.weights.released)
-        self.probes = Probes(IndependenceProbe() if plan.probe else None)
+        self.independence = IndependenceProbe() if plan.probe else None
+        self.tests: list[ReplacementTest] = []
+        self.handed: Any = None
         self.is_described = False
         self.told_strategy: dict[str, Any] = {}
         if plan.loss is not None and not plan.strategy.is_coupled:
@@ -207,8 +194,8 @@ class StepContext:
 
     def plan_test(self, loss: Loss) -> ReplacementTest:
         """Let the first batches be tested with this loss; the ledger records that it was planned."""
-        test = ReplacementTest(self.model, loss, self.plan.views, self.probes.independence is not None)
-        self.probes.tests.append(test)
+        test = ReplacementTest(self.model, loss, self.plan.views, self.independence is not None)
+        self.tests.append(test)
         self.is_described = False
         return test
 
@@ -255,15 +242,8 @@ class StepContext:
             self.plan.averages.update()
             self.weights.averaged += 1
 
-    def before_user_step(self, has_closure: bool) -> None:
-        """The optimizer is about to step."""
-        if not self.weights.state.is_updating:
-            self.weights.before_user_step(has_closure)
-
     def after_user_step(self) -> None:
-        """It has stepped. Only on released gradients, and from verified weights, is the result one of this run."""
-        if self.weights.state.is_updating:
-            return
+        """The optimizer has stepped, and the run did not call it."""
         if self.weights.after_user_step():
             self.follow_update(has_stepped=True)
             self.weights.state.take()

@@ -33,7 +33,7 @@ def is_reproducible(context: StepContext) -> bool:
 
 def about(context: StepContext) -> About:
     """What a statement needs beside the releases."""
-    plan, probes, hands = context.plan, context.probes, context.checks.hands
+    plan, hands = context.plan, context.checks.hands
     tests = ("replacement", "collation") if context.loader.is_mixing_possible else ("replacement",)
     return About(
         strategy=public_strategy(context),
@@ -50,8 +50,8 @@ def about(context: StepContext) -> About:
         seeded=context.is_seeded,
         key=context.keys.key.id,
         draws=hands.draws or None,
-        probed=probes.independence is not None,
-        planned_tests=tests if probes.tests else (),
+        probed=context.independence is not None,
+        planned_tests=tests if context.tests else (),
         followed_metric=hands.follows_metric,
         penalised=plan.penalty is not None,
         versions=versions(),
@@ -62,7 +62,7 @@ def statement_of(context: StepContext) -> Statement:
     """The privacy statement of the run so far."""
     ledger = context.ledger
     ledger.require_in_place()
-    changed = context.weights.require(context.weights.state.changed(looks_inside=True))
+    changed = context.weights.verify(looks_inside=True)
     written = [About.from_dict(entry) for entry in ledger.about]
     if context.is_described:  # the last one of this run is of this process lifetime
         written.remove([entry for entry in written if entry.run == context.tag][-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -62,12 +62,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def observed(scheme: Scheme, kept: Callable[[Indices], Indices]) -> Scheme:
-    """The scheme, with every draw passed through `kept`."""
-    return cast(Scheme, _ObservedScheme(scheme, kept))
-
-
-class _ObservedScheme:
+class ObservedScheme:
     """A scheme from whose draws an observer may leave units out."""
 
     has_random_size = True  # what is left out may be all of a batch

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from clipwise.engine import describe, resume
 from clipwise.engine import step as pipeline
 from clipwise.engine.compiled import CompiledStep
 from clipwise.engine.context import StepContext
-from clipwise.engine.observer import observed
+from clipwise.engine.observer import ObservedScheme
 from clipwise.engine.plan import Plan
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.ledger import multi_run
@@ -29,7 +29,7 @@ from clipwise.noise import generators
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.privacy import Part, Spent
 from clipwise.report.statement import Statement
-from clipwise.sampling import Fetcher, PrivateLoader
+from clipwise.sampling import Fetcher, PrivateLoader, Scheme
 from clipwise.validation import training_loop
 from clipwise.validation.arguments import require_known
 from clipwise.validation.first_batches import Loss
@@ -50,7 +50,9 @@ class Private:
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         watch = context.observer
         self.loader = context.loader = PrivateLoader(
-            plan.scheme if watch is None else observed(plan.scheme, partial(watch.kept, context)),
+            plan.scheme
+            if watch is None
+            else cast(Scheme, ObservedScheme(plan.scheme, partial(watch.kept, context))),
             Fetcher(plan.dataset, plan.collate_fn),
             context.secrets_ahead,
             cut=plan.cut,
@@ -68,10 +70,7 @@ class Private:
 
         Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
         """
-        is_released = pipeline.backward(self._context, losses, outputs)
-        if is_released:
-            pipeline.update(self._context, self.optimizer.step)
-        return is_released
+        return pipeline.update(self._context, pipeline.backward(self._context, losses, outputs))
 
     def step_sets(self, batch: Any) -> bool:
         """The step of a strategy with a `local_update`, which is called on the batch; then as `step`.
@@ -82,10 +81,7 @@ class Private:
         Returns:
             Whether the optimizer stepped: False after a mini-set that is not the last of its batch.
         """
-        is_released = pipeline.backward_sets(self._context, batch)
-        if is_released:
-            pipeline.update(self._context, self.optimizer.step)
-        return is_released
+        return pipeline.update(self._context, pipeline.backward_sets(self._context, batch))
 
     def backward(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
@@ -130,12 +126,9 @@ class Private:
                 "private.randomness() draws from the key of one step: use it inside of the loop over private.loader, "
                 "around the forward pass of each batch."
             )
-        piece = self.loader.awaited()
-        devices = {p.device for p in context.parameters.values()}
-        generators.require_known_generators(devices)
-        context.checks.hands.draws_from_key = True
-        secret = context.keys.key.derive(f"randomness/{piece.index_in_batch}")
-        with generators.drawing_from(secret, devices):
+        secret = context.keys.key.derive(f"randomness/{self.loader.awaited().index_in_batch}")
+        with generators.drawing_from(secret, {p.device for p in context.parameters.values()}):
+            context.checks.hands.draws_from_key = True
             yield
 
     def compiled(self, loss: Loss | None = None, size: int | None = None) -> CompiledStep:
@@ -176,7 +169,7 @@ class Private:
         """
         context, ledger = self._context, self._context.ledger
         ledger.require_in_place()
-        context.weights.require(context.weights.state.changed())
+        context.weights.verify()
         if delta is None:
             delta = context.plan.delta
         else:
@@ -246,8 +239,7 @@ class Private:
 
         If other runs have charged the ledger as well, it holds if all of them were fixed before the first release.
         """
-        weights = self._context.weights
-        weights.require(weights.state.changed())
+        self._context.weights.verify()
         return accounting.tradeoff_of(self._context.ledger.history())
 
     def statement(self) -> Statement:

@@ -19,7 +19,7 @@ def state_dict(context: StepContext) -> dict[str, Any]:
     """Optimizer, accountant, configuration and position, in plain types. It holds no secret."""
     ledger, weights, averages = context.ledger, context.weights, context.plan.averages
     context.require_own_weights()
-    if weights.require(weights.state.changed(looks_inside=True)):
+    if weights.verify(looks_inside=True):
         raise StepError(
             "The model was changed after the private run was closed: a checkpoint of its weights would "
             "not be of this run. Save private.state_dict() before that."

@@ -28,7 +28,7 @@ from clipwise.gradients import opaque
 from clipwise.ledger import combined_runs, crash_points
 from clipwise.noise import generators
 from clipwise.noise.mechanism import noised_sums
-from clipwise.noise.release import in_order_of, laid_as
+from clipwise.noise.release import in_order, write_gradients
 from clipwise.optim.penalty import add_penalty
 from clipwise.sampling.loader import Piece
 from clipwise.validation import step_inputs, training_loop
@@ -43,7 +43,7 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.require_loaded()
     training_loop.require_one_process()
     context.checks.hand_out()
-    weights, probes = context.weights, context.probes
+    weights = context.weights
     moves_weights = context.clipper.moves_weights or bool(context.clipper.frozen)
     weights.require(
         weights.state.changed_before_update() if moves_weights else weights.state.changed(may_wait=False)
@@ -51,14 +51,14 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.follow_update()
     if moves_weights:
         weights.state.take()  # weights were clipped, or frozen entries put back
-    is_tested = any(test.is_pending for test in probes.tests)
-    probes.handed = viewed(context, batch, piece) if is_tested else None
+    is_tested = any(test.is_pending for test in context.tests)
+    context.handed = viewed(context, batch, piece) if is_tested else None
     if context.plan.loss is not None and is_tested:
         arrangements = partial(context.loader.arrangements, piece)
-        probes.tests[0].examine(probes.handed, piece.size, context.which(piece), arrangements)
-    context.checks.remember(batch)
+        context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
+    context.checks.buffers.remember(batch)
     # Marked before its views are drawn: gradients at the inputs are then those of examples.
-    return viewed(context, batch if probes.independence is None else probes.independence.mark(batch), piece)
+    return viewed(context, batch if context.independence is None else context.independence.mark(batch), piece)
 
 
 def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
@@ -84,7 +84,7 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
         if observer is not None:
             observer.losses(context, piece, torch.zeros(0))
         return gather(context, piece, context.clipper.nothing())
-    if not (context.probes.tests or strategy.is_coupled or observer):
+    if not (context.tests or strategy.is_coupled or observer):
         recommend_check()
     losses = over_views(context, losses, piece.size)
     losses = step_inputs.require_losses(losses, piece.size, strategy.is_coupled)
@@ -93,8 +93,8 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
         training_loop.require_no_loss_scaling(losses)
     # (What a graph saved may be marked; here it is as any other tensor.)
     with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
-        if context.probes.independence is not None:
-            context.probes.independence.examine(losses)
+        if context.independence is not None:
+            context.independence.examine(losses)
         if observer is not None:
             losses = observer.losses(context, piece, losses)
         clipped = context.clipper.sum_at_outputs(losses, outputs)
@@ -233,8 +233,7 @@ def charge(context: StepContext) -> None:
 
 def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
     """(sum + noise) / divisor of each sum, which it uses up."""
-    for name, p in context.parameters.items():
-        total[name] = in_order_of(p, total[name])
+    in_order(context.parameters, total)
     return noised_sums(total, context.parts, context.clipper.divisor, context.keys.key)
 
 
@@ -250,8 +249,7 @@ def _write(context: StepContext, released: dict[str, Tensor]) -> None:
         gradients = context.plan.public_statistics.correct(released, context.parameters)
     if context.clipper.frozen:
         gradients = without(gradients, context.clipper.frozen)
-    for name, p in context.parameters.items():
-        p.grad = laid_as(p, gradients[name])
+    write_gradients(context.parameters, gradients)
     if context.plan.penalty is not None:
         add_penalty(context.plan.penalty, context.model, context.parameters)
 
@@ -259,18 +257,24 @@ def _write(context: StepContext, released: dict[str, Tensor]) -> None:
 # ------------------------------------------------------------------- update
 
 
-def update(context: StepContext, step: Callable[[], object]) -> None:
-    """Update the weights by what was released; whatever that changes is a result of the release."""
+def update(context: StepContext, is_released: bool = True, step: Callable[[], object] | None = None) -> bool:
+    """Update the weights by what was released, if it was; whatever that changes is a result of the release.
+
+    `step` is that of the optimizer unless given. Returns whether it was made.
+    """
+    if not is_released:
+        return False
     crash_points.reached("step.before-update")
     weights = context.weights
     weights.state.is_updating, weights.released.is_unused = True, False
     try:
-        step()
+        context.optimizer.step() if step is None else step()
         weights.released.remember()
         context.follow_update(has_stepped=True)  # so that the model can be evaluated as it is
     finally:
         weights.state.is_updating = False
         weights.state.take()
+    return True
 
 
 def count_broken_step(context: StepContext, error: BaseException | None) -> None:

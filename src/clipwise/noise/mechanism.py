@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,26 +11,12 @@ from torch import Tensor
 from clipwise.gradients.real_views import complex_view, real_view
 from clipwise.noise.gaussian import gaussian, gaussian_in_pieces
 from clipwise.noise.key import NoiseKey
-from clipwise.noise.release import buckets, fit_together, noised, noised_together, scales_of
+from clipwise.noise.release import Draw, buckets, fit_together, noised, noised_together, scales_of
 from clipwise.noise.secure import noised_on_grid, rounded_gaussian
 from clipwise.privacy import Part
 
-
-class DrawPart(Protocol):
-    """Noise of one bucket of a part, on one of the devices that its sums are on; further as `release.Draw`."""
-
-    def __call__(
-        self,
-        part: int,
-        place: int,
-        std: float,
-        device: torch.device,
-        bucket: int,
-        size: int,
-        dtype: torch.dtype,
-        onto: Tensor | None,
-        divisor: float,
-    ) -> Tensor: ...
+# From a part's number, its place among the devices of the part, its standard deviation and the device to its draws.
+DrawOf = Callable[[int, int, float, torch.device], Draw]
 
 
 def noised_sums(
@@ -47,7 +32,7 @@ def noised_sums(
         draw_together = partial(gaussian_in_pieces, key.derive("noise/together"))
         total.update(noised_together(parts, total, draw_together, divisor))
     else:
-        noised_by_part(total, parts, divisor, partial(_draw, key), key)
+        noised_by_part(total, parts, divisor, partial(_draw_from, key), key)
     total.update({name: complex_view(total[name]) for name in are_complex})
     return total
 
@@ -56,7 +41,7 @@ def noised_by_part(
     total: dict[str, Tensor],
     parts: Sequence[Part],
     divisor: float,
-    draw: DrawPart,
+    draw_of: DrawOf,
     key: NoiseKey | None = None,
 ) -> None:
     """Put (sum + noise) / L in the place of each sum.
@@ -81,8 +66,7 @@ def noised_by_part(
                 steps = partial(_draw_steps, key, part.noise_std / part.grid, f"secure/{number}/{place}")
                 released = noised_on_grid(sums, steps, divisor, part.grid, scales)
             else:
-                in_part = partial(draw, number, place, part.noise_std, device)
-                released = noised(sums, in_part, divisor, scales)
+                released = noised(sums, draw_of(number, place, part.noise_std, device), divisor, scales)
             total.update(zip(names, released, strict=True))
 
 
@@ -96,20 +80,12 @@ def noise_label(part: int, place: int, bucket: int) -> str:
     return f"noise/{part}/{place}/{bucket}"
 
 
-def _draw(
-    key: NoiseKey,
-    part: int,
-    place: int,
-    std: float,
-    device: torch.device,
-    bucket: int,
-    size: int,
-    dtype: torch.dtype,
-    onto: Tensor | None,
-    divisor: float,
-) -> Tensor:
-    secret = key.derive(noise_label(part, place, bucket))
-    return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
+def _draw_from(key: NoiseKey, part: int, place: int, std: float, device: torch.device) -> Draw:
+    def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
+        secret = key.derive(noise_label(part, place, bucket))
+        return gaussian(secret, size, std, device=device, dtype=dtype, onto=onto, divisor=divisor)
+
+    return draw
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:

@@ -111,12 +111,11 @@ class AveragedParameters:
         """Write the averages into a model of the same kind, for good."""
         require_module(model)
         parameters = dict(model.named_parameters())
-        for name, average in self._averages.items():
-            if name not in parameters or parameters[name].shape != average.shape:
-                raise ConfigurationError(
-                    f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give one that is "
-                    "built like the model that was trained."
-                )
+        if (name := self._not_in(parameters)) is not None:
+            raise ConfigurationError(
+                f"copy_to: the model has no parameter {name!r} of shape {tuple(self._averages[name].shape)}: give one "
+                "that is built like the model that was trained."
+            )
         with torch.no_grad():
             self._write(parameters, self._averages)
         AllPublicStatistics(model).refresh()
@@ -143,11 +142,10 @@ class AveragedParameters:
                 f"The averages were made with kind, decay and start {told}; this run has "
                 f"{(self._kind, self._decay, self._start)}. Give the same."
             )
-        for name, average in self._averages.items():
-            if name not in averages or averages[name].shape != average.shape:
-                raise CheckpointError(
-                    f"The averages are of another model: {name!r} is missing or has another shape."
-                )
+        if (name := self._not_in(averages)) is not None:
+            raise CheckpointError(
+                f"The averages are of another model: {name!r} is missing or has another shape."
+            )
         if len(averages) != len(self._averages):
             raise CheckpointError(
                 "The averages are of another model: they hold more parameters than are trained here."
@@ -155,6 +153,12 @@ class AveragedParameters:
         for name, average in self._averages.items():
             average.copy_(averages[name])
         self._updates = updates
+
+    def _not_in(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """The name of an average that has no tensor of its shape among these."""
+        return next(
+            (n for n, a in self._averages.items() if n not in tensors or tensors[n].shape != a.shape), None
+        )
 
     def _kept(self) -> float:
         """d: how much of the average stays."""

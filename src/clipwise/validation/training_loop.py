@@ -91,6 +91,10 @@ class ReleasedGradients:
         """Whether this is not what was written, and not zeros, as `zero_grad(set_to_none=False)` leaves."""
         return not self._is_written(name, grad) and bool(grad.any())
 
+    def foreign(self) -> str | None:
+        """The name of a parameter with such a gradient; None if there is none."""
+        return next((name for name, grad in self._grads().items() if self.is_foreign(name, grad)), None)
+
     def require_used(self) -> None:
         """Refuse to write over a released gradient that still waits for its update."""
         if self.is_unused and any(self._is_written(n, g) or bool(g.any()) for n, g in self._grads().items()):
@@ -143,12 +147,12 @@ def watch_steps(optimizer: torch.optim.Optimizer, run: StepContext) -> list[Remo
     watching = ref(run)
 
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (found := watching()) is not None:
+        if (found := watching()) is not None and not found.weights.state.is_updating:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            found.before_user_step(has_closure=closure is not None)
+            found.weights.before_user_step(has_closure=closure is not None)
 
     def after(*_: object) -> None:
-        if (found := watching()) is not None:
+        if (found := watching()) is not None and not found.weights.state.is_updating:
             found.after_user_step()
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
