@@ -340,13 +340,11 @@ def test_a_layer_that_comes_later() -> None:
     model, private = private_run(sampling="fixed-size")
     train(model, private, 1)
     model.append(nn.Linear(CLASSES, CLASSES))  # type: ignore[operator]
-    with refused(
-        StepError, "'3.weight' came to the model", "make a new private run", model=model, private=private
-    ):
+    with refused(StepError, "'3.weight' was added", "make a new private run", model=model, private=private):
         train(model, private, 1)
     model, private = private_run()
     clip_inputs(model, input_norm=1.0)
-    with refused(StepError, "'0.layer.weight' came to the model", "clip", model=model, private=private):
+    with refused(StepError, "'0.layer.weight' was added", "clip", model=model, private=private):
         train(model, private, 1)
 
 

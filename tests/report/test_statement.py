@@ -309,7 +309,7 @@ def test_other_software_does_not_hinder_going_on(tmp_path: Path, monkeypatch: py
     train(model, private, 3)
     state = private.state_dict()
     private.close()
-    monkeypatch.setattr("clipwise.engine.private.versions", lambda: {"torch": "99"})
+    monkeypatch.setattr("clipwise.engine.describe.versions", lambda: {"torch": "99"})
     model.zero_grad()
     _, private = private_run(model, ledger=tmp_path / "ledger")
     private.load_state_dict(state)

@@ -200,8 +200,7 @@ class Captured:
 
     def _by_itself(self, rows: Sequence[Any]) -> list[Tensor]:
         """The bounded sum of these rows, as an eager step forms it."""
-        losses = step_inputs.require_losses(self._loss(*rows), count_of(rows), self._is_coupled)
-        found = self._in_order(self._context.clipper.clipped_sum(losses))
+        found = self._in_order(step.clipped_rows(self._context, self._loss, rows, count_of(rows)))
         self._context.checks.require_untouched()  # by the pass that was just made
         return found
 

@@ -119,9 +119,7 @@ class CompiledStep:
         """The bounded sum of a batch, `size` examples at a time."""
         context, total = self._context, dict[str, Tensor]()
         for rows, here in pieces_of(batch, count * context.views, size * context.views):
-            losses = step.over_views(context, self._loss(*rows), here // context.views)
-            step_inputs.require_losses(losses, here // context.views)
-            for name, found in context.clipper.clipped_sum(losses).items():
+            for name, found in step.clipped_rows(context, self._loss, rows, here).items():
                 total[name] = total[name] + found if name in total else found
         context.checks.require_untouched()  # by the passes that were just made
         return total

@@ -113,7 +113,7 @@ class StepContext:
         self.tests: list[ReplacementTest] = []
         self.handed: Any = None
         self.is_described = False
-        self.told_strategy: dict[str, Any] = {}
+        self.described_strategy: dict[str, Any] = {}
         if plan.loss is not None and not plan.strategy.is_coupled:
             self.plan_test(plan.loss)
         self.step_hooks: list[RemovableHandle] = training_loop.watch_steps(plan.optimizer, self)
@@ -126,8 +126,6 @@ class StepContext:
             "noise on other sums. To go on elsewhere, save private.state_dict(), call private.close() and load it into "
             "a new run; to send a model, send model.state_dict()."
         )
-
-    # ------------------------------------------------------------ may it go on?
 
     def require_open(self) -> None:
         """Refuse a closed run, a fork's copy of a run, and a model that holds its averages for now."""
@@ -167,8 +165,6 @@ class StepContext:
                 "private.step_sets(batch) with the batch that private.loader handed out."
             )
 
-    # ------------------------------------------------------------------- state
-
     def made(self) -> int:
         """How many releases the run has charged."""
         return self.ledger.made(self.tag)
@@ -199,8 +195,6 @@ class StepContext:
         self.is_described = False
         return test
 
-    # -------------------------------------------------- what follows the weights
-
     def current_parts(self) -> list[Part]:
         """What the next release holds."""
         # A batch keeps the parts that it was drawn for, and this must not change weights.
@@ -220,7 +214,7 @@ class StepContext:
             self.set_parts()
             if self.plan.averages is not None and self.clipper.moved:
                 self.plan.averages.scale(self.clipper.moved)
-            if self.told_strategy != describe.public_strategy(self):
+            if self.described_strategy != describe.public_strategy(self):
                 self.is_described = False  # constants were set anew, and the ledger must have them
 
     def follow_update(self, has_stepped: bool = False) -> None:

@@ -42,7 +42,7 @@ class VerifiedWeights:
         self._warned: set[str] = set()
 
     def verify(self, looks_inside: bool = False) -> bool:
-        """`require` that nothing was changed; contents are compared if torch has counted a write, or if told to."""
+        """`require` that nothing was changed; contents are compared if torch has counted a write, or if `looks_inside`."""
         return self.require(self.state.changed(looks_inside=looks_inside))
 
     def require(self, changed: Sequence[str]) -> bool:
@@ -114,7 +114,6 @@ class RunChecks:
         self.hands = run_guards.Watch(plan.model, plan.optimizer)
         self.buffers = step_inputs.BufferGuard(plan.model)
         self._parameters, self._strategy, self._released = plan.parameters, plan.strategy, released
-        self._named = {name for name, _ in plan.model.named_parameters()}
 
     def hand_out(self) -> None:
         """Before a batch is handed out."""
@@ -141,17 +140,9 @@ class RunChecks:
     def _require_same_parameters(self, inventory: Inventory) -> None:
         """The model has the parameters that `make_private` found, and trains the same ones."""
         for name, p in inventory.parameters:
-            if p.requires_grad and name not in self._named:
+            if p.requires_grad != (name in self._parameters) or p is not self._parameters.get(name, p):
                 raise StepError(
-                    f"Parameter {name!r} came to the model after make_private, and nothing bounds or trains it: build "
-                    "the model (and clip its layers) first, then the optimizer, then make a new private run."
-                )
-            if p.requires_grad != (name in self._parameters):
-                raise StepError(
-                    f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
-                )
-            if p.requires_grad and p is not self._parameters[name]:
-                raise StepError(
-                    f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
-                    "with an optimizer that holds the new one."
+                    f"Parameter {name!r} was added, replaced, or its requires_grad changed after make_private: build "
+                    "the model (and clip its layers) first, then the optimizer with the parameters to train, then make "
+                    "a new private run."
                 )

@@ -12,7 +12,7 @@ All state is in the `StepContext`; the mathematics is in the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -130,6 +130,16 @@ def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
     return views.mean(losses)
 
 
+def clipped_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], count: int
+) -> dict[str, Tensor]:
+    """The bounded sum of some rows of a batch, gathered eagerly, where clipwise itself calls the loss."""
+    size = count // context.views
+    losses = over_views(context, loss(*rows), size)
+    losses = step_inputs.require_losses(losses, size, context.strategy.is_coupled)
+    return context.clipper.clipped_sum(losses)
+
+
 def begin(context: StepContext, piece: Piece) -> None:
     """The checks before anything is computed from a piece of a batch."""
     weights = context.weights
@@ -226,7 +236,7 @@ def charge(context: StepContext) -> None:
         if context.keys.is_new:
             combined_runs.require_unused(context.keys.key.id, context.ledger)
         context.ledger.describe(describe.about(context).to_dict())
-        context.is_described, context.told_strategy = True, describe.public_strategy(context)
+        context.is_described, context.described_strategy = True, describe.public_strategy(context)
         context.keys.is_new = False
     context.ledger.charge(context.event, context.tag, context.plan.budget)
 

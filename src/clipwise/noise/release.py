@@ -21,13 +21,13 @@ DrawTogether = Callable[[Sequence[int], Sequence[float]], Tensor]
 def buckets(sizes: Sequence[int]) -> list[int]:
     """How many sums, one after another, share a draw of noise: small ones many, a large one has its own."""
     found: list[int] = []
-    room = 0
+    left = 0
     for size in sizes:
-        if not found or size > room:
+        if not found or size > left:
             found.append(0)
-            room = max(size, _BUCKET)
+            left = max(size, _BUCKET)
         found[-1] += 1
-        room -= size
+        left -= size
     return found
 
 
