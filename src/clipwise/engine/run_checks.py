@@ -42,7 +42,7 @@ class VerifiedWeights:
         self._warned: set[str] = set()
 
     def verify(self, looks_inside: bool = False) -> bool:
-        """`require` that nothing was changed; contents are compared if torch has counted a write, or if `looks_inside`."""
+        """`require` that nothing was changed. Contents are compared after a counted write, or if `looks_inside`."""
         return self.require(self.state.changed(looks_inside=looks_inside))
 
     def require(self, changed: Sequence[str]) -> bool:

@@ -278,7 +278,7 @@ def update(context: StepContext, is_released: bool = True, step: Callable[[], ob
     weights = context.weights
     weights.state.is_updating, weights.released.is_unused = True, False
     try:
-        context.optimizer.step() if step is None else step()
+        (step or context.optimizer.step)()
         weights.released.remember()
         context.follow_update(has_stepped=True)  # so that the model can be evaluated as it is
     finally:

@@ -106,9 +106,10 @@ class AveragedParameters:
         require_module(model)
         parameters = dict(model.named_parameters())
         if (name := self._not_in(parameters)) is not None:
+            average = self._averages[name]
             raise ConfigurationError(
-                f"copy_to: the model has no parameter {name!r} of shape {tuple(self._averages[name].shape)}: give one "
-                "that is built like the model that was trained."
+                f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give one that is "
+                "built like the model that was trained."
             )
         with torch.no_grad():
             self._write(parameters, self._averages)
