@@ -24,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Lipschitz, PerExample, make_private
 from clipwise.layers import BoundedGroupNorm, ClipInput
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
+from clipwise.noise.key import NoiseKey
 from experiments import models
 from experiments.harness.command import parser_of
 from experiments.harness.environment import keep_memory

@@ -24,7 +24,8 @@ from clipwise.clipping import PerExample
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
+from clipwise.noise.key import NoiseKey
 
 MAX_NORM = 1.0
 NOISE_MULTIPLIER = 1.0

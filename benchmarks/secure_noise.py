@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
+from clipwise.noise.key import NoiseKey
 from clipwise.noise.release import noised
 from clipwise.noise.secure import noised_on_grid, on_grid, rounded_gaussian
 from clipwise.privacy import Part

@@ -290,7 +290,9 @@ class Loop:
             self._require_right(model, before)
 
     def _made(self, losses: Tensor) -> bool:
-        if getattr(self.private._strategy, "local_update", None) is not None and self.choice.is_likely(0.8):
+        if getattr(
+            self.private._context.strategy, "local_update", None
+        ) is not None and self.choice.is_likely(0.8):
             return self.private.step_sets(self.batch)
         return self.private.step(losses, self.on.outputs)
 
@@ -332,7 +334,7 @@ class Loop:
             spent = self.private.spent(self.choice.of("delta", None, 1e-5, 1e-3))
             require(spent.steps == self.released, "spent() counts otherwise")
             require(spent.epsilon >= 0, f"epsilon is {spent.epsilon}")
-            if spent.delta == self.private._delta:
+            if spent.delta == self.private._context.plan.delta:
                 require(spent.epsilon >= self.epsilon - 1e-9, "epsilon has shrunk")
                 self.epsilon = spent.epsilon
 
@@ -354,13 +356,13 @@ class Loop:
 
     def _require_right(self, model: nn.Module, before: list[Tensor]) -> None:
         """A step without noise is the clipped sum over a constant: by a forward pass for each example."""
-        clipping = self.private._strategy
+        clipping = self.private._context.strategy
         plain = isinstance(clipping, PerExample) and isinstance(clipping.max_norm, (int, float))
         if not (plain and clipping.parts == "all" and clipping.mode == "clip" and self.private.views == 1):
             return
         if self.private.loader.max_physical_batch_size is not None or clipping.sparse is not None:
             return
-        if self.private._penalty is not None or self.on.kind in ("clipped", "normed"):
+        if self.private._context.plan.penalty is not None or self.on.kind in ("clipped", "normed"):
             return  # more than the clipped sum is in the gradient, or a forward pass is more than a function
         model = model.double()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clipwise.accounting import epsilon
-from clipwise.engine import checkpoint, private
+from clipwise.engine import checkpoint, step
 from clipwise.errors import ConfigurationError
 from tests.api_fuzz import figures, run
 from tests.api_fuzz.outcome import Outcome
@@ -34,17 +34,17 @@ def test_every_game_is_played_and_a_case_can_be_repeated() -> None:
 
 def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Division by the number drawn is right where that is the expected number, and wrong elsewhere."""
-    honest = private.Private._gather
+    honest = step.gather
 
-    def planted(self: Any, piece: Any, clipped: Any) -> bool:
-        return honest(self, piece, {name: t / max(1, piece.size) for name, t in clipped.items()})
+    def planted(context: Any, piece: Any, clipped: Any) -> bool:
+        return honest(context, piece, {name: t / max(1, piece.size) for name, t in clipped.items()})
 
-    monkeypatch.setattr(private.Private, "_gather", planted)
+    monkeypatch.setattr(step, "gather", planted)
     assert any("not that of a forward pass for each example" in problem for problem in problems(SEEDS, "run"))
 
 
 def test_a_release_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private.Private, "_charge", lambda self: None)
+    monkeypatch.setattr(step, "charge", lambda context: None)
     assert any("releases, and 0 counted" in problem for problem in problems(SEEDS, "run"))
 
 

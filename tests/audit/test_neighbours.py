@@ -24,17 +24,16 @@ from clipwise import (
 from clipwise.audit.trial import run_of
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise import mechanism
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
 from tests.audit.bug import Subject, losses, network, one_release, rows, small
 from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
 
 
 def test_one_stream_for_two_parts_is_found_in_every_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_for_all(key: NoiseKey, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
-        secret = key.derive("noise/0")
+    def one_for_all(secret: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
         return torch.cat([gaussian(secret, size, std) for size, std in zip(sizes, stds, strict=True)])
 
-    monkeypatch.setattr(mechanism, "_draw_together", one_for_all)
+    monkeypatch.setattr(mechanism, "gaussian_in_pieces", one_for_all)
     for turned in (False, True):
         model = network()
         if turned:
@@ -247,6 +246,11 @@ def test_keys_in_use_are_not_touched(tmp_path: Any) -> None:
     private = clipwise.make_private(
         model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=8, noise_multiplier=1.0, steps=2
     )
-    before = private._key.secret_bytes()
+    context = private._context
+    before = context.keys.key.secret_bytes()
     audit.neighbours(*small()).require()
-    assert private._watch is None and not private._seeded and private._key.secret_bytes() == before
+    assert (
+        private._context.observer is None
+        and not private._context.is_seeded
+        and private._context.keys.key.secret_bytes() == before
+    )

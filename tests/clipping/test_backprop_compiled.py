@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Backprop, Private, kernels, layers
 from clipwise.clipping import backprop
-from clipwise.engine import compiled
+from clipwise.engine import captured, compiled
 from clipwise.errors import StepError
 from clipwise.layers.clipped import switch
 from tests.engine.test_compiled import (
@@ -206,10 +206,8 @@ def test_an_example_that_is_not_finite_is_gathered_by_an_ordinary_step(
     value: float, physical: int | None, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[int] = []
-    gather_again = compiled._Captured._gather_again
-    monkeypatch.setattr(
-        compiled._Captured, "_gather_again", lambda *a: again.append(a[2]) or gather_again(*a)
-    )
+    gather_again = captured.Captured._gather_again
+    monkeypatch.setattr(captured.Captured, "_gather_again", lambda *a: again.append(a[2]) or gather_again(*a))
     options = {"sampling": "full", "max_physical_batch_size": physical, "dataset": with_record(17, value)}
     (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
     go(private, private.compiled(loss_with(model), 7), 9)

@@ -121,7 +121,7 @@ for strategy in (PerExample(1.0, parts), PerExample(1.0, {"a": some, "b": {"2.bi
                  PerExample(1.0, RandomLayer(parts))):
     model, private = private_run(clipping=strategy, seed=3)
     train(model, private, 2)
-    print(private._fingerprint(), {name: p.sum().item() for name, p in parameters(model).items()})
+    print(private.state_dict()["fingerprint"], {name: p.sum().item() for name, p in parameters(model).items()})
 """
 
 

@@ -80,7 +80,10 @@ def test_weights_stay_within_their_norm_and_bounds_belong_to_them(kind: str, fix
         assert effective_multiplier(private.parts()) >= private.noise_multiplier
         train(model, private, 1)
     assert (first == [p.sensitivity for p in private.parts()]) == fixed
-    assert any(private.on_limit().values()) and private.on_limit().keys() == dict(private._parameters).keys()
+    assert (
+        any(private.on_limit().values())
+        and private.on_limit().keys() == dict(private._context.parameters).keys()
+    )
 
 
 @pytest.mark.parametrize("kind", ["spectral", "frobenius"])
@@ -117,7 +120,7 @@ def test_fixed_leaves_weights_that_are_at_their_norm_as_they_are() -> None:
     train(model, private, 1)
     before = parameters(model)
     for _ in range(3):
-        private._clipper.follow(is_updated=True)
+        private._context.clipper.follow(is_updated=True)
     assert same(parameters(model), before)
 
 
@@ -324,7 +327,7 @@ def test_no_update_goes_unseen(by_hand: bool) -> None:
 
 def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
     model, private = run(probe_independence=False)
-    private._buffers._left = 0  # it looks at contents on the first batches only
+    private._context.guard._forward._left = 0  # it looks at contents on the first batches only
     x, y = next(iter(private.loader))
     model[3].weight.data.mul_(2)  # type: ignore[index,union-attr]
     outputs = model(x)
@@ -568,7 +571,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         _, private = private_run(network(), clipping=Lipschitz(given, X))
         _, plain = private_run(network(), clipping=Lipschitz(0.5, X))
         assert [p.sensitivity for p in private.parts()] == [p.sensitivity for p in plain.parts()]
-        assert json.dumps(private._strategy.describe())
+        assert json.dumps(private._context.strategy.describe())
 
 
 def test_any_optimizer_goes() -> None:

@@ -53,7 +53,7 @@ class Squasher(Clipper):
 
 def test_it_trains_and_states_what_it_is(tmp_path: Path) -> None:
     _, private = private_run(clipping=Squash(0.5), ledger=tmp_path / "run.ledger")
-    train(private._model, private, 3)
+    train(private._context.model, private, 3)
     private.close()
     for text in map(str, (private.statement(), statement.of_ledger(tmp_path / "run.ledger"))):
         assert "all: 0.5" in text and "on the clipped sum with noise multiplier 1" in text
@@ -102,7 +102,7 @@ def test_check_accepts_it() -> None:
 
 def test_a_statement_without_its_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _, private = private_run(clipping=Squash())
-    train(private._model, private, 1)
+    train(private._context.model, private, 1)
     assert "squash" not in str(private.statement().assumptions())
     monkeypatch.delitem(base._RECORDED, "squash")
     assert "the strategy 'squash' keeps the sensitivities" in str(private.statement().assumptions())

@@ -19,7 +19,7 @@ from clipwise.clipping import noised_parts
 from clipwise.engine import checkpoint
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.gradients import METHODS
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Part, effective_multiplier, split_noise
 from tests.clipping.test_per_example import attached, model
 from tests.gradients.cases import losses, oracle
@@ -37,7 +37,7 @@ def quantile(**options: Any) -> Quantile:
 
 
 def norms_of(private: Private) -> dict[str, float]:
-    norms: dict[str, float] = private._clipper.state_dict()["norms"]
+    norms: dict[str, float] = private._context.clipper.state_dict()["norms"]
     return dict(norms)
 
 
@@ -191,7 +191,7 @@ def test_the_multiplier_is_the_one_that_was_asked_for(
         before = norms_of(private)
         train(on, private, 1)
         assert norms_of(private) != before
-    assert len(private._ledger.history()) == 1  # one event for all of them
+    assert len(private._context.ledger.history()) == 1  # one event for all of them
 
 
 @QUICK
@@ -287,7 +287,7 @@ def test_one_update_by_hand(parts: Any, mode: str) -> None:
     drawn = set()
     for batch in private.loader:
         before = norms_of(private)
-        sums = private._clipper.clipped_sum(losses_of(on, batch))
+        sums = private._context.clipper.clipped_sum(losses_of(on, batch))
         private.step(losses_of(on, batch))
         drawn.add(len(batch[0]))
         for part, C in norms_of(private).items():
@@ -351,7 +351,7 @@ def test_pieces_of_a_batch_change_nothing(parts: str, z: float) -> None:
             noise_multiplier=z,
             max_physical_batch_size=pieces,
         )
-        private._key = NoiseKey.from_seed(7, b"")
+        private._context.keys.key = NoiseKey.from_seed(7, b"")
         walk = []
         while private.steps < 8:
             for batch in private.loader.pieces():
@@ -398,7 +398,7 @@ def test_a_clean_stop_changes_nothing(tmp_path: Path, parts: str) -> None:
     clipping = PerExample(quantile(), parts)
     on, private = private_run(clipping=clipping, ledger=tmp_path / "run.ledger")
     straight, twin = private_run(clipping=clipping)
-    twin._key = NoiseKey.from_secret_bytes(private._key.secret_bytes())
+    twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
     train(straight, twin, 9)
     for steps in (2, 3):
         train(on, private, steps)
@@ -414,13 +414,13 @@ def test_another_bound_in_the_checkpoint_takes_a_fresh_key(tmp_path: Path) -> No
     clipping = PerExample(quantile())
     on, private = private_run(clipping=clipping, ledger=tmp_path / "run.ledger")
     train(on, private, 3)
-    secret = private._key.secret_bytes()
+    secret = private._context.keys.key.secret_bytes()
     stop(tmp_path, on, private)
     state = checkpoint.load(tmp_path / "run.pt")
     state["private"]["configuration"]["strategy"]["norms"]["all"] *= 1.5
     checkpoint.save(tmp_path / "run.pt", state)
     _, private = go_on(tmp_path, clipping, fresh=True)
-    assert private._key.secret_bytes() != secret
+    assert private._context.keys.key.secret_bytes() != secret
     assert norms_of(private) == state["private"]["configuration"]["strategy"]["norms"]
     assert private.parts()[0].sensitivity == norms_of(private)["all"]
 

@@ -45,13 +45,17 @@ from tests.runs import (
 @contextmanager
 def refused(kind: type[Exception], *words: str, model: nn.Module, private: Private) -> Iterator[None]:
     """The error has this class and says these words; parameters, gradients and ledger stay as they were."""
-    before, position, history = parameters(model), private._ledger.position, private._ledger.history()
+    before, position, history = (
+        parameters(model),
+        private._context.ledger.position,
+        private._context.ledger.history(),
+    )
     with pytest.raises(kind) as error:
         yield
     for word in words:
         assert word in str(error.value), str(error.value)
     assert same(before, parameters(model)), "a parameter was changed"
-    assert (private._ledger.position, private._ledger.history()) == (position, history)
+    assert (private._context.ledger.position, private._context.ledger.history()) == (position, history)
 
 
 # Losses
@@ -336,13 +340,11 @@ def test_a_layer_that_comes_later() -> None:
     model, private = private_run(sampling="fixed-size")
     train(model, private, 1)
     model.append(nn.Linear(CLASSES, CLASSES))  # type: ignore[operator]
-    with refused(
-        StepError, "'3.weight' came to the model", "make a new private run", model=model, private=private
-    ):
+    with refused(StepError, "'3.weight' was added", "make a new private run", model=model, private=private):
         train(model, private, 1)
     model, private = private_run()
     clip_inputs(model, input_norm=1.0)
-    with refused(StepError, "'0.layer.weight' came to the model", "clip", model=model, private=private):
+    with refused(StepError, "'0.layer.weight' was added", "clip", model=model, private=private):
         train(model, private, 1)
 
 
@@ -486,7 +488,7 @@ def test_a_delta_that_lets_a_record_be_published_is_warned_of() -> None:
         private_run(delta=1 / 40)
     assert caught[0].filename == private_run.__code__.co_filename
     _, private = private_run()
-    assert private._delta < 1 / 40
+    assert private._context.plan.delta < 1 / 40
 
 
 def test_no_message_holds_a_data_value() -> None:

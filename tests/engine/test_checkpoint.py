@@ -23,7 +23,7 @@ from clipwise import PerExample, Private, accounting
 from clipwise.engine import checkpoint
 from clipwise.errors import BudgetExhausted, CheckpointError, LedgerError, PrivacyWarning, StepError
 from clipwise.ledger import ledger
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from tests.runs import data, losses_of, network, parameters, private_run, same, sgd, train
 
 STEPS = 12
@@ -72,12 +72,12 @@ def place(tmp_path: Path) -> Place:
 def twin_of(private: Private, kind: str, **options: Any) -> tuple[nn.Module, Private]:
     """A run in memory with the same key, never interrupted."""
     model, twin = Place(Path()).begin(kind, **{**options, "ledger": None})
-    twin._key = NoiseKey.from_secret_bytes(private._key.secret_bytes())
+    twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
     return model, twin
 
 
 def secret(private: Private) -> bytes:
-    return private._key.secret_bytes()
+    return private._context.keys.key.secret_bytes()
 
 
 # Bit for bit
@@ -101,10 +101,10 @@ def test_a_clean_stop_changes_nothing(
         place.save(model, private)
         private.close()
         model, private = place.go_on(kind=kind, **options)
-        assert private._ledger.position == done
+        assert private._context.ledger.position == done
     train(model, private, STEPS - done)
     assert same(parameters(model), parameters(straight))
-    assert private._ledger.history() == twin._ledger.history()
+    assert private._context.ledger.history() == twin._context.ledger.history()
     assert private.state_dict()["slot"] == twin.state_dict()["slot"]
 
 
@@ -176,7 +176,7 @@ def test_a_run_in_memory_goes_on_through_a_resume_file_of_its_own(place: Place) 
     model, private = place.go_on(**options)
     train(model, private, 3)
     assert same(parameters(model), parameters(straight))
-    assert [entry.count for entry in private._ledger.history()] == [3, 3]
+    assert [entry.count for entry in private._context.ledger.history()] == [3, 3]
 
 
 # Nothing secret is published
@@ -197,9 +197,13 @@ def test_a_checkpoint_holds_no_secret(place: Place, seed: int | None) -> None:
     model, private = place.begin("adam", sampling="shuffled", seed=seed)
     keys = []
     for _ in range(4):
-        keys += [secret(private), private._key.derive("sampling"), private._key.derive("noise/0/0")]
+        keys += [
+            secret(private),
+            private._context.keys.key.derive("sampling"),
+            private._context.keys.key.derive("noise/0/0"),
+        ]
         train(model, private, 1)
-    keys += [secret(private), private._epoch_secret]
+    keys += [secret(private), private._context.keys.epoch]
     state = private.state_dict()
     published = serialized(state) + repr(state).encode() + json.dumps(private.statement().to_dict()).encode()
     place.save(model, private)
@@ -279,11 +283,11 @@ def test_releases_after_the_checkpoint_stay_counted_and_are_made_anew(place: Pla
         state = checkpoint.load(place.checkpoint)
         model.load_state_dict(state["model"])
         private.load_state_dict(state["private"])
-    assert private._ledger.position == 5
+    assert private._context.ledger.position == 5
     assert secret(private) != at_checkpoint
     train(model, private, 2)
     assert not same(parameters(model), straight)
-    assert [entry.count for entry in private._ledger.history()] == [5, 2]
+    assert [entry.count for entry in private._context.ledger.history()] == [5, 2]
 
 
 def test_after_a_crash_the_whole_reservation_stays_counted(place: Place) -> None:
@@ -291,11 +295,11 @@ def test_after_a_crash_the_whole_reservation_stays_counted(place: Place) -> None
     train(model, private, 3)
     place.save(model, private)
     train(model, private, 2)  # blocks of 1, 2 and 4 releases
-    private._ledger._file.close()  # type: ignore[attr-defined]
+    private._context.ledger._file.close()  # type: ignore[attr-defined]
     model, private = place.go_on(fresh=True)
-    assert private._ledger.position == 7
+    assert private._context.ledger.position == 7
     train(model, private, 1)
-    assert private._ledger.position == 8
+    assert private._context.ledger.position == 8
 
 
 def changed_data() -> TensorDataset:
@@ -323,7 +327,7 @@ def test_another_configuration_takes_a_fresh_key(place: Place, changed: dict[str
         pytest.importorskip("cryptography")
     _, private = place.go_on(fresh=True, **changed)
     assert secret(private) != last and not place.resume_file.exists()
-    assert private._ledger.position == 3
+    assert private._context.ledger.position == 3
 
 
 @pytest.mark.parametrize("setting", ["lr", "momentum", "weight_decay"])
@@ -355,7 +359,7 @@ def test_the_same_checkpoint_a_second_time_takes_a_fresh_key(place: Place, tmp_p
         shutil.copy(file, copied.folder)
     _, again = copied.go_on(fresh=True)
     assert secret(again) != last
-    private._ledger._file.close()  # type: ignore[attr-defined]
+    private._context.ledger._file.close()  # type: ignore[attr-defined]
     _, private = place.go_on(fresh=True)
     assert secret(private) != last
 
@@ -366,7 +370,7 @@ def test_a_resume_file_that_was_put_back_is_not_used(place: Place) -> None:
     kept = place.resume_file.read_bytes()
     model, private = place.go_on()
     train(model, private, 1)
-    private._ledger._file.close()  # type: ignore[attr-defined]
+    private._context.ledger._file.close()  # type: ignore[attr-defined]
     place.resume_file.write_bytes(kept)
     _, private = place.go_on(fresh=True)
     assert secret(private) != last and not place.resume_file.exists()
@@ -380,7 +384,7 @@ def test_a_fresh_key_begins_a_shuffled_pass_anew(place: Place) -> None:
         seen += private.loader.current.indices.tolist()  # type: ignore[union-attr]
         private.step(losses_of(model, batch))
     assert sorted(seen) == list(range(40))
-    assert [entry.count for entry in private._ledger.history()] == [4, 5]
+    assert [entry.count for entry in private._context.ledger.history()] == [4, 5]
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"run": 1}', b"\0" * 100])
@@ -477,7 +481,7 @@ def test_a_state_goes_back_into_its_own_run(place: Place) -> None:
     with pytest.raises(StepError):
         next(iterator)
     train(model, private, 1)
-    assert private._ledger.position == 6
+    assert private._context.ledger.position == 6
 
 
 # Files and states that are no checkpoint
@@ -544,7 +548,7 @@ def test_a_state_that_is_no_state(place: Place) -> None:
         assert_refuses(private, state, CheckpointError, "state_dict")
     model.load_state_dict(saved["model"])
     private.load_state_dict(good)
-    assert private._ledger.position == 3
+    assert private._context.ledger.position == 3
 
 
 def test_a_state_of_another_model_or_optimizer(place: Place) -> None:
@@ -578,9 +582,9 @@ def until_exhausted(model: nn.Module, private: Private) -> None:
     position = 0
     with pytest.raises(BudgetExhausted, match="epsilon=2 at delta=1e-05"):
         for _ in range(100):
-            before, position = parameters(model), private._ledger.position
+            before, position = parameters(model), private._context.ledger.position
             train(model, private, 1)
-    assert same(before, parameters(model)) and private._ledger.position == position
+    assert same(before, parameters(model)) and private._context.ledger.position == position
     with pytest.raises(BudgetExhausted):
         train(model, private, 1)
     assert private.spent().epsilon <= EPSILON
@@ -597,14 +601,14 @@ def test_the_budget_is_kept_however_the_run_was_stopped(place: Place, sampling: 
         place.save(model, private)
         train(model, private, 1 if end == "rolled back" else 0)
         if end == "crash":
-            private._ledger._file.close()  # type: ignore[attr-defined]
+            private._context.ledger._file.close()  # type: ignore[attr-defined]
         else:
             private.close()
         where = place.folder / "new.ledger" if end == "new ledger" else place.ledger
         model, private = place.go_on(fresh=end != "clean", ledger=where, **options)
     until_exhausted(model, private)
     if end in ("straight", "clean"):
-        assert private._ledger.position >= 10
+        assert private._context.ledger.position >= 10
     private.close()
     file = place.folder / "new.ledger" if end == "new ledger" else place.ledger
     assert accounting.epsilon_of(ledger.read(file).history, DELTA) <= EPSILON
@@ -616,7 +620,7 @@ def test_a_budget_counts_what_a_joined_ledger_holds(place: Place) -> None:
     model, private = place.begin(ledger=book, epsilon=EPSILON, delta=DELTA, epochs=2)
     train(model, private, 10)  # the planned steps fit beside those of the other run
     until_exhausted(model, private)
-    assert 18 <= private._ledger.position <= 20
+    assert 18 <= private._context.ledger.position <= 20
     assert private.spent().accountant == "renyi-filter" and 1.9 < private.spent().epsilon <= EPSILON
 
 

@@ -25,8 +25,10 @@ from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.noised_statistics import NoisedStatistics
 from clipwise.clipping.public import Public
-from clipwise.engine import compiled
+from clipwise.engine import captured, compiled, cuda_graphs, describe
+from clipwise.engine import step as pipeline
 from clipwise.engine.compiled import CaptureWarning, CompiledStep
+from clipwise.engine.context import StepContext
 from clipwise.errors import (
     BudgetExhausted,
     ConfigurationError,
@@ -82,7 +84,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         return graphs[-1]
 
     monkeypatch.setattr(compiled, "_can_capture", lambda device: True)
-    monkeypatch.setattr(compiled, "_captured", capture)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
     return graphs
 
 
@@ -308,7 +310,7 @@ def test_rows_that_fill_up_weigh_nothing(recorded: list[Recorded]) -> None:
     batch = next(iter(private.loader))
     indices = private.loader.current.indices.tolist()
     names = tuple(dict(model.named_parameters()))
-    total = clipped_sum_by_hand(model, private._dataset, indices, {names: 0.7})
+    total = clipped_sum_by_hand(model, private._context.plan.dataset, indices, {names: 0.7})
     step(*batch)
     for name, g in gradients(model).items():
         torch.testing.assert_close(g * 8, total[name], rtol=1e-9, atol=1e-11)
@@ -405,11 +407,12 @@ def test_a_mini_set_that_goes_by_itself_may_not_change_buffers(
     options: dict[str, Any] = {"sampling": "partition", "batch_size": 7, "seed": 0, "epochs": 20}
     private = private_run(model, sgd(model), data(dtype=torch.float64), clipping=Batch(0.7), **options)[1]
     blocks = iter([7, 7, 7, 7, 7, 7, 5, 7])
-    draw = type(private._scheme).draw
+    draw = type(private._context.scheme).draw
     by_size = {
-        len(rows): rows for rows in (draw(private._scheme, bytes([i]) * 32, b"", 0) for i in range(99))
+        len(rows): rows
+        for rows in (draw(private._context.scheme, bytes([i]) * 32, b"", 0) for i in range(99))
     }
-    monkeypatch.setattr(type(private._scheme), "draw", lambda *_: by_size[next(blocks)])
+    monkeypatch.setattr(type(private._context.scheme), "draw", lambda *_: by_size[next(blocks)])
     step = private.compiled(loss_with(model))
     go(private, step, 6)
     assert recorded
@@ -435,7 +438,7 @@ def test_what_was_gathered_of_an_earlier_batch_is_no_part_of_the_next(
         step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
         go(private, step, 6)
         with monkeypatch.context() as patch:
-            patch.setattr(type(private._scheme), "draw", lambda *_: odd)
+            patch.setattr(type(private._context.scheme), "draw", lambda *_: odd)
             go(private, step, 1)
         models.append(model)
     require_close(*models)
@@ -567,9 +570,11 @@ def test_an_example_that_is_not_finite_counts_nothing(
     value: float, physical: int | None, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[int] = []
-    gather_again = compiled._Captured._gather_again
+    gather_again = captured.Captured._gather_again
     monkeypatch.setattr(
-        compiled._Captured, "_gather_again", lambda *a: again.append(a[0]._private.steps) or gather_again(*a)
+        captured.Captured,
+        "_gather_again",
+        lambda *a: again.append(a[0]._context.ledger.position) or gather_again(*a),
     )
     options = {"sampling": "full", "max_physical_batch_size": physical}
     model, private = exact_run(with_record(17, value), **options)
@@ -632,7 +637,7 @@ def test_the_test_above_can_fail(recorded: list[Recorded], monkeypatch: pytest.M
     """Without the look at what was put aside the cancelling example is not gathered again."""
     asked: list[bool] = []
     monkeypatch.setattr(
-        compiled._Captured, "_gather_again", lambda self, *_: asked.append(bool(self._rare)) or self._clear()
+        captured.Captured, "_gather_again", lambda self, *_: asked.append(bool(self._rare)) or self._clear()
     )
     model = Positions()
     _, private = private_run(
@@ -761,7 +766,7 @@ def test_a_step_that_cannot_be_captured_says_so_once_and_goes_on(
     def refuse(act: object, device: object, warm: bool = True) -> None:
         raise RuntimeError("no graph for this\nand so on")
 
-    monkeypatch.setattr(compiled, "_captured", refuse)
+    monkeypatch.setattr(cuda_graphs, "capture", refuse)
     model, private = private_run(seed=1)
     step = private.compiled(loss_with(model))
     with pytest.warns(CaptureWarning, match="ordinary one: no graph for this$") as caught:
@@ -805,9 +810,9 @@ def test_the_noise_is_that_of_the_steps_key_and_has_the_stated_size(recorded: li
     go(private, step, 6)
     seen = []
     for batch in private.loader:
-        indices, key = private.loader.current.indices.tolist(), private._key.copy()
+        indices, key = private.loader.current.indices.tolist(), private._context.keys.key.copy()
         groups = {part.parameters: part.sensitivity for part in private.parts()}
-        total = clipped_sum_by_hand(model, private._dataset, indices, groups)
+        total = clipped_sum_by_hand(model, private._context.plan.dataset, indices, groups)
         step(*batch)
         for number, part in enumerate(private.parts()):
             noise = torch.cat(
@@ -836,12 +841,12 @@ def test_the_noise_of_a_sum_alone_falls_in_the_order_of_its_memory(recorded: lis
     )
     step = private.compiled(loss_with(model))
     go(private, step, 6)
-    L = private._clipper.divisor
+    L = private._context.clipper.divisor
     assert float(torch.tensor(L, dtype=torch.float32)) != L
     batch = next(iter(private.loader))
-    indices, key = private.loader.current.indices.tolist(), private._key.copy()
+    indices, key = private.loader.current.indices.tolist(), private._context.keys.key.copy()
     groups = {part.parameters: part.sensitivity for part in private.parts()}
-    total = clipped_sum_by_hand(model, private._dataset, indices, groups)
+    total = clipped_sum_by_hand(model, private._context.plan.dataset, indices, groups)
     step(*batch)
     for number, part in enumerate(private.parts()):
         (name,) = part.parameters
@@ -902,11 +907,11 @@ def test_nothing_is_released_if_it_cannot_be_charged(recorded: list[Recorded]) -
     _, private = private_run(model, ledger=ledger)
     step = private.compiled(loss_with(model))
     go(private, step, 6)
-    key, weights = private._key.secret_bytes(), parameters(model)
+    key, weights = private._context.keys.key.secret_bytes(), parameters(model)
     ledger.refuses = True
     with pytest.raises(OSError, match="disk full"):
         go(private, step, 1)
-    assert private._key.secret_bytes() == key
+    assert private._context.keys.key.secret_bytes() == key
     assert same(parameters(model), weights)
     assert not gradients(model)  # as in an ordinary step: what was released and used before is gone
     ledger.refuses = False
@@ -939,13 +944,13 @@ def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
     with monkeypatch.context() as patched:  # of two pieces of 2 and 1 the second fails
         calls = Counter[str]()
 
-        def failing(self: Any, rows: Any, count: int, fill: Any = compiled._Captured._fill) -> None:
+        def failing(self: Any, rows: Any, count: int, fill: Any = captured.Captured._fill) -> None:
             calls["fill"] += 1
             if calls["fill"] == 2:
                 raise MemoryError
             fill(self, rows, count)
 
-        patched.setattr(compiled._Captured, "_fill", failing)
+        patched.setattr(captured.Captured, "_fill", failing)
         with pytest.raises(MemoryError):
             step(*second)
     with pytest.raises(StepError, match="all go through one step"):
@@ -978,7 +983,7 @@ def test_one_batch_does_not_go_through_two_kinds_of_steps(
     else:
         indices = private.loader.current.indices
         assert not set(indices.tolist()) & set(left.tolist())
-        total = clipped_sum_by_hand(model, private._dataset, indices.tolist(), {names: 0.7})
+        total = clipped_sum_by_hand(model, private._context.plan.dataset, indices.tolist(), {names: 0.7})
         assert first(*batch)
         for name, g in gradients(model).items():
             torch.testing.assert_close(g * 8, total[name], rtol=1e-9, atol=1e-11)
@@ -1124,14 +1129,14 @@ def test_a_rate_that_follows_a_metric_is_named_by_the_statement(recorded: list[R
     go(private, step, 1)
     for _ in range(2):
         plateau.step(1.0)
-    assert not private._about().followed_metric and replays(recorded) > 0
+    assert not describe.about(private._context).followed_metric and replays(recorded) > 0
     with pytest.warns(PrivacyWarning, match=r"ReduceLROnPlateau.*public data"):
         go(private, step, 1)
-    assert private._about().followed_metric
+    assert describe.about(private._context).followed_metric
 
 
 def updates_of(optimizer: torch.optim.Optimizer, times: int, update: Any = None) -> Any:
-    update = update or compiled._Update(optimizer, torch.device("cpu"))
+    update = update or cuda_graphs.Update(optimizer, torch.device("cpu"))
     for _ in range(times):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
@@ -1175,14 +1180,14 @@ def test_an_optimizer_with_hooks_steps_itself(recorded: list[Recorded]) -> None:
 def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(
     recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = compiled._captured
+    capture = cuda_graphs.capture
 
     def refuse(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Any:
         if not warm:
             raise RuntimeError("it waits for the device")
         return capture(act, device, warm)
 
-    monkeypatch.setattr(compiled, "_captured", refuse)
+    monkeypatch.setattr(cuda_graphs, "capture", refuse)
     (model, private), (expected, plain) = exact_run(), exact_run()
     go(private, private.compiled(loss_with(model)), 12)
     go(plain, ordinary(expected, plain), 12)
@@ -1193,13 +1198,13 @@ def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(
 
 
 def steps_itself(private: Private, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    made, step = Counter[str](), private.step
+    made, backward = Counter[str](), pipeline.backward
 
-    def counted(losses: Tensor) -> bool:
-        made["ordinary"] += 1
-        return step(losses)
+    def counted(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
+        made["ordinary"] += context is private._context
+        return backward(context, losses, outputs)
 
-    monkeypatch.setattr(private, "step", counted)
+    monkeypatch.setattr(pipeline, "backward", counted)
     return made
 
 
@@ -1320,7 +1325,7 @@ def test_a_release_that_fails_leaves_no_key_that_could_serve_another_sum(recorde
     step = private.compiled(loss_with(model))
     go(private, step, 6)
     _, release, *_ = recorded
-    before, steps = private._key.secret_bytes(), private.steps
+    before, steps = private._context.keys.key.secret_bytes(), private.steps
 
     def fails() -> None:
         release._act()
@@ -1329,7 +1334,7 @@ def test_a_release_that_fails_leaves_no_key_that_could_serve_another_sum(recorde
     release.replay = fails  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         step(*next(iter(private.loader)))
-    assert private.steps == steps + 1 and private._key.secret_bytes() != before
+    assert private.steps == steps + 1 and private._context.keys.key.secret_bytes() != before
 
 
 def test_a_loss_that_is_no_function_is_refused() -> None:

@@ -23,7 +23,7 @@ from clipwise import (
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.real_views import complex_view, dimension, real_view
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.noise.mechanism import noised_sums
 from clipwise.privacy import Part
 from tests.soundness.neighbours import attach
@@ -57,7 +57,7 @@ def run(clipping: Strategy | None = None, model: nn.Module | None = None, **opti
 
 
 def trained(private: Private) -> nn.Module:
-    model = private._model
+    model = private._context.model
     for (x,) in private.loader:
         private.step(model(x))
     return model
@@ -131,7 +131,7 @@ def test_a_run_trains_and_states_its_guarantee(clipping: Strategy, noise: str) -
     if noise == "secure":
         pytest.importorskip("cryptography")
     private = run(clipping, noise=noise, averaged=0.9, steps=3, delta=1e-5)
-    before = private._model.z.detach().clone()
+    before = private._context.model.z.detach().clone()
     model = trained(private)
     assert model.z.grad is not None and model.z.grad.is_complex() and model.z.dtype == before.dtype
     moved = model.z.detach() - before
@@ -158,7 +158,7 @@ def test_strategies_for_real_parameters_refuse_them_by_name(clipping: Strategy, 
 
 def test_a_compiled_step_is_an_ordinary_one() -> None:
     private = run()
-    step = private.compiled(lambda x: private._model(x))
+    step = private.compiled(lambda x: private._context.model(x))
     for (x,) in private.loader:
         step(x)
     assert private.steps > 0

@@ -85,16 +85,16 @@ def test_whole_mini_sets_are_not_cut() -> None:
 def test_a_loop_of_ones_own_gets_the_error_and_can_go_on() -> None:
     model, private = private_run(sampling="fixed-size")
     batch = next(iter(private.loader))
-    clip = private._clipper.clipped_sum
+    clip = private._context.clipper.clipped_sum
 
     def fails(*_: object) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    private._clipper.clipped_sum = fails  # type: ignore[method-assign]
+    private._context.clipper.clipped_sum = fails  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError):
         private.step(losses_of(model, batch))
     assert private.steps == 0 and not gradients(model)
-    private._clipper.clipped_sum = clip  # type: ignore[method-assign]
+    private._context.clipper.clipped_sum = clip  # type: ignore[method-assign]
     assert private.step(losses_of(model, batch)) and private.steps == 1
 
 

@@ -8,37 +8,41 @@ import numpy as np
 import pytest
 
 from clipwise.engine import compiled, observer
-from clipwise.engine.observer import Watch, watched, watching
-from clipwise.engine.private import Private
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.engine.context import StepContext
+from clipwise.engine.observer import ObservedScheme, Observer, observing
+from clipwise.noise.key import NoiseKey
 from clipwise.sampling.base import Indices
 from clipwise.sampling.schemes import make_scheme
 from tests.runs import gradients, losses_of, private_run, same, train
 
 
-class WithKey(Watch):
+class WithKey(Observer):
     """Looks on, with a key that is the same each time."""
 
-    def begins(self, private: Private) -> NoiseKey:
+    def begins(self, run: StepContext) -> NoiseKey:
         return NoiseKey.from_seed(0, b"watch")
 
 
 class WithoutFirst(WithKey):
-    def kept(self, private: Private, drawn: Indices) -> Indices:
+    def kept(self, run: StepContext, drawn: Indices) -> Indices:
         return drawn[drawn != 0]
 
 
 def test_nobody_watches_by_default_or_afterwards() -> None:
     assert observer.current() is None
     _, before = private_run()
-    with watching(Watch()):
+    with observing(Observer()):
         _, inside = private_run()
     _, after = private_run()
-    assert before._watch is None and after._watch is None and isinstance(inside._watch, Watch)
+    assert (
+        before._context.observer is None
+        and after._context.observer is None
+        and isinstance(inside._context.observer, Observer)
+    )
 
 
 def test_a_watched_run_keeps_nothing_and_says_that_its_noise_is_known(tmp_path: Path) -> None:
-    with watching(Watch()):
+    with observing(Observer()):
         model, private = private_run(ledger=tmp_path / "ledger", resume_file=tmp_path / "resume")
         train(model, private, 2)
         assert private.statement().seeded
@@ -47,18 +51,18 @@ def test_a_watched_run_keeps_nothing_and_says_that_its_noise_is_known(tmp_path: 
 
 
 def test_looking_on_changes_nothing_but_the_key() -> None:
-    with watching(WithKey()):
+    with observing(WithKey()):
         model, private = private_run()
     train(model, private, 3)
     again, plain = private_run()
-    plain._key = NoiseKey.from_seed(0, b"watch")
+    plain._context.keys.key = NoiseKey.from_seed(0, b"watch")
     train(again, plain, 3)
     assert same(gradients(model), gradients(again))
 
 
 def test_who_is_left_out_is_as_if_never_drawn() -> None:
     for looking in (WithKey(), WithoutFirst()):
-        with watching(looking):
+        with observing(looking):
             model, private = private_run(sampling="full", max_physical_batch_size=16)
         sizes = []
         for x, y in private.loader.pieces():
@@ -69,7 +73,7 @@ def test_who_is_left_out_is_as_if_never_drawn() -> None:
 
 def test_a_watched_scheme_is_the_scheme_but_for_its_draws() -> None:
     scheme = make_scheme("fixed-size", 10, 4)
-    thinned = watched(scheme, lambda drawn: drawn[:0])
+    thinned = ObservedScheme(scheme, lambda drawn: drawn[:0])
     assert repr(thinned) == repr(scheme) and thinned.expected_size == 4
     assert len(scheme.draw(b"a", b"b", 0)) == 4
     assert np.array_equal(thinned.draw(b"a", b"b", 0), np.empty(0, dtype=np.int64))
@@ -78,8 +82,8 @@ def test_a_watched_scheme_is_the_scheme_but_for_its_draws() -> None:
 
 def test_a_watched_step_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_can_capture", lambda device: True)
-    with watching(Watch()):
+    with observing(Observer()):
         model, private = private_run()
     again, plain = private_run()
-    assert private.compiled(lambda x, y: losses_of(model, (x, y)))._stays_ordinary
-    assert not plain.compiled(lambda x, y: losses_of(again, (x, y)))._stays_ordinary
+    assert private.compiled(lambda x, y: losses_of(model, (x, y)))._stays_eager
+    assert not plain.compiled(lambda x, y: losses_of(again, (x, y)))._stays_eager

@@ -100,9 +100,10 @@ def noise_of_a_step(
 ) -> dict[str, Tensor]:
     """grad * L - clipped sum, for one step."""
     indices = first_step(model, private, backward_only=True)
-    total = clipped_sum_by_hand(model, private._dataset, indices, norms)
+    total = clipped_sum_by_hand(model, private._context.plan.dataset, indices, norms)
     return {
-        name: g.double() * private._scheme.expected_size - total[name] for name, g in gradients(model).items()
+        name: g.double() * private._context.scheme.expected_size - total[name]
+        for name, g in gradients(model).items()
     }
 
 
@@ -173,7 +174,7 @@ def test_an_empty_batch_releases_noise_and_counts(drawn: Drawn, dtype: torch.dty
     model = network(dtype)
     _, private = private_run(model, None, data(dtype=dtype), noise_multiplier=2.0, seed=1)
     first_step(model, private)
-    assert private._ledger.position == 1
+    assert private._context.ledger.position == 1
     noise = torch.cat([g.flatten().double() for g in gradients(model).values()])
     assert 0.7 < float(noise.std()) / (2.0 / 8) < 1.4
     assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
@@ -182,7 +183,7 @@ def test_an_empty_batch_releases_noise_and_counts(drawn: Drawn, dtype: torch.dty
 def test_without_noise_an_empty_batch_releases_zeros(drawn: Drawn) -> None:
     model, private = private_run(noise_multiplier=0)
     first_step(model, private)
-    assert all(not g.any() for g in gradients(model).values()) and private._ledger.position == 1
+    assert all(not g.any() for g in gradients(model).values()) and private._context.ledger.position == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -229,7 +230,7 @@ def test_the_physical_batch_size_changes_no_result(make: Any, noise: float, samp
         )
         assert len(private.loader) == 5
         train(model, private, 6)
-        assert private._ledger.position == 6
+        assert private._context.ledger.position == 6
         results.append(parameters(model))
     for other in results[1:]:
         for name, p in results[0].items():
@@ -240,7 +241,7 @@ def test_a_batch_that_was_left_in_the_middle_is_not_counted_twice() -> None:
     model, private = private_run(noise_multiplier=0, sampling="full", max_physical_batch_size=15)
     batch = next(iter(private.loader.pieces()))
     assert private.step(losses_of(model, batch)) is False  # one piece of three, then the loop is left
-    assert private._ledger.position == 0 and not gradients(model)
+    assert private._context.ledger.position == 0 and not gradients(model)
     train(model, private, 1)
     total = clipped_sum_by_hand(network(), data(), range(SIZE), {ALL: 1.0})
     for name, g in gradients(model).items():
@@ -330,11 +331,11 @@ def test_the_length_of_the_loader_is_the_number_of_steps_of_an_epoch() -> None:
 def test_looking_at_a_batch_costs_nothing() -> None:
     model, private = private_run(seed=3)
     looked = [next(iter(private.loader))[0] for _ in range(3)]
-    assert private._ledger.position == 0
+    assert private._context.ledger.position == 0
     batch = next(iter(private.loader))
     assert all(torch.equal(batch[0], x) for x in looked)
     private.step(losses_of(model, batch))
-    assert private._ledger.position == 1
+    assert private._context.ledger.position == 1
     assert not torch.equal(next(iter(private.loader))[0], looked[0])
 
 
@@ -393,7 +394,7 @@ def test_close_ends_the_run(tmp_path: Path) -> None:
         private.load_state_dict(private.state_dict())
     assert same(before, parameters(model))
     assert ledger.read(tmp_path / "run.ledger").position == 1 and ledger.read(tmp_path / "run.ledger").clean
-    assert not any(private._key._secret)
+    assert not any(private._context.keys.key._secret)
 
 
 def test_an_error_inside_with_still_settles_the_ledger(tmp_path: Path) -> None:
@@ -419,7 +420,7 @@ def test_the_ledger_is_settled_even_if_the_secrets_cannot_be_kept(broken: str, t
     with pytest.raises(OSError if broken == "data" else CheckpointError):
         private.close()
     assert ledger.read(tmp_path / "run.ledger").clean and ledger.read(tmp_path / "run.ledger").position == 5
-    assert not any(private._key._secret)
+    assert not any(private._context.keys.key._secret)
 
 
 # Seeds
@@ -484,11 +485,11 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
         original(*charged)
 
     def noise(*args: Any, **options: Any) -> Tensor:
-        order.append(f"noise {shown()} {private._ledger.position}")
+        order.append(f"noise {shown()} {private._context.ledger.position}")
         return drawn_noise(*args, **options)
 
-    original, drawn_noise = private._ledger.charge, mechanism.gaussian_in_pieces
-    monkeypatch.setattr(private._ledger, "charge", charge)
+    original, drawn_noise = private._context.ledger.charge, mechanism.gaussian_in_pieces
+    monkeypatch.setattr(private._context.ledger, "charge", charge)
     monkeypatch.setattr(mechanism, "gaussian_in_pieces", noise)
     monkeypatch.setattr(crash_points, "reached", lambda point: order.append(f"{point} {shown()}"))
     first_step(model, private)
@@ -506,7 +507,7 @@ def test_nothing_is_released_if_it_cannot_be_charged(monkeypatch: pytest.MonkeyP
     def charge(*charged: Any) -> None:
         raise LedgerError("the disk is full")
 
-    monkeypatch.setattr(private._ledger, "charge", charge)
+    monkeypatch.setattr(private._context.ledger, "charge", charge)
     before = parameters(model)
     with pytest.raises(LedgerError):
         first_step(model, private)
@@ -531,11 +532,11 @@ def test_a_release_that_fails_in_the_middle_is_charged_and_not_mixed_up(
             except MemoryError:
                 continue
             taken.update(indices)
-            passes = sum(-(-entry.count // entry.event.period) for entry in private._ledger.history())
+            passes = sum(-(-entry.count // entry.event.period) for entry in private._context.ledger.history())
             worst = max(worst, max(taken.values()) - passes)
 
     def fails(*args: Any, **options: Any) -> Any:
-        if private._ledger.position == 3 and not failed:
+        if private._context.ledger.position == 3 and not failed:
             failed.append(True)
             raise MemoryError
         return real(*args, **options)
@@ -570,8 +571,8 @@ def test_every_release_is_counted(scheme: str) -> None:
     model, private = private_run(seed=1, **SCHEMES[scheme])
     for n in range(1, 8):
         train(model, private, 1)
-        assert private._ledger.position == n == private.state_dict()["position"]
-    (entry,) = private._ledger.history()
+        assert private._context.ledger.position == n == private.state_dict()["position"]
+    (entry,) = private._context.ledger.history()
     assert (entry.event.sampling, entry.count) == (Sampling(scheme), 7)
     assert entry.event.noise_multiplier == private.noise_multiplier
 
@@ -643,16 +644,16 @@ def test_the_size_drawn_appears_nowhere(
 def test_an_interrupt_right_after_a_charge_makes_the_budget_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the ledger is never still in the budget as well."""
     model, private = private_run(sampling="fixed-size", epsilon=1.0, delta=1e-3, steps=3)
-    charge = private._ledger.charge
+    charge = private._context.ledger.charge
 
     def interrupted(*charged: Any) -> None:
         charge(*charged)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(private._ledger, "charge", interrupted)
+    monkeypatch.setattr(private._context.ledger, "charge", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(model, private, 1)
-    monkeypatch.setattr(private._ledger, "charge", charge)
+    monkeypatch.setattr(private._context.ledger, "charge", charge)
     with pytest.raises(BudgetExhausted):
         train(model, private, 4)
     assert private.steps <= 3 and private.spent().epsilon <= 1.0

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, PerExample, Private, Unit, check, layers
 from clipwise.clipping import Strategy
-from clipwise.engine import checkpoint
+from clipwise.engine import checkpoint, resume
 from clipwise.errors import (
     BudgetExhausted,
     ConfigurationError,
@@ -30,7 +30,7 @@ from clipwise.errors import (
     UnsupportedModelError,
 )
 from clipwise.gradients import METHODS as PER_EXAMPLE_METHODS
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.report import statement
 from tests.runs import (
     CLASSES,
@@ -61,7 +61,7 @@ def normalized(keep: bool = False) -> nn.Sequential:
 
 
 def fix_draws(private: Private) -> Private:
-    private._key = NoiseKey.from_seed(5, b"the same draws")
+    private._context.keys.key = NoiseKey.from_seed(5, b"the same draws")
     return private
 
 
@@ -262,7 +262,7 @@ def test_mini_sets_must_fit_draws_of_constant_size() -> None:
         with pytest.raises(ConfigurationError, match="mini_sets=3 must divide batch_size=8"):
             private_run(clipping=Batch(1.0, 3), sampling=sampling)
         _, private = private_run(clipping=Batch(1.0, 4), sampling=sampling)
-        assert private._event.sample_rate == 0.2
+        assert private._context.event.sample_rate == 0.2
 
 
 def test_a_compiled_step_is_an_ordinary_one() -> None:
@@ -358,7 +358,7 @@ def test_statistics_that_come_back_are_refused() -> None:
     model, private = private_run(normalized(), clipping=Batch(), sampling="full")
     train(model, private, 1)
     model[1] = nn.BatchNorm1d(HIDDEN)
-    model[1].weight, model[1].bias = [private._parameters[n] for n in ("1.weight", "1.bias")]
+    model[1].weight, model[1].bias = [private._context.parameters[n] for n in ("1.weight", "1.bias")]
     losses = losses_of(model, next(iter(private.loader)))
     with pytest.raises(UnsupportedModelError, match="running statistics"):
         private.step(losses)
@@ -444,7 +444,7 @@ def test_users_are_drawn_with_all_their_records() -> None:
         sizes.append(len(x))
         private.step(losses_of(model, (x, y)))
     assert sizes == [6, 6, 6, 6, 6, 5, 5] and private.steps == 1
-    assert private._clipper.divisor == 7
+    assert private._context.clipper.divisor == 7
 
 
 def test_the_unit_is_the_user_everywhere(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_the_unit_is_the_user_everywhere(tmp_path: Path) -> None:
         dataset=data(records), group=[i % 7 for i in range(records)], ledger=tmp_path / "run.ledger"
     )
     assert private.parts()[0].sensitivity == 1.0  # C, under zero-out
-    assert private._event.sample_rate == 3 / 7 and private._event.unit is Unit.USER
+    assert private._context.event.sample_rate == 3 / 7 and private._context.event.unit is Unit.USER
     train(model, private, 3)
     assert private.spent().unit is Unit.USER and "one user" in str(private.spent())
     text = str(private.statement())
@@ -618,7 +618,7 @@ def test_other_mini_sets_or_users_are_another_run() -> None:
 
     def digests(**options: Any) -> tuple[str, str]:
         _, private = private_run(sample_rate=1e-9, **options)
-        return private._fingerprint(), private._data_digest()
+        return private.state_dict()["fingerprint"], resume.data_digest(private._context)
 
     every = [
         digests(clipping=Batch()),
@@ -650,7 +650,7 @@ def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind:
 
     model, private = private_run(ledger=tmp_path / "run.ledger", **options)
     straight, twin = private_run(**options)
-    twin._key = NoiseKey.from_secret_bytes(private._key.secret_bytes())
+    twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
     go(straight, twin, 5)
     go(model, private, 2)
     assert not step(model, private, next(iter(private.loader.pieces())))  # one mini-set of the third batch

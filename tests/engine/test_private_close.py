@@ -167,10 +167,10 @@ def test_a_release_that_fails_is_counted_and_not_called_exact(
 def test_a_step_that_fails_stays_counted_unless_it_is_made_again(path: Path, again: bool) -> None:
     model, private = private_run(ledger=path, sampling="fixed-size")
     train(model, private, 2)
-    honest, private._clipper.sum_at_outputs = private._clipper.sum_at_outputs, None  # type: ignore[method-assign,assignment]
+    honest, private._context.clipper.sum_at_outputs = private._context.clipper.sum_at_outputs, None  # type: ignore[method-assign,assignment]
     with pytest.raises(TypeError):
         train(model, private, 1)
-    private._clipper.sum_at_outputs = honest  # type: ignore[method-assign]
+    private._context.clipper.sum_at_outputs = honest  # type: ignore[method-assign]
     train(model, private, int(again))
     private.close()
     assert counted(path) == (3, again)
@@ -183,7 +183,7 @@ def test_a_run_that_crashed_is_not_exact_when_it_has_gone_on(path: Path) -> None
     model, private = private_run(ledger=path)
     train(model, private, 5)
     state = private.state_dict()
-    private._ledger._file.close()  # type: ignore[attr-defined]
+    private._context.ledger._file.close()  # type: ignore[attr-defined]
     model.zero_grad()
     _, private = private_run(model, ledger=path)
     with pytest.warns(PrivacyWarning, match="fresh secret"):

@@ -170,7 +170,7 @@ def test_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_another_rule_is_another_configuration() -> None:
     prints = {
-        begin(rule=rule)[1]._fingerprint()
+        begin(rule=rule)[1].state_dict()["fingerprint"]
         for rule in (None, RULE, NoisedStatistics(0.4, momentum=0.2, share=0.25))
     }
     assert len(prints) == 3

@@ -227,7 +227,7 @@ def with_a_second_writer(plan: Plan, files: Files, lines: int) -> Run:
         copy = os.fork()
         if copy == 0:
             try:
-                run.private._ledger.charge(run.private._event)
+                run.private._context.ledger.charge(run.private._context.event)
                 files.say("error: a forked copy could charge")
             except clipwise.LedgerError:
                 pass
@@ -299,7 +299,7 @@ def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
 
         run.model.forward = checked  # type: ignore[method-assign]
         return run
-    clipper: Any = run.private._clipper
+    clipper: Any = run.private._context.clipper
     clip = clipper.clipped_sum
 
     def clipped_sum(losses: Tensor, *arguments: Any) -> Any:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from clipwise import ClipwiseError, FileLedger, PerExample, make_private
-from clipwise.engine import checkpoint
+from clipwise.engine import checkpoint, step
+from clipwise.engine.context import StepContext
 from clipwise.errors import PrivacyWarning
 from tests.faults.plan import COMPARED, SAVE_EVERY, STEPS, STEPS_AFTER, Plan
 from tests.soundness.crash_child import Files, TearableSGD
@@ -53,7 +54,7 @@ class Run:
             ledger=FileLedger(files.ledger, join=join, block=plan.block),
             resume_file=files.ledger.with_suffix(".resume"),
         )
-        self.private._noised = self._watched(self.private._noised)  # type: ignore[method-assign]
+        step.noised = self._watched(step.noised)
         self.step = self.private.compiled(self.loss) if plan.is_compiled else self._ordinary
         files.say(f"opened {self.private.steps}")
 
@@ -66,11 +67,12 @@ class Run:
     def _watched(self, noised: Callable[..., Any]) -> Callable[..., Any]:
         """Write down which key meets which sum."""
 
-        def watched(total: dict[str, Tensor]) -> Any:
-            summed = json.dumps([t.tolist() for t in total.values()]).encode()
-            key = self.private._key.derive("test")
-            self.files.say(f"key {key.hex()[:16]} {blake2b(summed, digest_size=8).hexdigest()}")
-            return noised(total)
+        def watched(context: StepContext, total: dict[str, Tensor]) -> Any:
+            if context is self.private._context:
+                summed = json.dumps([t.tolist() for t in total.values()]).encode()
+                key = context.keys.key.derive("test")
+                self.files.say(f"key {key.hex()[:16]} {blake2b(summed, digest_size=8).hexdigest()}")
+            return noised(context, total)
 
         return watched
 

@@ -27,7 +27,7 @@ from clipwise import Backprop, Batch, PerExample, Private, layers, make_private
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import Decay
 from clipwise.clipping.public import Public
-from clipwise.engine import compiled
+from clipwise.engine import compiled, cuda_graphs
 from clipwise.engine.compiled import CaptureWarning, CompiledStep
 from clipwise.gradients.forms import Budget, Outer, Rows, Tied
 from clipwise.gradients.precision import TF32
@@ -548,7 +548,7 @@ def main() -> int:
     """Run all."""
     if REHEARSED:
         can = mock.patch.object(compiled, "_can_capture", lambda device: True)
-        with can, mock.patch.object(compiled, "_captured", recorded):
+        with can, mock.patch.object(cuda_graphs, "capture", recorded):
             return 1 if failures_of(CHECKS) else 0
     if not torch.cuda.is_available():
         print("there is no CUDA device")

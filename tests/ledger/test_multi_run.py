@@ -16,6 +16,7 @@ from torch import nn
 
 from clipwise import FileLedger, MemoryLedger, Private, accounting
 from clipwise.accounting import gaussian
+from clipwise.engine import step
 from clipwise.errors import BudgetExhausted, ConfigurationError, LedgerError, PrivacyWarning
 from clipwise.ledger import ledger
 from clipwise.ledger.file_format import LedgerState
@@ -127,7 +128,7 @@ def test_two_runs_share_one_budget(another: Next) -> None:
     until_exhausted(model, private)
     spent = private.spent()
     assert spent.accountant == "renyi-filter" and 0.95 * EPSILON < spent.epsilon <= EPSILON
-    assert accounting.epsilon_of(private._ledger.history(), DELTA) <= EPSILON
+    assert accounting.epsilon_of(private._context.ledger.history(), DELTA) <= EPSILON
 
 
 def test_the_budget_counts_what_another_run_charges_meanwhile() -> None:
@@ -149,13 +150,14 @@ def test_a_charge_is_checked_in_the_same_moment(monkeypatch: pytest.MonkeyPatch)
     model, private = private_run(ledger=book, **BUDGET)
     other = private_run(ledger=book, noise_multiplier=0.5)
     train(model, private, 1)
-    gather = private._gather
+    gather = step.gather
 
-    def meanwhile(*arguments: Any) -> bool:
-        train(*other, 3)
-        return gather(*arguments)
+    def meanwhile(context: Any, *arguments: Any) -> bool:
+        if context is private._context:
+            train(*other, 3)
+        return gather(context, *arguments)
 
-    monkeypatch.setattr(private, "_gather", meanwhile)
+    monkeypatch.setattr(step, "gather", meanwhile)
     before = parameters(model)
     with pytest.raises(BudgetExhausted):
         train(model, private, 1)
@@ -224,13 +226,13 @@ EVENT = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01)
 
 def test_the_order_follows_from_the_first_plan(tmp_path: Path) -> None:
     with private_run(ledger=tmp_path / "ledger", **BUDGET)[1] as private:
-        train(private._model, private, 1)
-        event = private._event
+        train(private._context.model, private, 1)
+        event = private._context.event
     found = ledger.read(tmp_path / "ledger")
     assert found.plan == {"budget": EPSILON, "delta": DELTA, "planned": 10, "late": False}
     options = {"noise_multiplier": 2.0, "epochs": 50, "delta": 1e-7}
     with private_run(ledger=FileLedger(tmp_path / "ledger", join=True), **options)[1] as private:
-        train(private._model, private, 2)
+        train(private._context.model, private, 2)
         spent = private.spent(DELTA)
     again = ledger.read(tmp_path / "ledger")
     assert again.plan == found.plan  # whatever came later
@@ -247,19 +249,22 @@ def test_a_plan_goes_along_with_a_checkpoint() -> None:
     model.zero_grad()
     train(model, other, 1)
     plan = {"budget": EPSILON, "delta": DELTA, "planned": 10, "late": False}
-    assert other._ledger.plan == private._ledger.plan == plan
-    assert [entry.run for entry in other._ledger.history()] == [private._tag, other._tag]
+    assert other._context.ledger.plan == private._context.ledger.plan == plan
+    assert [entry.run for entry in other._context.ledger.history()] == [
+        private._context.tag,
+        other._context.tag,
+    ]
 
 
 def test_without_a_plan_the_first_budget_decides(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     with private_run(ledger=path, noise_multiplier=2.0)[1] as private:
-        train(private._model, private, 3)
+        train(private._context.model, private, 3)
     assert ledger.read(path).plan is None
     model, private = private_run(ledger=FileLedger(path, join=True), **BUDGET)
     train(model, private, 10)
     order = accounting.filter.order_for_budget(EPSILON, DELTA)
-    spent = accounting.filter.epsilon_at(order, private._ledger.history(), DELTA)
+    spent = accounting.filter.epsilon_at(order, private._context.ledger.history(), DELTA)
     assert private.spent().epsilon == spent and 0.95 * EPSILON < spent <= EPSILON
     private.close()
     assert of_ledger(path).spent.epsilon == spent
@@ -272,7 +277,7 @@ def test_a_joined_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Its noise was calibrated after what was there; going on, it is not calibrated after itself."""
     path = tmp_path / "ledger"
     with private_run(ledger=path, **BUDGET)[1] as private:
-        train(private._model, private, 5)
+        train(private._context.model, private, 5)
     model, private = private_run(ledger=FileLedger(path, join=True), **BUDGET)
     z = private.noise_multiplier
     train(model, private, 4)
@@ -286,7 +291,7 @@ def test_a_joined_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         private.load_state_dict(state)
     assert private.noise_multiplier == z
     train(model, private, 6)
-    assert [entry.count for entry in private._ledger.history()] == [5, 10]
+    assert [entry.count for entry in private._context.ledger.history()] == [5, 10]
     assert until_exhausted(model, private) <= 1
 
 
@@ -301,7 +306,7 @@ def test_a_run_with_another_plan_is_another_run(tmp_path: Path) -> None:
     with pytest.warns(PrivacyWarning, match="fresh secret"):
         private.load_state_dict(state)
     train(model, private, 20)
-    assert len({entry.run for entry in private._ledger.history()}) == 2
+    assert len({entry.run for entry in private._context.ledger.history()}) == 2
     assert private.spent().accountant == "renyi-filter" and private.spent().epsilon <= 3
 
 
@@ -320,7 +325,7 @@ def test_one_run_is_stated_by_pld() -> None:
 def test_several_runs_are_stated_by_the_filter(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     with private_run(ledger=path, **BUDGET)[1] as private:
-        train(private._model, private, 3)
+        train(private._context.model, private, 3)
     model, private = private_run(ledger=FileLedger(path, join=True), **{**BUDGET, "epsilon": 3.0})
     train(model, private, 3)
     tight, spent, said = private.spent(accountant="pld"), private.spent(), private.statement()
@@ -404,7 +409,7 @@ def test_an_old_checkpoint_goes_on_in_its_old_ledger(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     model, private = private_run(sampling="full")
     state = {k: v for k, v in private.state_dict().items() if k not in ("tag", "made", "exact", "plan")}
-    event = replace(private._event)
+    event = replace(private._context.event)
     of_format_1(
         path,
         {"kind": "event", "id": 1, "event": event.to_dict()},
@@ -416,5 +421,5 @@ def test_an_old_checkpoint_goes_on_in_its_old_ledger(tmp_path: Path) -> None:
     with pytest.warns(PrivacyWarning, match="fresh secret"):
         private.load_state_dict(state)
     train(model, private, 2)
-    assert [(e.run, e.count) for e in private._ledger.history()] == [("ab", 3), ("ab", 2)]
+    assert [(e.run, e.count) for e in private._context.ledger.history()] == [("ab", 3), ("ab", 2)]
     assert private.spent().accountant == "pld"

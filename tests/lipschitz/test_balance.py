@@ -150,7 +150,7 @@ def test_a_run_may_be_balanced() -> None:
             model[1].bias.zero_()
         _, private = private_run(model, clipping=Lipschitz(20.0, 1.0, balanced=is_balanced))
         noise.append(
-            sum(p.noise_std**2 * private._parameters[p.name].numel() for p in private.parts()) ** 0.5
+            sum(p.noise_std**2 * private._context.parameters[p.name].numel() for p in private.parts()) ** 0.5
         )
         train(model, private, 3)
         fresh = bounds_of(trace(model, (FEATURES,)), 2**0.5).sensitivities

@@ -27,7 +27,8 @@ from scipy import stats
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.noise import gaussian as noise
-from clipwise.noise.gaussian import NoiseKey, gaussian, key_words
+from clipwise.noise.gaussian import gaussian, key_words
+from clipwise.noise.key import NoiseKey
 
 SECRET = bytes(range(1, 33))
 TOP = 2**64 - 1

@@ -256,14 +256,14 @@ def test_how_sums_lie_in_memory_does_not_change_where_noise_falls() -> None:
             noise_multiplier=1.0,
             seed=3,
         )
-        clipped_sum = private._clipper.clipped_sum
+        clipped_sum = private._context.clipper.clipped_sum
 
         def turned(losses: Tensor, clipped_sum: Any = clipped_sum, turns: bool = turns) -> dict[str, Tensor]:
             sums = clipped_sum(losses)
             sums["weight"] = sums["weight"].t().contiguous().t() if turns else sums["weight"].contiguous()
             return sums
 
-        private._clipper.clipped_sum = turned  # type: ignore[method-assign]
+        private._context.clipper.clipped_sum = turned  # type: ignore[method-assign]
         for x, y in private.loader:
             private.step(F.cross_entropy(model(x), y, reduction="none"))
         found.append(model.weight.detach().clone())

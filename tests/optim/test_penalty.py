@@ -21,7 +21,7 @@ def test_its_gradient_is_added_to_the_noised_one() -> None:
     found = []
     for penalty in (None, ridge):
         model, private = private_run(penalty=penalty)
-        private._key = type(private._key).from_seed(1, b"the same noise")
+        private._context.keys.key = type(private._context.keys.key).from_seed(1, b"the same noise")
         assert private.backward(losses_of(model, next(iter(private.loader))))
         found.append(gradients(model))
     for name, p in model.named_parameters():
@@ -31,7 +31,7 @@ def test_its_gradient_is_added_to_the_noised_one() -> None:
 def test_a_run_goes_on_with_it() -> None:
     model, private = private_run(penalty=ridge)
     train(model, private, 3)
-    assert private.steps == 3 and private._configuration()["penalty"] == "ridge"
+    assert private.steps == 3 and private.state_dict()["configuration"]["penalty"] == "ridge"
 
 
 @pytest.mark.parametrize(

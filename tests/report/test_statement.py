@@ -233,7 +233,7 @@ def test_the_statement_of_a_run(tmp_path: Path) -> None:
     )
     train(model, private, 3)
     said = private.statement()
-    assert said.spent == private.spent() and said.history == tuple(private._ledger.history())
+    assert said.spent == private.spent() and said.history == tuple(private._context.ledger.history())
     assert said.about.seeded and said.about.probed and list(said.about.parts or ()) == private.parts()
     assert said.about.divisor == 8 and said.to_dict()["strategy"]["max_norm"] == 0.5
     private.close()
@@ -249,7 +249,7 @@ def test_a_run_has_a_tradeoff_curve() -> None:
     model, private = private_run()
     assert private.tradeoff().advantage() == pytest.approx(0, abs=1e-12)
     train(model, private, 2)
-    expected = accounting.tradeoff_of(private._ledger.history())
+    expected = accounting.tradeoff_of(private._context.ledger.history())
     assert (
         private.tradeoff().power(0.01) == expected.power(0.01) == private.statement().risk.power[1][1] > 0.01
     )
@@ -309,7 +309,7 @@ def test_other_software_does_not_hinder_going_on(tmp_path: Path, monkeypatch: py
     train(model, private, 3)
     state = private.state_dict()
     private.close()
-    monkeypatch.setattr("clipwise.engine.private.versions", lambda: {"torch": "99"})
+    monkeypatch.setattr("clipwise.engine.describe.versions", lambda: {"torch": "99"})
     model.zero_grad()
     _, private = private_run(model, ledger=tmp_path / "ledger")
     private.load_state_dict(state)
@@ -355,5 +355,5 @@ def test_frozen_entries_are_not_spelled_out() -> None:
     while private.steps < 20:
         for x, y in private.loader:
             private.step(F.cross_entropy(model(x), y, reduction="none"))
-    assert private._clipper.frozen  # so there is something to leave out
+    assert private._context.clipper.frozen  # so there is something to leave out
     assert "entries" not in str(private.statement().to_dict()["strategy"])

@@ -248,7 +248,7 @@ def test_a_compiled_step_takes_views_too():
     step = private.compiled(lambda x, y: plain_losses(model, x, y))
     for batch in private.loader:
         step(*batch)
-    assert private.steps == private._scheme.steps_per_epoch
+    assert private.steps == private._context.scheme.steps_per_epoch
 
 
 def test_views_of_a_mapping_change_its_inputs_and_repeat_the_rest():
@@ -300,7 +300,7 @@ def test_views_come_from_the_run_s_key():
     assert torch.equal(first, next(iter(private.loader))[0].detach()), (
         "handed out again, it has the same views"
     )
-    model = private._model
+    model = private._context.model
     private.step(plain_losses(model, *next(iter(private.loader))))
     second = next(iter(private.loader))[0].detach()
     assert first.shape != second.shape or not torch.equal(first, second)

@@ -20,7 +20,7 @@ def test_no_batch_is_larger_than_the_limit_and_the_run_is_accounted() -> None:
             sizes.append(len(batch[0]))
             private.step(losses_of(model, batch))
     assert max(sizes) == 10 and min(sizes) < 8  # cut, and not filled up
-    (entry,) = private._ledger.history()
+    (entry,) = private._context.ledger.history()
     assert (entry.event.sampling, entry.count) == (Sampling.TRUNCATED_POISSON, 40)
     assert entry.event.excess == truncation.excess(SIZE, 8 / SIZE, 10)
     with_cuts, plain = (

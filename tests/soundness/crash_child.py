@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from clipwise import FileLedger, PerExample, Private, make_private
-from clipwise.engine import checkpoint
+from clipwise.engine import checkpoint, step
 from clipwise.errors import PrivacyWarning
 from clipwise.ledger import crash_points, ledger
 
@@ -94,16 +94,16 @@ class Death:
 
 def charge_late(private: Private) -> None:
     """A planted fault: the ledger learns of a release when everybody has seen it."""
-    charge, release = private._ledger.charge, private._release
+    charge, release = private._context.ledger.charge, step.release
 
-    def released(total: Any) -> None:
+    def released(*arguments: Any) -> None:
         waiting: list[Any] = []
-        private._ledger.charge = lambda *charged: waiting.append(charged)  # type: ignore[method-assign,assignment]
-        release(total)
-        private._ledger.charge = charge  # type: ignore[method-assign]
+        private._context.ledger.charge = lambda *charged: waiting.append(charged)  # type: ignore[method-assign,assignment]
+        release(*arguments)
+        private._context.ledger.charge = charge  # type: ignore[method-assign]
         charge(*waiting[0])
 
-    private._release = released  # type: ignore[method-assign]
+    step.release = released
 
 
 def begin(plan: dict[str, Any], files: Files, join: bool = False) -> tuple[nn.Module, Private]:
@@ -134,9 +134,9 @@ def train(model: nn.Module, private: Private, files: Files, steps: int) -> None:
             steps -= 1
             if steps % SAVE_EVERY == 0:
                 state = {"model": model.state_dict(), "private": private.state_dict()}
-                files.say(f"saving {private._ledger.position}")
+                files.say(f"saving {private._context.ledger.position}")
                 checkpoint.save(files.checkpoint, state)
-                files.say(f"saved {private._ledger.position}")
+                files.say(f"saved {private._context.ledger.position}")
             if not steps:
                 return
 
@@ -146,15 +146,15 @@ def first_life(plan: dict[str, Any], files: Files) -> None:
     model, private = begin(plan, files)
     if plan.get("planted") == "late charge":
         charge_late(private)
-    backward = private._backward
+    backward = step.backward
 
-    def seen(losses: Any, outputs: Any = None) -> bool:
-        done = backward(losses, outputs)
+    def seen(*arguments: Any) -> bool:
+        done = backward(*arguments)
         if done:
             files.say("seen")
         return done
 
-    private._backward = seen  # type: ignore[method-assign]
+    step.backward = seen
     train(model, private, files, STEPS)
     private.close()
 
@@ -163,7 +163,7 @@ def second_life(plan: dict[str, Any], files: Files) -> None:
     """Go on from the last good checkpoint, or, if there is none, as a new run in the same ledger."""
     saved = files.checkpoint.exists()
     model, private = begin(plan, files, join=not saved)
-    files.say(f"opened {private._ledger.position}")
+    files.say(f"opened {private._context.ledger.position}")
     if saved:
         state = checkpoint.load(files.checkpoint)
         model.load_state_dict(state["model"])

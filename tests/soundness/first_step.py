@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Batch, Private, layers, make_private
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.sampling import ByUser, Cut
 from clipwise.sampling.base import Indices
 
@@ -81,13 +81,16 @@ class Setting:
             noise_multiplier=0,
             **size,
         )
-        private._key = NoiseKey.from_seed(3, b"the same draws")
+        private._context.keys.key = NoiseKey.from_seed(3, b"the same draws")
         return private
 
     def largest_piece(self, model: nn.Module) -> Indices:
         """Who is in the largest mini-set of the first step."""
         private = self.begin(torch.zeros(N, 2 * D), model)
-        return max(private.loader._cut(private._scheme.draw(*next(private._secrets_ahead()))), key=len)
+        return max(
+            private.loader._cut(private._context.scheme.draw(*next(private._context.secrets_ahead()))),
+            key=len,
+        )
 
     def unit_of(self, record: int) -> Indices:
         """All records of the unit that one belongs to."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Adjacency, Backprop, layers, make_private
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from tests.sites import site
 from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, distance, excess
 
@@ -154,7 +154,7 @@ def test_through_the_engine(sampling: str, adjacency: str, factor: float, mode: 
             adjacency=adjacency,
             **size,
         )
-        private._key = NoiseKey.from_seed(3, b"the same draws")
+        private._context.keys.key = NoiseKey.from_seed(3, b"the same draws")
         rows, weight, ids = next(iter(private.loader))
         private.backward((model(rows) * torch.tensor([1.0, -1.0, 1.0])).sum(1) * weight)
         sums = {

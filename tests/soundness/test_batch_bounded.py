@@ -94,7 +94,7 @@ def released(
             done = private.backward(losses if len(losses) else losses.sum())
         if done:
             break
-    L = private._clipper.divisor
+    L = private._context.clipper.divisor
     return {name: p.grad.double() * L for name, p in model.named_parameters()}, private  # type: ignore[union-attr]
 
 
@@ -228,7 +228,7 @@ def test_a_whole_run_replayed_on_a_neighbour(
             if step(1, x):
                 break
         sums = [
-            {n: p.grad.double() * run._clipper.divisor for n, p in m.named_parameters()}  # type: ignore[union-attr]
+            {n: p.grad.double() * run._context.clipper.divisor for n, p in m.named_parameters()}  # type: ignore[union-attr]
             for run, m in zip(runs, models, strict=True)
         ]
         drawn.append(is_in)
@@ -305,8 +305,8 @@ def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, uni
     while private.steps < 3:
         for (x,) in private.loader.pieces():
             private.step(model(x))
-    assert effective_multiplier(private.parts()) >= private._event.noise_multiplier
-    clipper = private._clipper
+    assert effective_multiplier(private.parts()) >= private._context.event.noise_multiplier
+    clipper = private._context.clipper
     clipper.secret = b"the draw of this mini-set"
     rows = torch.ones(6, 2 * D).double()
     spoiled = rows.clone()
@@ -358,7 +358,7 @@ def test_a_stand_in_of_another_mini_set_would_move_two() -> None:
     assert math.hypot(*(float((found[0][n] - found[1][n]).norm()) for n in found[0])) > 3.99 * C
     private = Setting(Batch(C, mini_sets=k), "fixed-size", "replace-one").begin(rows, Two().double())
     for number in range(50):
-        drawn = private._scheme.draw(bytes([number]), b"", 0)
+        drawn = private._context.scheme.draw(bytes([number]), b"", 0)
         assert np.bincount(drawn % k).tolist() == [BATCH // k] * k
 
 
@@ -400,7 +400,7 @@ def test_views_of_an_example_stay_in_its_mini_set(unit: str, is_local: bool) -> 
             assert len(x) % 3 == 0
             private.step_sets((x,)) if is_local else private.backward(model(x))
         found.append(
-            {n: p.grad.double() * private._clipper.divisor for n, p in model.named_parameters()}  # type: ignore[union-attr]
+            {n: p.grad.double() * private._context.clipper.divisor for n, p in model.named_parameters()}  # type: ignore[union-attr]
         )
     assert private.parts()[0].sensitivity == pytest.approx((C if owners else 2 * C) / math.sqrt(2))
     assert all(1 - 1e-5 < share <= 1 for share in moved(private, *found).values())

@@ -72,7 +72,7 @@ def test_the_run_has_the_stated_sensitivity_and_event(combination: Combination) 
     (part,) = private.parts()
     row, C = TABLE[combination], bound_of(combination)
     assert part.sensitivity == pytest.approx({"C": C, "2C": 2 * C}[row.sensitivity], rel=1e-9)
-    event = private._event
+    event = private._context.event
     assert [str(event.sampling), str(event.adjacency), str(event.unit)] == list(combination[:3])
     by = {"Poisson(q)": Amplification.COIN, "C_p": Amplification.DRAW}.get(row.event)
     step = amplified_step(event)

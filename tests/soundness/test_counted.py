@@ -90,7 +90,7 @@ def test_full_batches(adjacency: str) -> None:
 def test_shuffled_is_never_counted_as_poisson(adjacency: str, steps: int) -> None:
     """One Gaussian release a pass that was begun, and no amplification."""
     private = run(steps, sampling="shuffled", adjacency=adjacency, noise_multiplier=1.5)
-    history = private._ledger.history()
+    history = private._context.ledger.history()
     assert {entry.event.sampling for entry in history} == {Sampling.SHUFFLED}
     assert {entry.event.period for entry in history} == {5}
     passes = math.ceil(steps / 5)
@@ -122,7 +122,7 @@ def test_a_poisson_batch_takes_every_record_at_the_stated_rate() -> None:
         for batch in private.loader:
             taken.update(private.loader.current.indices.tolist())  # type: ignore[union-attr]
             private.step(losses_of(model, batch))
-    (entry,) = private._ledger.history()
+    (entry,) = private._context.ledger.history()
     assert (entry.count, entry.event.sample_rate) == (steps, 0.25)
     deviation = math.sqrt(SIZE * steps * 0.25 * 0.75)
     assert abs(sum(taken.values()) - 0.25 * SIZE * steps) < 4 * deviation

@@ -117,20 +117,22 @@ class Exact:
 
 def exact(private: Private, case: Case, victims: list[int] | None = None) -> Exact:
     """From the run's own scheme, cut, sensitivity and noise."""
-    is_replaced = private._event.adjacency is Adjacency.REPLACE_ONE
-    probabilities = law(private._scheme)
+    is_replaced = private._context.event.adjacency is Adjacency.REPLACE_ONE
+    probabilities = law(private._context.scheme)
     total = total_of(private, case.combination)
     values = assignments(case.choices, case.size.units)
     means_LD, pairs = mixtures.neighbours(
         values, probabilities, total, is_replaced, victims or list(range(case.size.units))
     )
-    return Exact(private._event, probabilities, means_LD / noise_of(private, case.combination), pairs)
+    return Exact(private._context.event, probabilities, means_LD / noise_of(private, case.combination), pairs)
 
 
 def total_of(private: Private, combination: Combination) -> mixtures.Sum:
     if combination.clipping == "Batch" and combination.unit == "record":
-        assert isinstance(private._strategy, Batch)
-        return mixtures.sum_of_mini_sets(mini_sets_of(private._scheme, private._strategy.mini_sets))
+        assert isinstance(private._context.strategy, Batch)
+        return mixtures.sum_of_mini_sets(
+            mini_sets_of(private._context.scheme, private._context.strategy.mini_sets)
+        )
     return mixtures.sum_of_units
 
 
@@ -186,7 +188,7 @@ def test_a_shuffled_epoch_costs_one_gaussian(case: Case) -> None:
     is_replaced = case.combination.adjacency == "replace-one"
     total, s = total_of(private, case.combination), noise_of(private, case.combination)
     everyone = set(range(case.size.units))
-    epochs = [(first, tuple(sorted(everyone - set(first)))) for first in law(private._scheme)]
+    epochs = [(first, tuple(sorted(everyone - set(first)))) for first in law(private._context.scheme)]
     long = case.choices[-1]
     highest = 0.0
     for a, b, sign in itertools.product((-1.0, 0.0, 1.0), (-1.0, 0.0, 1.0), (1.0, -1.0)):
@@ -205,11 +207,15 @@ def test_a_shuffled_epoch_costs_one_gaussian(case: Case) -> None:
             sum(np.outer(*(stats.norm.pdf(x_G - m) for m in one)) for one in two.T) * 0.01 / len(epochs)
             for two in means
         )
-        for epsilon, bound in zip(EPSILONS, stated(private._event, 2), strict=True):
+        for epsilon, bound in zip(EPSILONS, stated(private._context.event, 2), strict=True):
             for true in (delta(P, Q, epsilon), delta(Q, P, epsilon)):
                 highest = max(highest, true / bound)
     assert 0.3 < highest <= 1.001
-    assert stated(private._event, 1) == stated(private._event, 2) < stated(private._event, 3)
+    assert (
+        stated(private._context.event, 1)
+        == stated(private._context.event, 2)
+        < stated(private._context.event, 3)
+    )
 
 
 def test_a_record_in_a_mini_set_needs_twice_its_bound() -> None:
@@ -233,11 +239,14 @@ def test_what_is_summed_here_is_what_the_library_sums() -> None:
         size = Size(4, {} if one.sampling == "full" else {"batch_size": 4 if "N" in one.clipping else 2}, 2)
         private = small(one, size)
         total = total_of(private, one)
-        for drawn in list(law(private._scheme))[-3:]:
+        for drawn in list(law(private._context.scheme))[-3:]:
             values = random.choice(MEANS, 4)
             rows = torch.tensor(values[np.arange(8) % 4] if one.unit == "user" else values)[:, None].float()
             pieces = private.loader._cut(np.array(drawn, dtype=np.int64))
-            sums = [private._clipper.clipped_sum(losses(private._model, rows[piece])) for piece in pieces]
+            sums = [
+                private._context.clipper.clipped_sum(losses(private._context.model, rows[piece]))
+                for piece in pieces
+            ]
             got = sum(float(found["weight"]) for found in sums)
             assert got == pytest.approx(total(values[None], drawn)[0], abs=1e-4)
 
@@ -289,7 +298,7 @@ def test_the_parts_of_a_step_are_one_release(combination: Combination, option: s
         one = [(0.5 * p, m) for sign in (1.0, -1.0) for p, m in spread(half, sign, alone)]
         other = spread(half, -1.0, alone)
     P, Q = (joint_densities(vectors, x_G) for vectors in (one, other))
-    for epsilon, bound in zip(EPSILONS, stated(private._event, 1), strict=True):
+    for epsilon, bound in zip(EPSILONS, stated(private._context.event, 1), strict=True):
         for true in (delta(P, Q, epsilon), delta(Q, P, epsilon)):
             assert true <= bound * SLACK
         if not alone:  # no amplification is claimed for the random layer
@@ -345,12 +354,12 @@ def test_each_mini_set_of_a_unit_is_the_one_of_its_index() -> None:
     """Clipped values are used above by index, so the cut of every accepted run must keep a record where it is."""
     for one in TABLE:
         private = small(one)
-        if one.unit == "user" or not isinstance(private._strategy, Batch):
+        if one.unit == "user" or not isinstance(private._context.strategy, Batch):
             continue
         homes: dict[int, set[int]] = {}
-        for drawn in law(private._scheme):
+        for drawn in law(private._context.scheme):
             for number, piece in enumerate(private.loader._cut(np.array(drawn, dtype=np.int64))):
                 for record in piece:
-                    blocks = isinstance(private._scheme, Partition)
+                    blocks = isinstance(private._context.scheme, Partition)
                     homes.setdefault(int(record), set()).add(int(piece[0]) if blocks else number)
         assert all(len(home) == 1 for home in homes.values())

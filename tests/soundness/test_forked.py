@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import Private
-from clipwise.engine import checkpoint
+from clipwise.engine import checkpoint, step
 from clipwise.errors import CheckpointError, LedgerError, PrivacyWarning, StepError
 from tests.engine.test_private import ALL
 from tests.runs import clipped_sum_by_hand, data, gradients, losses_of, network, private_run, train
@@ -73,7 +73,7 @@ def test_a_forked_process_cannot_step_and_leaves_nothing_behind(noise: str, tmp_
             else:
                 assert act() is not None and "key" not in private.state_dict()
         try:
-            private._charge()
+            step.charge(private._context)
             raise AssertionError("a fork charged the ledger")
         except LedgerError:
             pass
@@ -124,10 +124,10 @@ class Files:
             private.load_state_dict(state["private"])
         batch = next(iter(private.loader))
         indices = private.loader.current.indices.tolist()  # type: ignore[union-attr]
-        total = clipped_sum_by_hand(model, private._dataset, indices, {ALL: 1.0})
+        total = clipped_sum_by_hand(model, private._context.plan.dataset, indices, {ALL: 1.0})
         private.backward(losses_of(model, batch))
         found = gradients(model)
-        private._ledger.close()
+        private._context.ledger.close()
         whole = torch.cat([total[name].flatten() for name in found])
         return whole, torch.cat([found[n].flatten() * private.divisor for n in found]) - whole
 

@@ -18,7 +18,7 @@ from clipwise.clipping import Site
 from clipwise.clipping import lipschitz as under_test
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import Huber, trace
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency
 from tests.lipschitz.networks import FAMILIES, draw
 from tests.sites import site
@@ -178,7 +178,7 @@ def test_neighbours_that_are_given_each_others_releases_stay_alike(sampling: str
         private = run(
             model, data, factors, clipping=Lipschitz(C, X), sampling=sampling, batch_size=4, averaged=0.5
         )
-        private._key = NoiseKey.from_seed(7, b"the same draws")
+        private._context.keys.key = NoiseKey.from_seed(7, b"the same draws")
         runs.append((model, private))
     (one, first), (other, second) = runs
     differs = False
@@ -195,7 +195,7 @@ def test_neighbours_that_are_given_each_others_releases_stay_alike(sampling: str
                 assert change <= limit
                 differs |= change > 0
                 q.grad.copy_(p.grad)  # what D released goes into the run on D' as well
-            second._released.remember()  # as if it were its own
+            second._context.weights.released.remember()  # as if it were its own
             for private in (first, second):
                 private.optimizer.step()
                 private.optimizer.zero_grad()

@@ -223,7 +223,7 @@ def test_why_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError(f"The size of tensor a ({ROWS}) must match the size of tensor b (3)")
 
-    monkeypatch.setattr("clipwise.engine.compiled._Captured", fails)
+    monkeypatch.setattr("clipwise.engine.compiled.Captured", fails)
     model, private = private_run(dataset=records(), batch_size=20)
     step = private.compiled(lambda x, y: cross_entropy(model(x), y))
     with pytest.warns(UserWarning, match="cannot be captured") as warned:

@@ -154,7 +154,7 @@ def releases(
             release = next(replayed, [p.grad for p in parameters])
             for p, gradient in zip(parameters, release, strict=True):
                 p.grad = gradient
-            private._released.remember()  # as if it were its own
+            private._context.weights.released.remember()  # as if it were its own
             optimizer.step()
             optimizer.zero_grad()
             statistics.refresh()

@@ -287,10 +287,10 @@ def test_the_noise_that_is_drawn_has_that_size() -> None:
             noise_multiplier=1.3,
             sampling="full",
         )
-        private._key = type(private._key)(bytes(range(1, 33)))
+        private._context.keys.key = type(private._context.keys.key)(bytes(range(1, 33)))
         private.backward(losses_of(model, next(iter(private.loader))))
         noisy = gradients(model)
-        expected = private._clipper.clipped_sum(losses_of(model, data(dtype=torch.float64).tensors))
+        expected = private._context.clipper.clipped_sum(losses_of(model, data(dtype=torch.float64).tensors))
         found[products] = torch.cat([(noisy[n] * 40 - expected[n]).flatten() for n in noisy])
     torch.testing.assert_close(found["tf32"], found["ieee"] * STATED, rtol=1e-9, atol=1e-12)
     assert float(found["tf32"].norm()) > 0
@@ -301,8 +301,8 @@ def test_the_arithmetic_is_part_of_what_a_run_is() -> None:
     prints = set()
     for products in ("ieee", "tf32"):
         _, private = private_run(clipping=PerExample(0.5, products=products))
-        assert private._configuration()["arithmetic"] == products
-        prints.add(private._fingerprint())
+        assert private.state_dict()["configuration"]["arithmetic"] == products
+        prints.add(private.state_dict()["fingerprint"])
     assert len(prints) == 2
 
 

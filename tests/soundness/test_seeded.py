@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from clipwise import FileLedger, Private
-from clipwise.engine import checkpoint
+from clipwise.engine import checkpoint, describe
 from clipwise.errors import LedgerError
 from clipwise.ledger import multi_run
 from clipwise.ledger.ledger import MemoryLedger
@@ -70,12 +70,12 @@ def test_a_run_without_a_seed_claims_what_it_did() -> None:
 
 def test_one_seed_is_one_key_whatever_it_is_used_for() -> None:
     keys = [
-        private_run(seed=3)[1]._key.id,
-        private_run(seed=3, noise_multiplier=2.0, batch_size=10, averaged_views=2)[1]._key.id,
-        private_run(network(seed=9), seed=3)[1]._key.id,
+        private_run(seed=3)[1]._context.keys.key.id,
+        private_run(seed=3, noise_multiplier=2.0, batch_size=10, averaged_views=2)[1]._context.keys.key.id,
+        private_run(network(seed=9), seed=3)[1]._context.keys.key.id,
     ]
-    assert len(set(keys)) == 1 and private_run(seed=4)[1]._key.id != keys[0]
-    assert private_run()[1]._key.id != private_run()[1]._key.id
+    assert len(set(keys)) == 1 and private_run(seed=4)[1]._context.keys.key.id != keys[0]
+    assert private_run()[1]._context.keys.key.id != private_run()[1]._context.keys.key.id
 
 
 # The mark stays
@@ -155,22 +155,22 @@ def test_two_runs_of_one_seed_in_one_ledger_are_refused_before_a_release() -> No
 def test_what_released_nothing_may_begin_again(tmp_path: Path) -> None:
     for _ in range(2):
         _, private = private_run(ledger=tmp_path / "ledger", seed=1)
-        private._ledger.describe(
-            private._about().to_dict()
+        private._context.ledger.describe(
+            describe.about(private._context).to_dict()
         )  # as far as a crash before the first release may get
-        private._ledger._file.close()  # type: ignore[attr-defined]
+        private._context.ledger._file.close()  # type: ignore[attr-defined]
 
 
 def test_the_id_is_public_and_that_of_the_whole_run(tmp_path: Path) -> None:
     model, private = private_run(ledger=tmp_path / "ledger")
-    secret, name = private._key.secret_bytes(), private._key.id
+    secret, name = private._context.keys.key.secret_bytes(), private._context.keys.key.id
     train(model, private, 3)
     state = private.state_dict()
-    assert private._key.id == name and len(name) == 32 and name not in secret.hex()
+    assert private._context.keys.key.id == name and len(name) == 32 and name not in secret.hex()
     private.close()
     _, again = private_run(model, ledger=tmp_path / "ledger")
     again.load_state_dict(state)  # exactly where it stopped
-    assert again._key.id == name
+    assert again._context.keys.key.id == name
     train(model, again, 1)
     again.close()
     assert {about["key"] for about in multi_run.read_files([tmp_path / "ledger"])[0].found.about} == {name}
@@ -190,7 +190,7 @@ def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
         later.load_state_dict(state)
         train(model, later, 1)
         later.close()
-        paths.append(later._ledger.path)  # type: ignore[attr-defined]
+        paths.append(later._context.ledger.path)  # type: ignore[attr-defined]
     with pytest.raises(LedgerError, match="noise of one key"):
         multi_run.read_files(paths)
 

@@ -19,6 +19,7 @@ from clipwise import Batch, NoisedStatistics, PerExample, Private, RandomLayer, 
 from clipwise.clipping import noised_parts
 from clipwise.clipping import noised_statistics as statistics
 from clipwise.clipping.base import Clipper
+from clipwise.engine import step
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS
 from clipwise.layers import BatchStatisticsNorm, ReleasedStatisticsNorm
@@ -93,7 +94,7 @@ def sums(
     private = setting.begin(rows, model)
     if missing is not None:
         private.loader._cut = Without(private.loader._cut, missing)
-    found = remember(private._clipper)
+    found = remember(private._context.clipper)
     for (x,) in private.loader.pieces():
         if private.backward(model(x)):
             break
@@ -102,8 +103,10 @@ def sums(
 
 def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
     """By how much each part moved, over its stated sensitivity; and "jointly", each over its noise, times z."""
-    clipper = private._clipper
-    parts = noised_parts(clipper.bounds, private._parameters, Z, private._strategy.split, clipper.divisor)
+    clipper = private._context.clipper
+    parts = noised_parts(
+        clipper.bounds, private._context.parameters, Z, private._context.strategy.split, clipper.divisor
+    )
     found, joint = {}, []
     for part in parts:
         names = part.parameters or (part.name,)
@@ -291,7 +294,9 @@ def test_statistics_of_the_batch_in_place_of_rows_are_caught(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("strategy", ["batch", "per example"])
-def test_whatever_is_saved_follows_from_what_was_released(strategy: str) -> None:
+def test_whatever_is_saved_follows_from_what_was_released(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The releases of one run are given to its neighbour: weights and buffers are the same, bit by bit, after each
     step, though the batches were not."""
     random = torch.Generator().manual_seed(3)
@@ -304,20 +309,20 @@ def test_whatever_is_saved_follows_from_what_was_released(strategy: str) -> None
     told: list[dict[str, Tensor]] = []
     saved: list[list[dict[str, Tensor]]] = []
     own: list[dict[str, Tensor]] = []
+    honest = step.noised
     for number, data in enumerate((rows, spoiled)):
         model, states = deep(1).double() if is_batch else apart(1), []
         private = noisy(setting, data, model)
-        honest = private._noised
 
-        def release(total: dict[str, Tensor], first: bool = number == 0, honest: Any = honest) -> Any:
-            found = honest(total)
+        def release(context: Any, total: dict[str, Tensor], first: bool = number == 0) -> Any:
+            found = honest(context, total)
             if first:
                 told.append({name: value.clone() for name, value in found.items()})
                 return found
             own.append(found)
             return {name: value.clone() for name, value in told[len(own) - 1].items()}
 
-        private._noised = release  # type: ignore[method-assign]
+        monkeypatch.setattr(step, "noised", release)
         while private.steps < 6:
             for (x,) in private.loader.pieces():
                 if private.step(model(x)):
@@ -333,8 +338,10 @@ def test_whatever_is_saved_follows_from_what_was_released(strategy: str) -> None
 def noisy(setting: Setting, rows: Tensor, model: nn.Module) -> Private:
     """The same draws and the same noise for every data set."""
     private = setting.begin(rows, model)
-    clipper = private._clipper
-    private._parts = noised_parts(clipper.bounds, private._parameters, Z, "optimal", clipper.divisor)
+    clipper = private._context.clipper
+    private._context.parts = noised_parts(
+        clipper.bounds, private._context.parameters, Z, "optimal", clipper.divisor
+    )
     return private
 
 

@@ -262,12 +262,12 @@ class World:
         self.model.zero_grad()
         for p in self.model.parameters():
             p.requires_grad_(True)
-        if isinstance(self.private._ledger, MemoryLedger) and self.random.random() < 0.5:
+        if isinstance(self.private._context.ledger, MemoryLedger) and self.random.random() < 0.5:
             self.optimizer, self.truth.optimizer = self._optimizer(), False
-            self.private, self.batches = self._make(self.private._ledger), None
+            self.private, self.batches = self._make(self.private._context.ledger), None
             return  # the ledger and the state of the model are those of both
         with self.refusing():
-            was_closed = self.private._closed
+            was_closed = self.private._context.weights.is_closed
             self.private.close()
             is_clean = was_closed or not self.truth.is_tainted
             self._require(is_clean, "a run was closed with weights that hold private data")
@@ -276,7 +276,7 @@ class World:
         self.optimizer = self._optimizer() if is_new else self.optimizer
         # After a run that released nothing and was closed in order it is as before any run: make_private takes the
         # first weights as public.
-        counts = self.private.steps > 0 or self.private._unverified is not None
+        counts = self.private.steps > 0 or self.private._context.weights.unverified is not None
         self.truth = Truth(
             weights=self.truth.weights and counts, optimizer=self.truth.optimizer and counts and not is_new
         )
@@ -310,7 +310,7 @@ class World:
     def end(self) -> None:
         """The same at the end, and of a run that is closed."""
         self.judge()
-        if not self.private._closed:
+        if not self.private._context.weights.is_closed:
             with self.refusing():
                 self.private.close()
                 is_clean = not self.truth.is_tainted
@@ -395,7 +395,7 @@ class World:
 
 
 def _epsilon_of(releases: int, private: Private) -> float:
-    return _epsilon(private._event, releases) if releases else 0.0
+    return _epsilon(private._context.event, releases) if releases else 0.0
 
 
 @cache

@@ -74,7 +74,9 @@ def test_settings_may_be_numbers_of_numpy_and_go_into_checkpoints(
     train(model, private, 1)
     checkpoint.save(tmp_path / "c.pt", {"private": private.state_dict(), "best": np.float64(0.5)})
     loaded = checkpoint.load(tmp_path / "c.pt")
-    assert loaded["private"]["configuration"] == private._configuration() and loaded["best"] == 0.5
+    assert (
+        loaded["private"]["configuration"] == private.state_dict()["configuration"] and loaded["best"] == 0.5
+    )
     torch.save(private.state_dict(), tmp_path / "own.pt")
     assert torch.load(tmp_path / "own.pt", weights_only=True)["position"] == 1
 
@@ -88,7 +90,10 @@ def test_the_numbers_of_a_run_may_be_numpys_too(tmp_path: Path) -> None:
             model, clipping=clipping, sample_rate=np.float32(0.25), batch_size=None, **options
         )
         torch.save(private.state_dict(), tmp_path / "run.pt")
-        assert torch.load(tmp_path / "run.pt", weights_only=True)["configuration"] == private._configuration()
+        assert (
+            torch.load(tmp_path / "run.pt", weights_only=True)["configuration"]
+            == private.state_dict()["configuration"]
+        )
         private.close()
 
 

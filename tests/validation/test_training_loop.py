@@ -364,7 +364,7 @@ def test_a_scheduler_that_is_fed_a_metric_is_warned_of_and_named_in_the_statemen
     with pytest.warns(PrivacyWarning, match=r"ReduceLROnPlateau.*public data"):
         train(model, private, 1)
     assert "followed a metric" in str(private.statement())
-    assert [about["followed_metric"] for about in private._ledger.about] == [False, True]
+    assert [about["followed_metric"] for about in private._context.ledger.about] == [False, True]
 
 
 def test_a_scheduler_that_counts_steps_is_fine() -> None:

@@ -17,7 +17,7 @@ from clipwise.audit.records import with_record
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.watch import MakeRun
 from clipwise.errors import AuditError, ConfigurationError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry
 from clipwise.validation.arguments import number, one_of, whole
 

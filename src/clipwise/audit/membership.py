@@ -19,14 +19,14 @@ from torch import Tensor
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.watch import MakeRun, RunWatch, train
 from clipwise.errors import ConfigurationError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Unit
 from clipwise.sampling.base import Indices
 from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
 RATES = (0.001, 0.01, 0.1)
 Bools = NDArray[np.bool_]
@@ -134,24 +134,24 @@ class _Half(RunWatch):
     def __init__(self, key: NoiseKey, is_member_N: Bools) -> None:
         self._key, self._is_member_N = key, is_member_N
 
-    def begins(self, private: Private) -> NoiseKey:
-        if private._event.adjacency is Adjacency.REPLACE_ONE or private._event.unit is not Unit.RECORD:
+    def begins(self, run: StepContext) -> NoiseKey:
+        if run.event.adjacency is Adjacency.REPLACE_ONE or run.event.unit is not Unit.RECORD:
             raise ConfigurationError(
                 "membership leaves records out of draws, which zero-out of single records allows: use a run with "
                 "Poisson, shuffled or full batches."
             )
-        self.follow(private)
+        self.follow(run)
         return self._key
 
-    def kept(self, private: Private, drawn: Indices) -> Indices:
+    def kept(self, run: StepContext, drawn: Indices) -> Indices:
         return drawn[self._is_member_N[drawn]]
 
 
-def _losses_of_all(run: Private, loss: Callable[..., Tensor], records: int) -> Array:
+def _losses_of_all(run: StepContext, loss: Callable[..., Tensor], records: int) -> Array:
     """Of every record, under the trained model."""
-    with evaluating(run._model), torch.no_grad():
+    with evaluating(run.model), torch.no_grad():
         pieces = np.array_split(np.arange(records), -(-records // 256))
-        found = [loss(run._model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]
+        found = [loss(run.model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]
     return np.concatenate(found)
 
 

@@ -14,6 +14,7 @@ from clipwise.audit.recorder import Recorder, Release, entries, state_of
 from clipwise.audit.records import CHANGES, Change, with_record
 from clipwise.audit.report import Finding, NeighboursReport
 from clipwise.audit.watch import MakeRun, train
+from clipwise.engine import resume
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Part, Unit
 from clipwise.validation.arguments import whole
@@ -79,26 +80,26 @@ def _pair(
     changed = with_record(dataset, index, change(dataset[index]))
     first = Recorder(seed)
     run = train(make_run, changed, first, seed)
-    event = run._event
+    event = run.event
     if event.adjacency is Adjacency.REPLACE_ONE:
         if event.unit is Unit.USER:
             raise ConfigurationError("neighbours: runs that protect users are checked under zero-out only.")
         second = Recorder(seed, tape=first.releases)
         other = with_record(changed, index, dataset[(index + 1) % len(dataset)])
     else:
-        users = run._users
+        users = run.users
         unit = index if users is None else next(u for u, held in enumerate(users.table()) if index in held)
         second, other = Recorder(seed, missing=(unit,), tape=first.releases), changed
     neighbour = train(make_run, other, second, seed)
     found = [*_compare(first.releases, second.releases)]
     if not found:
-        found += _states(0, state_of(run._model), state_of(neighbour._model))
+        found += _states(0, state_of(run.model), state_of(neighbour.model))
     if report.pairs == 0:
         found += run_checks.of_streams(first.releases)
         if event.unit is Unit.RECORD:
-            found += run_checks.of_draws(first.releases, run._scheme.dataset_size)
-        found += run_checks.of_secrets(run.state_dict(), first.key(), len(first.releases))
-        report.history = tuple(run._ledger.history())
+            found += run_checks.of_draws(first.releases, run.scheme.dataset_size)
+        found += run_checks.of_secrets(resume.state_dict(run), first.key(), len(first.releases))
+        report.history = tuple(run.ledger.history())
     report.findings += [f for f in found if f not in report.findings]
     report.pairs += 1
     for one, other_release in zip(first.releases, second.releases, strict=False):

@@ -10,7 +10,7 @@ from clipwise.audit.bounds import epsilon_in_one_run, mu_in_one_run, p_value_of_
 from clipwise.audit.planted import Dirac
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.watch import MakeRun
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.validation.arguments import number, whole
 
 # Of m canaries, how many are guessed: those that the attacker is surest of. Fixed beforehand.

@@ -30,13 +30,13 @@ from clipwise.audit.recorder import entries
 from clipwise.audit.watch import MakeRun, RunWatch, train
 from clipwise.engine.observer import Sums
 from clipwise.errors import AuditError, ConfigurationError
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry, Part, Unit
 from clipwise.sampling.base import Indices
 from clipwise.sampling.fetch import Fetcher
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
     from clipwise.sampling.loader import Piece
 
 _LOUD = 1e4  # times the sensitivity: the size of a canary's gradient before it is clipped
@@ -54,20 +54,20 @@ class Planted(RunWatch, ABC):
     more: list[Array] = field(default_factory=list)  # the scores of those, one row a key
     scores: Array = field(default_factory=lambda: np.zeros(0))
 
-    def begins(self, private: Private) -> NoiseKey:
-        self.follow(private)
-        if private._event.unit is Unit.USER:
+    def begins(self, run: StepContext) -> NoiseKey:
+        self.follow(run)
+        if run.event.unit is Unit.USER:
             raise ConfigurationError(
                 "Canaries are single records: check a run that protects users by neighbours()."
             )
-        if private.noise_multiplier == 0:
+        if run.event.noise_multiplier == 0:
             raise ConfigurationError("The run has no noise, so it promises nothing that could be measured.")
         self.scores = np.zeros(len(self.records))
         return self.key
 
     def trained(self, make_run: MakeRun, dataset: Any, seed: int) -> list[Entry]:
         """Train once under this watch; returns what the run charged."""
-        history = train(make_run, dataset, self, seed)._ledger.history()
+        history = train(make_run, dataset, self, seed).ledger.history()
         if not history:
             raise AuditError("make_run made no step: there is nothing to measure.")
         return history
@@ -76,25 +76,25 @@ class Planted(RunWatch, ABC):
     def delta(self) -> float:
         """Of the run."""
         assert self.run is not None
-        return self.run._delta
+        return self.run.plan.delta
 
-    def kept(self, private: Private, drawn: Indices) -> Indices:
-        if private._event.adjacency is Adjacency.REPLACE_ONE:
+    def kept(self, run: StepContext, drawn: Indices) -> Indices:
+        if run.event.adjacency is Adjacency.REPLACE_ONE:
             return drawn
         return drawn[~np.isin(drawn, self.records[~self.inside])]
 
-    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
-        own = private._key
+    def released(self, run: StepContext, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+        own = run.keys.key
         for key in self.again:
-            private._key = key
-            self.more.append(self.scored(private, noised({n: t.clone() for n, t in sums.items()})))
-        private._key = own
+            run.keys.key = key
+            self.more.append(self.scored(run, noised({n: t.clone() for n, t in sums.items()})))
+        run.keys.key = own
         values = noised(sums)
-        self.scores = self.scores + self.scored(private, values)
+        self.scores = self.scores + self.scored(run, values)
         return values
 
     @abstractmethod
-    def scored(self, private: Private, values: Sums) -> Array:
+    def scored(self, run: StepContext, values: Sums) -> Array:
         """What one release says for each canary: larger is "in"."""
 
 
@@ -106,53 +106,53 @@ class Dirac(Planted):
     others: bool = False
     _places: dict[str, Tensor] = field(default_factory=dict)
 
-    def begins(self, private: Private) -> NoiseKey:
-        key = super().begins(private)
-        if private._strategy.has_local_update:
+    def begins(self, run: StepContext) -> NoiseKey:
+        key = super().begins(run)
+        if run.strategy.has_local_update:
             raise ConfigurationError(
                 "A local update has no losses to put a Dirac canary into: use neighbours()."
             )
-        if private._strategy.bounds_inside:
+        if run.strategy.bounds_inside:
             raise ConfigurationError(
-                f"{type(private._strategy).__name__} bounds gradients inside the network, and a Dirac canary is a loss "
+                f"{type(run.strategy).__name__} bounds gradients inside the network, and a Dirac canary is a loss "
                 "that goes past it: use canary(kind='mislabelled', loss=...), kind='record' with a record of your "
                 "own, or neighbours()."
             )
-        if private._strategy.is_coupled and len(self.records) > 1:
+        if run.strategy.is_coupled and len(self.records) > 1:
             raise ConfigurationError(
                 "Where whole mini-sets are clipped there is one canary a run: use canary()."
             )
         self._places = {
-            part.name: _entries_for(len(self.records), self._home(part, private), private)
-            for part in private.parts()
+            part.name: _entries_for(len(self.records), self._home(part, run), run)
+            for part in run.current_parts()
             if part.parameters
         }
         return key
 
-    def _home(self, part: Part, private: Private) -> str:
+    def _home(self, part: Part, run: StepContext) -> str:
         if self.parameter in part.parameters:
             return str(self.parameter)
-        return max(part.parameters, key=lambda name: private._parameters[name].numel())
+        return max(part.parameters, key=lambda name: run.parameters[name].numel())
 
-    def losses(self, private: Private, piece: Piece, losses: Tensor) -> Tensor:
+    def losses(self, run: StepContext, piece: Piece, losses: Tensor) -> Tensor:
         order = np.argsort(self.records)
         place = np.searchsorted(self.records[order], piece.indices).clip(max=len(order) - 1)
         canary_B = order[place]
         is_canary_B = self.records[canary_B] == piece.indices
         weight_B = np.where(is_canary_B, np.where(self.inside[canary_B], 1.0, -1.0), 0.0)
-        if private._strategy.is_coupled:
+        if run.strategy.is_coupled:
             weight_B = np.where(is_canary_B, weight_B, -_OPPOSED)
         if not len(weight_B):
             return losses
-        return self._with_canaries(private, losses, torch.from_numpy(canary_B), torch.from_numpy(weight_B))
+        return self._with_canaries(run, losses, torch.from_numpy(canary_B), torch.from_numpy(weight_B))
 
-    def _with_canaries(self, private: Private, losses: Tensor, canary_B: Tensor, weight_B: Tensor) -> Tensor:
+    def _with_canaries(self, run: StepContext, losses: Tensor, canary_B: Tensor, weight_B: Tensor) -> Tensor:
         """The losses, with a multiple of its own entries as that of each canary."""
         own_B: Tensor | float = 0.0
-        for part in private.parts():
+        for part in run.current_parts():
             if part.name in self._places:
-                name = self._home(part, private)
-                p = private._parameters[name]
+                name = self._home(part, run)
+                p = run.parameters[name]
                 loud = _LOUD * part.sensitivity / dict(entries(part))[name]
                 own_B = own_B + loud * _picked(p, self._places[part.name][canary_B].to(p.device))
         weight_B = weight_B.to(losses.device, losses.dtype)
@@ -162,18 +162,18 @@ class Dirac(Planted):
         is_replaced_B = weight_B != 0 if self.others else torch.ones_like(weight_B, dtype=torch.bool)
         return losses.masked_fill(is_replaced_B, 0) + own_B
 
-    def scored(self, private: Private, values: Sums) -> Array:
+    def scored(self, run: StepContext, values: Sums) -> Array:
         total, square = np.zeros(len(self.records)), 0.0
-        for part in private.parts():
+        for part in run.current_parts():
             if part.name in self._places and part.noise_std > 0:
-                name = self._home(part, private)
-                scale = dict(entries(part))[name] * private.divisor / part.noise_std
+                name = self._home(part, run)
+                scale = dict(entries(part))[name] * run.clipper.divisor / part.noise_std
                 seen = values[name].detach().reshape(-1)[self._places[part.name].to(values[name].device)]
                 ratio = part.sensitivity / part.noise_std
                 total += ratio * scale * seen.double().numpy(force=True)
                 square += ratio * ratio
         shift = math.sqrt(square)  # 1 / z
-        return _says_in(total / shift, shift, private)
+        return _says_in(total / shift, shift, run)
 
 
 def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
@@ -187,19 +187,19 @@ def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
     return (F.linear(x_Bd, W_pd) * y_Bp).sum(1)
 
 
-def _says_in(x: Array, shift: float, private: Private) -> Array:
+def _says_in(x: Array, shift: float, run: StepContext) -> Array:
     """The log-likelihood ratio of "in" against "out", for what one release shows of each canary."""
-    rate = private._event.sample_rate
-    if private._strategy.is_coupled:  # from -C to C, past k - 1 others that say -C
-        return log_ratio(x + private.divisor * shift / 2, shift, rate)
-    if private._event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, past 0 where it is not drawn
+    rate = run.event.sample_rate
+    if run.strategy.is_coupled:  # from -C to C, past k - 1 others that say -C
+        return log_ratio(x + run.clipper.divisor * shift / 2, shift, rate)
+    if run.event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, past 0 where it is not drawn
         return log_ratio(x, shift / 2, rate) - log_ratio(x, -shift / 2, rate)
     return log_ratio(x, shift, rate)
 
 
-def _entries_for(canaries: int, name: str, private: Private) -> Tensor:
+def _entries_for(canaries: int, name: str, run: StepContext) -> Tensor:
     """An entry of a parameter for each canary."""
-    size = private._parameters[name].numel()
+    size = run.parameters[name].numel()
     if size < canaries:
         raise ConfigurationError(
             f"{canaries} canaries need as many entries, and parameter {name!r} has {size}: give fewer canaries."
@@ -219,28 +219,28 @@ class Record(Planted):
     home: Any = None  # a data set that has the canary in its place, whether or not this run has
     _direction: dict[str, Tensor] = field(default_factory=dict)
 
-    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
-        self._direction = self._looked_along(private)  # the same for all that is noised once more
-        return super().released(private, sums, noised)
+    def released(self, run: StepContext, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+        self._direction = self._looked_along(run)  # the same for all that is noised once more
+        return super().released(run, sums, noised)
 
-    def scored(self, private: Private, values: Sums) -> Array:
+    def scored(self, run: StepContext, values: Sums) -> Array:
         return np.array([sum(float((d * values[n].double()).sum()) for n, d in self._direction.items())])
 
-    def _looked_along(self, private: Private) -> dict[str, Tensor]:
+    def _looked_along(self, run: StepContext) -> dict[str, Tensor]:
         """S_k m^2 g / (|m g|_k s_k^2) times the divisor: what tells best a shift by S_k along the canary's gradient."""
         assert self.loss is not None
-        names = list(private._parameters)
+        names = list(run.parameters)
         with torch.enable_grad():
-            batch = Fetcher(self.home, private.loader._fetcher._collate_fn)[self.records[:1]]
-            loss = self.loss(private._model, *batch).sum()
-            found = torch.autograd.grad(loss, [private._parameters[n] for n in names], allow_unused=True)
+            batch = Fetcher(self.home, run.loader._fetcher._collate_fn)[self.records[:1]]
+            loss = self.loss(run.model, *batch).sum()
+            found = torch.autograd.grad(loss, [run.parameters[n] for n in names], allow_unused=True)
         gradient = {n: g.double() for n, g in zip(names, found, strict=True) if g is not None}
         direction = {}
-        for part in private.parts():
+        for part in run.current_parts():
             own = [(n, m) for n, m in entries(part) if n in gradient]
             length = math.sqrt(sum(float((m * gradient[n]).square().sum()) for n, m in own))
             if length == 0 or part.noise_std == 0:
                 continue
-            factor = part.sensitivity * private.divisor / (length * part.noise_std**2)
+            factor = part.sensitivity * run.clipper.divisor / (length * part.noise_std**2)
             direction.update({n: factor * m * m * gradient[n] for n, m in own})
         return direction

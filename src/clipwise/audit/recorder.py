@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from clipwise.audit.watch import RunWatch
 from clipwise.engine.observer import Sums
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event, Part
 from clipwise.sampling.base import Indices
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
     from clipwise.sampling.loader import Piece
 
 
@@ -77,24 +77,24 @@ class Recorder(RunWatch):
         """The key of the run at its first step: the same in both runs, whatever their data are."""
         return NoiseKey.from_seed(self.seed, b"clipwise.audit/0")
 
-    def begins(self, private: Private) -> NoiseKey:
-        self.follow(private)
+    def begins(self, run: StepContext) -> NoiseKey:
+        self.follow(run)
         return self.key()
 
-    def kept(self, private: Private, drawn: Indices) -> Indices:
+    def kept(self, run: StepContext, drawn: Indices) -> Indices:
         return drawn[~np.isin(drawn, self.missing)] if self.missing else drawn
 
-    def losses(self, private: Private, piece: Piece, losses: Tensor) -> Tensor:
+    def losses(self, run: StepContext, piece: Piece, losses: Tensor) -> Tensor:
         if piece.index_in_batch == 0:
             self._drawn = []
         self._drawn.extend(piece.indices.tolist())
         return losses
 
-    def released(self, private: Private, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
+    def released(self, run: StepContext, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
         kept = _copy(sums)
         values = noised(sums)
-        declared = tuple(private.parts()), private._event, private.divisor
-        state, drawn = state_of(private._model), tuple(self._drawn)
+        declared = tuple(run.current_parts()), run.event, run.clipper.divisor
+        state, drawn = state_of(run.model), tuple(self._drawn)
         self.releases.append(Release(kept, _copy(values), *declared, state, drawn))
         self._drawn = []
         place = len(self.releases) - 1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipwise.audit.recorder import Release, entries
 from clipwise.audit.report import Finding
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Part, Sampling
 
 CHANCE = 1e-9

@@ -7,30 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from clipwise.engine.observer import Watch, watching
+from clipwise.engine.observer import Observer, observing
 from clipwise.errors import AuditError
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
 MakeRun = Callable[[Any], Any]  # trains on a data set
 
 
-class RunWatch(Watch):
+class RunWatch(Observer):
     """Follows a single run; `run` is that run, once it was made."""
 
-    run: Private | None = None
+    run: StepContext | None = None
 
-    def follow(self, private: Private) -> None:
+    def follow(self, run: StepContext) -> None:
         """For `begins`: remember the run, and refuse a second one."""
         if self.run is not None:
             raise AuditError("make_run made several private runs: audit one at a time.")
-        self.run = private
+        self.run = run
 
 
-def train(make_run: MakeRun, dataset: Any, watch: RunWatch, seed: int) -> Private:
+def train(make_run: MakeRun, dataset: Any, watch: RunWatch, seed: int) -> StepContext:
     """Train once under a watch, with torch's generator seeded, and return the run."""
-    with torch.random.fork_rng(devices=[]), watching(watch):
+    with torch.random.fork_rng(devices=[]), observing(watch):
         torch.manual_seed(seed)
         make_run(dataset)
     if watch.run is None:

@@ -108,10 +108,10 @@ class Secrets:
     def __repr__(self) -> str:
         return "Secrets(<secret>)"
 
-    def matches(self, run: str, position: int, fingerprint: str, data: str, model: str) -> bool:
-        """Whether they belong to exactly this run, position, configuration, data set and model."""
+    def is_of_same_run(self, other: Secrets) -> bool:
+        """Whether both belong to exactly one run, position, configuration, data set and model."""
         mine = self.run, self.position, self.fingerprint, self.data, self.model
-        return mine == (run, position, fingerprint, data, model)
+        return mine == (other.run, other.position, other.fingerprint, other.data, other.model)
 
 
 def write_secrets(path: Path, secrets: Secrets) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample, Site, Strategy
 from clipwise.engine import fingerprint, observer
+from clipwise.engine.context import parts_of
 from clipwise.engine.plan import (
     Draws,
     Plan,
@@ -30,7 +31,6 @@ from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
-from clipwise.noise.parts import parts_of
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.optim.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
@@ -45,10 +45,10 @@ from clipwise.sampling import (
     mini_sets_of,
 )
 from clipwise.sampling.augmentation import Views
-from clipwise.validation import run_guards, step_inputs
+from clipwise.validation import step_inputs
 from clipwise.validation.arguments import plain, require_bool, require_path, whole
 from clipwise.validation.public_overlap import require_apart
-from clipwise.validation.training_loop import require_one_process
+from clipwise.validation.training_loop import changed_since_last_run, require_one_process
 
 
 def make_private(
@@ -142,7 +142,7 @@ def make_private(
     """
     require_one_process()
     parameters = step_inputs.trainable_parameters(model, optimizer)
-    changed_before = run_guards.changed_since_last_run(model, optimizer, parameters)
+    changed_before = changed_since_last_run(model, optimizer, parameters)
     epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
     epochs, steps, seed = plain((epochs, steps, seed))
     strategy = _strategy(clipping, model, parameters)

@@ -16,7 +16,7 @@ from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
 from clipwise.layers.all_public_statistics import AllPublicStatistics
-from clipwise.ledger.budget import Budget
+from clipwise.ledger.budget import PrivacyBudget
 from clipwise.ledger.ledger import Ledger
 from clipwise.ledger.multi_run import Held
 from clipwise.noise.secure import require_cipher
@@ -45,7 +45,7 @@ class Plan:
     parts: tuple[Part, ...]
     event: Event
     noise: str
-    budget: Budget | None
+    budget: PrivacyBudget | None
     delta: float
     planned: int | None
     multiplier: float
@@ -88,11 +88,11 @@ class Target:
     noise_multiplier: float | None
 
     @property
-    def budget(self) -> Budget | None:
+    def budget(self) -> PrivacyBudget | None:
         """What no step may pass; None if a noise multiplier was given."""
         if self.epsilon is None or self.planned is None:
             return None
-        return Budget(self.epsilon, self.delta, self.planned)
+        return PrivacyBudget(self.epsilon, self.delta, self.planned)
 
     def multiplier(self, event: Event, held: Held) -> float:
         """z: as given, or the smallest that keeps the planned steps, after what the ledger holds, within the budget.

@@ -57,6 +57,3 @@ class PrivacyBudget:
 def _passes(steps: int, event: Event) -> int:
     """How often a unit takes part in so many steps in a row; of steps that draw anew, how often it may."""
     return -(-steps // event.period)
-
-
-Budget = PrivacyBudget  # the old name, until engine/ no longer imports it

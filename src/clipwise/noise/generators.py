@@ -8,7 +8,7 @@ as the key. CUDA's generator (Philox) takes a 64-bit seed, and all of it counts.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import shake_256
 
@@ -36,8 +36,12 @@ def private_generator() -> torch.Generator:
 
 
 @contextmanager
-def drawing_from(key: bytes, devices: Iterable[torch.device]) -> Iterator[None]:
+def drawing_from(key: bytes, devices: Collection[torch.device]) -> Iterator[None]:
     """In this block torch's global generators, of the CPU and of these devices, draw from `key`."""
+    if unknown := {device.type for device in devices} - {"cpu", "cuda"}:
+        raise ConfigurationError(
+            f"private.randomness() sets the generators of the CPU and of CUDA, and the model is on {min(unknown)!r}."
+        )
     places = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     with torch.random.fork_rng(places):
         torch.set_rng_state(generator_from(key).get_state())
@@ -45,15 +49,6 @@ def drawing_from(key: bytes, devices: Iterable[torch.device]) -> Iterator[None]:
             seed = shake_256(key + b"cuda" + place.to_bytes(4, "little")).digest(8)
             torch.cuda.default_generators[place].manual_seed(int.from_bytes(seed, "little"))
         yield
-
-
-def require_known_generators(devices: Iterable[torch.device]) -> None:
-    """Refuse devices whose generator `drawing_from` does not set."""
-    for device in devices:
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigurationError(
-                f"private.randomness() sets the generators of the CPU and of CUDA, and the model is on {device.type!r}."
-            )
 
 
 def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:

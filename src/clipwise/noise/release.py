@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,30 +12,22 @@ from clipwise.privacy import Part
 _BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
 
 
-class Draw(Protocol):
-    """Noise of a bucket, flat; with a tensor to put it onto, (onto + noise) / divisor."""
-
-    def __call__(
-        self, bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float
-    ) -> Tensor: ...
-
-
-class DrawTogether(Protocol):
-    """Noise of several sums, flat, from their sizes and standard deviations."""
-
-    def __call__(self, sizes: Sequence[int], stds: Sequence[float]) -> Tensor: ...
+# From a bucket's number, size and type to its noise, flat; with a tensor to put it onto, (onto + noise) / divisor.
+Draw = Callable[[int, int, torch.dtype, Tensor | None, float], Tensor]
+# From the sizes and standard deviations of several sums to their noise, flat.
+DrawTogether = Callable[[Sequence[int], Sequence[float]], Tensor]
 
 
 def buckets(sizes: Sequence[int]) -> list[int]:
     """How many sums, one after another, share a draw of noise: small ones many, a large one has its own."""
     found: list[int] = []
-    room = 0
+    left = 0
     for size in sizes:
-        if not found or size > room:
+        if not found or size > left:
             found.append(0)
-            room = max(size, _BUCKET)
+            left = max(size, _BUCKET)
         found[-1] += 1
-        room -= size
+        left -= size
     return found
 
 
@@ -112,6 +103,12 @@ def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
 
 
+def in_order(parameters: Mapping[str, Tensor], sums: dict[str, Tensor]) -> None:
+    """Bring each sum into the order of its parameter; sums beside them stay as they are."""
+    for name, p in parameters.items():
+        sums[name] = in_order_of(p, sums[name])
+
+
 @torch.no_grad()
 def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in the type and the memory order of its parameter.
@@ -119,6 +116,12 @@ def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     Fused optimizers walk through the memory of both side by side: on a CPU they do not look at the order.
     """
     return in_order_of(parameter, gradient.to(parameter.dtype))
+
+
+def write_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Write to every `.grad`."""
+    for name, p in parameters.items():
+        p.grad = laid_as(p, gradients[name])
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:

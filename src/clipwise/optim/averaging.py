@@ -31,6 +31,10 @@ class AveragedParameters:
         decay: the largest d of the exponential average.
         kind: "exponential" or "uniform".
         start: updates before this one only copy.
+
+    Attributes:
+        updates: how many steps were taken in.
+        is_applied: whether the model has the averages for its parameters now, see `applied`.
     """
 
     def __init__(
@@ -42,19 +46,9 @@ class AveragedParameters:
         if not isinstance(start, int) or start < 0:
             raise ConfigurationError(f"start must be a whole number that is not negative, not {start!r}.")
         self._model, self._decay, self._kind, self._start = model, float(decay), kind, start
-        self._updates = 0
-        self._is_applied = False
+        self.updates = 0
+        self.is_applied = False
         self._averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-
-    @property
-    def updates(self) -> int:
-        """How many steps were taken in."""
-        return self._updates
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the model has the averages for its parameters now, see `applied`."""
-        return self._is_applied
 
     def names_in_model(self) -> set[str]:
         """The names of what is averaged, if the model has the averages for all of it now; else none."""
@@ -73,7 +67,7 @@ class AveragedParameters:
         for name, average in self._averages.items():
             # a + (1 - d) (p - a): where p does not move, neither does a.
             average.lerp_(parameters[name].detach().to(average.device), 1 - kept)
-        self._updates += 1
+        self.updates += 1
 
     @torch.no_grad()
     def scale(self, factors: Mapping[str, float]) -> None:
@@ -90,33 +84,33 @@ class AveragedParameters:
 
         Do not train in it: a private run that keeps these averages refuses to.
         """
-        if self._is_applied:
+        if self.is_applied:
             yield self._model
             return
         parameters = self._parameters()
         with torch.no_grad():
             own = {name: p.detach().clone() for name, p in parameters.items()}
             self._write(parameters, self._averages)
-        self._is_applied = True
+        self.is_applied = True
         try:
             AllPublicStatistics(self._model).refresh()
             yield self._model
         finally:
             with torch.no_grad():
                 self._write(parameters, own)
-            self._is_applied = False
+            self.is_applied = False
             AllPublicStatistics(self._model).refresh()
 
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages into a model of the same kind, for good."""
         require_module(model)
         parameters = dict(model.named_parameters())
-        for name, average in self._averages.items():
-            if name not in parameters or parameters[name].shape != average.shape:
-                raise ConfigurationError(
-                    f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give one that is "
-                    "built like the model that was trained."
-                )
+        if (name := self._not_in(parameters)) is not None:
+            average = self._averages[name]
+            raise ConfigurationError(
+                f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give one that is "
+                "built like the model that was trained."
+            )
         with torch.no_grad():
             self._write(parameters, self._averages)
         AllPublicStatistics(model).refresh()
@@ -127,38 +121,43 @@ class AveragedParameters:
             "kind": self._kind,
             "decay": self._decay,
             "start": self._start,
-            "updates": self._updates,
+            "updates": self.updates,
             "averages": {name: a.clone() for name, a in self._averages.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict` of the same settings and the same model."""
         try:
-            told = (state["kind"], state["decay"], state["start"])
+            given = (state["kind"], state["decay"], state["start"])
             updates, averages = int(state["updates"]), dict(state["averages"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError("This is no state_dict of AveragedParameters, or a damaged one.") from None
-        if told != (self._kind, self._decay, self._start):
+        if given != (self._kind, self._decay, self._start):
             raise CheckpointError(
-                f"The averages were made with kind, decay and start {told}; this run has "
+                f"The averages were made with kind, decay and start {given}; this run has "
                 f"{(self._kind, self._decay, self._start)}. Give the same."
             )
-        for name, average in self._averages.items():
-            if name not in averages or averages[name].shape != average.shape:
-                raise CheckpointError(
-                    f"The averages are of another model: {name!r} is missing or has another shape."
-                )
+        if (name := self._not_in(averages)) is not None:
+            raise CheckpointError(
+                f"The averages are of another model: {name!r} is missing or has another shape."
+            )
         if len(averages) != len(self._averages):
             raise CheckpointError(
                 "The averages are of another model: they hold more parameters than are trained here."
             )
         for name, average in self._averages.items():
             average.copy_(averages[name])
-        self._updates = updates
+        self.updates = updates
+
+    def _not_in(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """The name of an average that has no tensor of its shape among these."""
+        return next(
+            (n for n, a in self._averages.items() if n not in tensors or tensors[n].shape != a.shape), None
+        )
 
     def _kept(self) -> float:
         """d: how much of the average stays."""
-        t = self._updates - self._start
+        t = self.updates - self._start
         if t <= 0:
             return 0.0
         if self._kind == "uniform":

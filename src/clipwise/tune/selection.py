@@ -25,7 +25,8 @@ from clipwise import accounting
 from clipwise.accounting import Repetitions, from_arguments
 from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.errors import ConfigurationError
-from clipwise.noise.gaussian import NoiseKey, gaussian
+from clipwise.noise.gaussian import gaussian
+from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry, Sampling, rounded_up
 from clipwise.tune.space import Space, point
 from clipwise.tune.subject import Recipe, Score, Settings

@@ -11,7 +11,7 @@ from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
-from clipwise.validation.forward_changes import BufferGuard as BufferGuard
+from clipwise.validation.forward_changes import BufferGuard
 from clipwise.validation.marked import tracked
 from clipwise.validation.training_loop import ReleasedGradients, require_one_process
 
@@ -211,7 +211,6 @@ class StepGuard:
     ) -> None:
         self._parameters, self._released = parameters, released
         self._is_coupled, self._has_local_update = is_coupled, has_local_update
-        self._named = {name for name, _ in model.named_parameters()}
         self._forward = BufferGuard(model)
 
     def before_draw(self) -> None:
@@ -241,17 +240,9 @@ class StepGuard:
     def _require_same_parameters(self) -> None:
         """The model has the parameters that `make_private` found, and trains the same ones."""
         for name, p in self._forward.inventory.parameters:
-            if p.requires_grad and name not in self._named:
+            if p.requires_grad != (name in self._parameters) or p is not self._parameters.get(name, p):
                 raise StepError(
-                    f"Parameter {name!r} came to the model after make_private, and nothing bounds or trains it: build "
-                    "the model (and clip its layers) first, then the optimizer, then make a new private run."
-                )
-            if p.requires_grad != (name in self._parameters):
-                raise StepError(
-                    f"requires_grad of parameter {name!r} was changed after make_private: make a new private run."
-                )
-            if p.requires_grad and p is not self._parameters[name]:
-                raise StepError(
-                    f"Parameter {name!r} was replaced by another object after make_private: make a new private run, "
-                    "with an optimizer that holds the new one."
+                    f"Parameter {name!r} was added, replaced, or its requires_grad changed after make_private: build "
+                    "the model (and clip its layers) first, then the optimizer with the parameters to train, then make "
+                    "a new private run."
                 )

@@ -22,9 +22,9 @@ from clipwise.errors import ConfigurationError, PrivacyWarning, StepError
 from clipwise.noise.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
-    from clipwise.engine.private import Private
+    from clipwise.engine.context import StepContext
 
-_RUNS: WeakValueDictionary[int, Private] = (
+_RUNS: WeakValueDictionary[int, StepContext] = (
     WeakValueDictionary()
 )  # by the id of a parameter, which the run holds
 _SAMPLED = 32  # entries of each gradient
@@ -165,23 +165,23 @@ def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([g[:: max(1, len(g) // _SAMPLED)][:_SAMPLED] for g in flat]) if flat else torch.zeros(0)
 
 
-def watch_steps(optimizer: torch.optim.Optimizer, run: Private) -> list[RemovableHandle]:
+def watch_steps(optimizer: torch.optim.Optimizer, run: StepContext) -> list[RemovableHandle]:
     """Let a run see each step of its optimizer. The optimizer does not hold the run: it may live longer."""
     watching = ref(run)
 
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (found := watching()) is not None:
+        if (found := watching()) is not None and not found.weights.state.is_updating:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            found._before_user_step(has_closure=closure is not None)
+            found.weights.before_user_step(has_closure=closure is not None)
 
     def after(*_: object) -> None:
-        if (found := watching()) is not None:
-            found._after_user_step()
+        if (found := watching()) is not None and not found.weights.state.is_updating:
+            found.after_user_step()
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
-def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> Private | None:
+def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> StepContext | None:
     """Warn if another open run trains the same parameters and counts in a ledger of its own.
 
     Returns an open run that trains the same model and counts in the same ledger.
@@ -189,15 +189,15 @@ def require_alone(run: Private, parameters: Mapping[str, nn.Parameter]) -> Priva
     found = None
     for name, p in parameters.items():
         other = _RUNS.get(id(p))
-        if other is None or other._closed:
+        if other is None or other.weights.is_closed:
             continue
-        if other._ledger is run._ledger:
-            found = other if other._model is run._model else found
-        elif other.steps:
+        if other.ledger is run.ledger:
+            found = other if other.model is run.model else found
+        elif other.ledger.position:
             _warn(
                 f"Parameter {name!r} is trained by another private run that is still open. What both release of it "
                 "adds up, and neither counts the other: close the first one, or give both the same ledger.",
-                depth=5,
+                depth=6,
             )
             break
     _RUNS.update({id(p): run for p in parameters.values()})
@@ -212,13 +212,16 @@ def changed_since_last_run(
     A model that was built differently since counts as another one, and so does one that no run has changed.
     """
     other = next((run for p in parameters.values() if (run := _RUNS.get(id(p))) is not None), None)
-    if other is None or other._model is not model or not other._state.is_of_same_tensors():
+    if other is None or other.model is not model or not other.weights.state.is_of_same_tensors():
         return []
-    if not (other.steps or other._has_foreign_step or other._unverified or other._changed_before):
+    weights = other.weights
+    if not (
+        other.ledger.position or weights.has_foreign_step or weights.unverified or weights.changed_before
+    ):
         return []
-    changed = other._without_averages(other._state.changed(looks_inside=True))
-    is_same_optimizer = other._has_foreign_step and other.optimizer is optimizer
-    return [*changed, *other._changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
+    changed = weights.without_averages(weights.state.changed(looks_inside=True))
+    is_same_optimizer = weights.has_foreign_step and other.optimizer is optimizer
+    return [*changed, *weights.changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
 
 
 def require_one_process() -> None:

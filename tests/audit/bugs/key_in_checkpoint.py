@@ -4,17 +4,18 @@ from typing import Any
 
 import pytest
 
-from clipwise.engine.private import Private
+from clipwise.engine import resume
+from clipwise.engine.context import StepContext
 from tests.audit.bug import Bug
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    state_dict = Private.state_dict
+    state_dict = resume.state_dict
 
-    def with_key(self: Private) -> dict[str, Any]:
-        return {**state_dict(self), "key": self._key.secret_bytes().hex()}
+    def with_key(context: StepContext) -> dict[str, Any]:
+        return {**state_dict(context), "key": context.keys.key.secret_bytes().hex()}
 
-    patch.setattr(Private, "state_dict", with_key)
+    patch.setattr(resume, "state_dict", with_key)
 
 
 BUG = Bug("a key inside a checkpoint", plant, ("neighbours",))

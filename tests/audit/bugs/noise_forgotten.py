@@ -3,20 +3,21 @@
 import pytest
 from torch import Tensor
 
-from clipwise.engine.private import Private
+from clipwise.engine import step
+from clipwise.engine.context import StepContext
 from tests.audit.bug import Bug
 
 LAYER = "2.weight"
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    noised = Private._noised
+    noised = step.noised
 
-    def forgetful(self: Private, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        clean = total[LAYER] / self.divisor
-        return {**noised(self, total), LAYER: clean}
+    def forgetful(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        clean = total[LAYER] / context.clipper.divisor
+        return {**noised(context, total), LAYER: clean}
 
-    patch.setattr(Private, "_noised", forgetful)
+    patch.setattr(step, "noised", forgetful)
 
 
 BUG = Bug("noise forgotten in one layer", plant, ("neighbours", "canary"), canary={"parameter": LAYER})

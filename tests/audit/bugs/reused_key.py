@@ -2,7 +2,7 @@
 
 import pytest
 
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from tests.audit.bug import Bug
 
 

@@ -163,7 +163,7 @@ def test_the_event_stays_and_the_noise_follows(name: str, sampling: str) -> None
     for _ in range(6):
         assert private.noise_multiplier == 0.9 <= effective_multiplier(private.parts()) <= 0.9 * (1 + 1e-9)
         train(on, private, 1)
-    assert len(private._ledger.history()) == 1
+    assert len(private._context.ledger.history()) == 1
     json.dumps(private.state_dict()["configuration"])
     if "random" not in name and "released" not in name:  # that public data was used is stated
         assert '"public": "TensorDataset"' in json.dumps(private.statement().to_dict()["strategy"])

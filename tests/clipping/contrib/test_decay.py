@@ -116,7 +116,7 @@ def test_the_event_stays_and_the_noise_follows(parts: Any) -> None:
         train(on, private, 5)  # an epoch
     if isinstance(parts, str):
         assert stds == pytest.approx([stds[0], stds[0] / 2, stds[0] / 4])
-    assert len(private._ledger.history()) == 1
+    assert len(private._context.ledger.history()) == 1
     assert private.state_dict()["configuration"]["strategy"]["decay"] == {"releases": 15}
 
 

@@ -154,7 +154,7 @@ def test_a_run_divides_the_noise_by_the_factors() -> None:
         for n, g in gradients(on).items():
             collected[n].append(g.flatten())
         on.zero_grad()
-    L = private._clipper.divisor
+    L = private._context.clipper.divisor
     for n, m in zip(part.parameters, part.scales, strict=True):
         values = torch.cat(collected[n])
         expected = part.noise_std / (m * L)

@@ -112,13 +112,13 @@ def test_each_piece_of_a_batch_draws_for_itself() -> None:
     seen: list[bytes] = []
     clipping = PerExample(0.8, RandomLayer())
     on, private = private_run(network(), clipping=clipping, max_physical_batch_size=2, sampling="fixed-size")
-    honest = private._clipper.clipped_sum
+    honest = private._context.clipper.clipped_sum
 
     def watching(*arguments: torch.Tensor) -> dict[str, torch.Tensor]:
-        seen.append(private._clipper.secret)
+        seen.append(private._context.clipper.secret)
         return honest(*arguments)
 
-    private._clipper.clipped_sum = watching  # type: ignore[method-assign, assignment]
+    private._context.clipper.clipped_sum = watching  # type: ignore[method-assign, assignment]
     for batch in private.loader.pieces():
         private.step(losses_of(on, batch))
     assert len(seen) == 5 * 4 and len(set(seen)) == len(seen) and all(len(s) >= 16 for s in seen)

@@ -143,16 +143,16 @@ def test_a_run_learns_from_its_own_releases(policy: Any, z: float) -> None:
     second = Estimated(Released(0.7), Question(site(network()), RUN_LAYERS))
     for _ in range(2):
         for batch in private.loader:
-            L, noise = private._clipper.divisor, {}
+            L, noise = private._context.clipper.divisor, {}
             for part in private.parts():
                 for n, m in zip(part.parameters, part.scales or (1.0,) * len(part.parameters), strict=True):
                     noise[n] = part.noise_std / (m * L)
             private.step(losses_of(on, batch))
             second.hear(gradients(on), noise)
             second.renew()
-            assert private._clipper.state_dict()["typical"] == pytest.approx(second.norms)
+            assert private._context.clipper.state_dict()["typical"] == pytest.approx(second.norms)
             assert z <= effective_multiplier(private.parts()) <= z * (1 + 1e-9)
-    assert private._clipper.state_dict()["releases"] == 10
+    assert private._context.clipper.state_dict()["releases"] == 10
     assert "released" in json.dumps(private.statement().to_dict()["strategy"])
 
 

@@ -276,7 +276,7 @@ def test_frozen_entries_stay_at_their_average(strategy: Strategy) -> None:
     for _ in range(T):
         visited.append(parameters(model))
         train(model, private, 1)
-    frozen = frozen_in(private._clipper, model)
+    frozen = frozen_in(private._context.clipper, model)
     assert 0.2 < sum(int(m.sum()) for m in frozen.values()) / sum(p.numel() for p in model.parameters()) < 0.9
     for step in range(T - 1):
         for n, p in trainable(model).items():
@@ -294,7 +294,7 @@ def test_an_update_of_ones_own_is_put_back_with_the_next_batch() -> None:
     model = network()
     private = run_with(STRATEGIES[0], model)
     train(model, private, T)
-    before, frozen = parameters(model), frozen_in(private._clipper, model)
+    before, frozen = parameters(model), frozen_in(private._context.clipper, model)
     for steps, batch in enumerate(private.loader):
         for n, p in trainable(model).items():
             assert torch.equal(p[frozen[n]], before[n][frozen[n]])
@@ -348,7 +348,7 @@ def test_a_run_that_goes_on_has_the_same_frozen_entries(
     train(model, private, made)
     saved, weights = private.state_dict(), model.state_dict()
     weights = {n: w.clone() for n, w in weights.items()}
-    frozen, parts = dict(private._clipper.frozen), private.parts()
+    frozen, parts = dict(private._context.clipper.frozen), private.parts()
     private.close()
 
     straight = network()
@@ -360,11 +360,11 @@ def test_a_run_that_goes_on_has_the_same_frozen_entries(
     again = run_with(strategy, other, ledger=tmp_path / "ledger")
     other.load_state_dict(weights)  # before the run's: with other weights its key is not used again
     again.load_state_dict(saved)
-    assert frozen and same(dict(again._clipper.frozen), frozen)
+    assert frozen and same(dict(again._context.clipper.frozen), frozen)
     assert again.parts() == parts
     train(other, again, more)
     assert same(parameters(other), parameters(straight))
-    assert same(dict(again._clipper.frozen), dict(whole._clipper.frozen))
+    assert same(dict(again._context.clipper.frozen), dict(whole._context.clipper.frozen))
 
 
 def test_a_checkpoint_before_the_update_of_ones_own_keeps_frozen_entries(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_entries_that_go_nowhere_are_frozen_late(digits):
     found = []
     for _ in range(setting.epochs):
         trainer.epoch(Deadline(None))
-        found.append(sum(int(f.sum()) for f in trainer._private._clipper.frozen.values()))
+        found.append(sum(int(f.sum()) for f in trainer._private._context.clipper.frozen.values()))
     assert found[0] == 0 and found[1] > 1000
 
 

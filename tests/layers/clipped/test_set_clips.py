@@ -99,7 +99,7 @@ def test_the_ledger_tells_every_change_and_nothing_twice() -> None:
     train(model, private, 3)
     layers.set_clips(model, grad_norm=0.05)
     train(model, private, 3)
-    told = [about["parts"][1]["sensitivity"] for about in private._ledger.about]
+    told = [about["parts"][1]["sensitivity"] for about in private._context.ledger.about]
     assert told == [0.5, 0.05]
 
 

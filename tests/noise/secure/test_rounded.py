@@ -16,7 +16,7 @@ from scipy import stats
 
 pytest.importorskip("cryptography")
 
-from clipwise.noise.gaussian import NoiseKey
+from clipwise.noise.key import NoiseKey
 from clipwise.noise.secure import rounded
 from clipwise.noise.secure.cipher import words
 from clipwise.noise.secure.exact import nearest_pair

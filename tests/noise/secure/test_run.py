@@ -139,7 +139,7 @@ def test_a_compiled_step_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("clipwise.engine.compiled._can_capture", lambda device: True)
     for noise in ("standard", "secure"):
         _, private = private_run(noise=noise)
-        assert CompiledStep(private, lambda x, y: x.sum(1))._stays_ordinary == (noise == "secure")
+        assert CompiledStep(private._context, lambda x, y: x.sum(1))._stays_eager == (noise == "secure")
 
 
 @pytest.mark.parametrize("noise", ["Secure", "", None, 1, ["secure"]])
@@ -179,13 +179,13 @@ def test_another_kind_goes_on_with_a_fresh_key_and_the_weaker_one_is_stated(
     file = tmp_path / "run.ledger"
     model, private = private_run(noise=first, ledger=file)
     train(model, private, 2)
-    state, secret = private.state_dict(), private._key.secret_bytes()
+    state, secret = private.state_dict(), private._context.keys.key.secret_bytes()
     private.close()
     again, goes_on = private_run(noise=second, ledger=file)
     again.load_state_dict(model.state_dict())
     with pytest.warns(PrivacyWarning, match="fresh secret"):
         goes_on.load_state_dict(state)
-    assert goes_on._key.secret_bytes() != secret
+    assert goes_on._context.keys.key.secret_bytes() != secret
     train(again, goes_on, 1)
     assert goes_on.statement().noise == "standard"
     assert "low bits" in str(goes_on.statement())

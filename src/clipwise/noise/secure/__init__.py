@@ -1,7 +1,7 @@
 """`noise="secure"`: a Gaussian that is rounded to a grid, exactly, and made of a cipher's words.
 
 Why. A float that was computed as sum + noise is not what the proof speaks of. Which values a float64 sampler can
-give at all, and what the addition does to their last bits, depends on the sum: who looks at the low bits of a
+give at all, and what the addition does to their last bits, depends on the sum: the low bits of a
 release can rule sums out. And a statistical generator is secret by habit only.
 
 What is released. With a grid step g, a power of two, and R(s) the nearest multiples of g, coordinate by coordinate:

@@ -15,7 +15,7 @@ from clipwise.errors import ConfigurationError
 
 Words = npt.NDArray[np.uint64]
 
-_LONGEST = 1 << 18  # bytes that are asked for at once: far below the 2^38 of one nonce
+_LONGEST = 1 << 18  # bytes of one call: far below the 2^38 of one nonce
 
 
 def require_cipher() -> None:

@@ -28,7 +28,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clipwise.noise.gaussian import KEY_BYTES, by_all_threads
+from clipwise.noise.gaussian import by_all_threads
+from clipwise.noise.key import KEY_BYTES
 from clipwise.noise.secure.cipher import Words, words
 from clipwise.noise.secure.exact import nearest_pair
 

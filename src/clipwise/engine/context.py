@@ -1,0 +1,266 @@
+"""StepContext: what the steps of a run read and change. Eager and compiled steps share one.
+
+It holds state and lets it follow the weights; the order of a step is in step.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from clipwise.clipping import Clipper, noised_parts
+from clipwise.clipping.base import Parameters, Split
+from clipwise.engine import describe, observer
+from clipwise.engine.plan import Plan
+from clipwise.engine.verified_weights import VerifiedWeights
+from clipwise.errors import LedgerError, StepError
+from clipwise.gradients.real_views import dimension
+from clipwise.ledger import multi_run
+from clipwise.ledger.file_format import new_tag
+from clipwise.ledger.ledger import FileLedger
+from clipwise.noise.key import NoiseKey
+from clipwise.noise.secure import on_grid
+from clipwise.privacy import Part
+from clipwise.sampling import ByUser, PrivateLoader
+from clipwise.sampling.loader import Piece
+from clipwise.validation import training_loop
+from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.first_batches import Loss, ReplacementTest
+from clipwise.validation.step_inputs import StepGuard
+from clipwise.validation.training_loop import LoopWarnings
+
+
+class StepKeys:
+    """The secrets of the steps to come.
+
+    Attributes:
+        key: of the next step. `advance` overwrites it.
+        epoch: what the batches of the current epoch are drawn from, beside the key of their step.
+        slot: the next step's place in its epoch.
+        is_new: whether the ledger does not have the key's id yet.
+    """
+
+    def __init__(self, key: NoiseKey, steps_per_epoch: int) -> None:
+        self.key, self.epoch, self.slot, self.is_new = key, b"", 0, True
+        self._steps_per_epoch = steps_per_epoch
+
+    def advance(self) -> None:
+        """Forget the secret of this step."""
+        if self.slot == 0:
+            self.epoch = self.key.derive("epoch")
+        self.key.advance()
+        self.slot = (self.slot + 1) % self._steps_per_epoch
+
+    def ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
+        """For the steps to come: what draws the batch. Works on a copy of the key."""
+        key, epoch, slot = self.key.copy(), self.epoch, self.slot
+        while True:
+            if slot == 0:
+                epoch = key.derive("epoch")
+            yield key.derive("sampling"), epoch, slot
+            key.advance()
+            slot = (slot + 1) % self._steps_per_epoch
+
+
+class StepContext:
+    """The state of a private run.
+
+    Attributes:
+        plan: what `make_private` resolved. It never changes.
+        parts: of the next release, with their noise.
+        tag: the name under which the run charges the ledger.
+        keys: the secrets of the steps to come.
+        weights: whether the model holds what the releases left.
+        guard: checks of the model around a step: what may not change between two releases.
+        loop: warns of what the training loop does beside the steps.
+        independence: tests the first batches by gradients at the inputs; None if that is switched off.
+        tests: replacement tests of the first batches, one for each loss that clipwise can call.
+        handed: the last batch as it was handed out, while tests are pending.
+        loader: hands out the batches.
+        observer: an audit that sees the sums; None for every other run.
+        partial: the sum of the pieces of a batch so far, and the bounds that it was formed under.
+        in_step: whether a batch is being used, or a step on it has failed.
+        is_described: whether the ledger has a description of this run as it is.
+        is_seeded: whether a seed was given: no guarantee is claimed then.
+        must_load: whether the ledger holds another run, which only `load_state_dict` continues.
+        followed: the number of releases whose updates the averages and bounds have followed.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model, self.optimizer, self.parameters = plan.model, plan.optimizer, plan.parameters
+        self.strategy, self.clipper, self.scheme = plan.strategy, plan.clipper, plan.scheme
+        self.event, self.ledger, self.parts = plan.event, plan.ledger, plan.parts
+        self.is_seeded = plan.seed is not None
+        # A run that released nothing cannot be continued.
+        self.must_load = (
+            isinstance(plan.ledger, FileLedger) and plan.ledger.existing and plan.ledger.position > 0
+        )
+        given = None if self.must_load else plan.seed
+        key = NoiseKey.fresh() if given is None else NoiseKey.from_seed(given)
+        self.keys = StepKeys(key, plan.scheme.steps_per_epoch)
+        multi_run.require_unused(key.id, plan.ledger)
+        self.tag = new_tag()
+        plan.ledger.enter(self.tag, self)
+        self.observer = observer.current()
+        self.followed = 0
+        self.in_step = False
+        self.partial: tuple[dict[str, Tensor], object] | None = None
+        other: StepContext | None = training_loop.require_alone(self, plan.parameters)
+        self.weights: VerifiedWeights = VerifiedWeights(plan, None if other is None else other.weights.state)
+        self.guard = StepGuard(
+            plan.model,
+            plan.parameters,
+            self.weights.released,
+            is_coupled=plan.strategy.is_coupled,
+            has_local_update=plan.strategy.has_local_update,
+        )
+        self.loop = LoopWarnings(plan.model, plan.optimizer)
+        self.independence = IndependenceProbe() if plan.probe else None
+        self.tests: list[ReplacementTest] = []
+        self.handed: Any = None
+        self.is_described = False
+        self.described_strategy: dict[str, Any] = {}
+        if plan.loss is not None and not plan.strategy.is_coupled:
+            self.plan_test(plan.loss)
+        self.step_hooks: list[RemovableHandle] = training_loop.watch_steps(plan.optimizer, self)
+        self.loader: PrivateLoader
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Neither copy nor pickle: two runs with one key would put the same noise on two sums."""
+        raise StepError(
+            "A private run cannot be copied or pickled: it holds the secret of its noise, and a copy would put that "
+            "noise on other sums. To go on elsewhere, save private.state_dict(), call private.close() and load it into "
+            "a new run; to send a model, send model.state_dict()."
+        )
+
+    def require_open(self) -> None:
+        """Refuse a closed run, a fork's copy of a run, and a model that holds its averages for now."""
+        if self.weights.is_closed:
+            raise StepError("This private run is closed: make a new one to go on.")
+        if self.keys.key.is_forked:
+            raise StepError(
+                "This private run belongs to the process that this one was forked from. A step here would put the "
+                "noise of a step there on another sum: make the private run in the process that trains."
+            )
+        self.require_own_weights()
+
+    def require_own_weights(self) -> None:
+        """Refuse to train or to save while the averages are in the place of the weights."""
+        if self.plan.averages is not None and self.plan.averages.is_applied:
+            raise StepError(
+                "This is inside of a block of private.averaged.applied(), which gives the model its own weights back "
+                "at its end: an update would be lost, and a checkpoint have the averages for weights. Train and "
+                "save outside of it."
+            )
+
+    def require_loaded(self) -> None:
+        """Refuse to charge a ledger that holds another run."""
+        if self.must_load:
+            where = str(self.ledger.path) if isinstance(self.ledger, FileLedger) else "The ledger"
+            raise LedgerError(
+                f"{where} holds another run ({self.ledger.position} releases). To go on with that "
+                "run, call load_state_dict with its checkpoint; to begin a new one, give a new ledger path; to "
+                "begin a new one whose cost adds to the old one's, give FileLedger(path, join=True)."
+            )
+
+    def require_no_local_update(self, called: str) -> None:
+        """Refuse losses where the strategy computes its own."""
+        if self.strategy.has_local_update:
+            raise StepError(
+                f"{called} has no use for losses with Batch(..., local_update=f), which computes its own: call "
+                "private.step_sets(batch) with the batch that private.loader handed out."
+            )
+
+    def made(self) -> int:
+        """How many releases the run has charged."""
+        return self.ledger.made(self.tag)
+
+    def which(self, piece: Piece) -> tuple[int, int]:
+        """Identifies a piece of a batch within the run; one that is drawn again is the same."""
+        return self.made(), piece.index_in_batch
+
+    @property
+    def users(self) -> ByUser | None:
+        """Whose records are where, if users are protected."""
+        return self.plan.cut if isinstance(self.plan.cut, ByUser) else None
+
+    @property
+    def views(self) -> int:
+        """How many rows the loader hands out for each example."""
+        return 1 if self.plan.views is None else self.plan.views.count
+
+    def secrets_ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
+        """For the steps to come: what draws the batch."""
+        self.require_open()
+        yield from self.keys.ahead()
+
+    def plan_test(self, loss: Loss) -> ReplacementTest:
+        """Let the first batches be tested with this loss; the ledger records that it was planned."""
+        test = ReplacementTest(self.model, loss, self.plan.views, self.independence is not None)
+        self.tests.append(test)
+        self.is_described = False
+        return test
+
+    def current_parts(self) -> list[Part]:
+        """What the next release holds."""
+        # A batch keeps the parts that it was drawn for, and this must not change weights.
+        is_fixed = self.weights.is_closed or self.loader.is_awaiting or self.clipper.moves_weights
+        if not is_fixed:
+            self.follow_weights(is_updated=False)
+        return list(self.parts)
+
+    def set_parts(self) -> None:
+        """Let the noise follow the bounds; the event, and so the multiplier, stays."""
+        z, noise = self.event.noise_multiplier, self.plan.noise
+        self.parts = parts_of(self.clipper, self.parameters, z, self.strategy.split, noise)
+
+    def follow_weights(self, is_updated: bool) -> None:
+        """Let bounds and noise follow weights and clips."""
+        if self.clipper.follow(is_updated):
+            self.set_parts()
+            if self.plan.averages is not None and self.clipper.moved:
+                self.plan.averages.scale(self.clipper.moved)
+            if self.described_strategy != describe.public_strategy(self):
+                self.is_described = False  # constants were set anew, and the ledger must have them
+
+    def follow_update(self, has_stepped: bool = False) -> None:
+        """Bring up to date what follows the released weights.
+
+        Args:
+            has_stepped: whether an optimizer has just moved them, on a released gradient. Only then averages take the
+                weights in. Fused optimizers leave no trace that torch counts.
+        """
+        self.clipper.settle()
+        made = self.made()
+        is_new = self.followed != made
+        is_updated = is_new or has_stepped
+        self.followed = made if has_stepped else self.followed
+        if self.plan.public_statistics is not None:
+            self.plan.public_statistics.refresh(force=is_updated)
+        self.follow_weights(is_updated)
+        if is_new and has_stepped and self.plan.averages is not None:
+            self.plan.averages.update()
+            self.weights.averaged += 1
+
+    def after_user_step(self) -> None:
+        """The optimizer has stepped, and the run did not call it."""
+        if self.weights.after_user_step():
+            self.follow_update(has_stepped=True)
+            self.weights.state.take()
+        elif self.plan.public_statistics is not None:
+            self.plan.public_statistics.refresh(force=True)
+
+
+def parts_of(
+    clipper: Clipper, parameters: Parameters, multiplier: float, split: Split, noise: str
+) -> tuple[Part, ...]:
+    """The parts of a clipper's release; secure noise adds what the rounding of sums can move."""
+    parts = noised_parts(clipper.bounds, parameters, multiplier, split, clipper.divisor)
+    if noise != "secure":
+        return parts
+    beside = {b.name: b.size or 1 for b in clipper.bounds if not b.parameters}  # a count is one number
+    return on_grid(parts, beside | {name: dimension(p) for name, p in parameters.items()})

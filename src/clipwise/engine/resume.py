@@ -1,0 +1,187 @@
+"""Stopping and continuing a run: its checkpoint, its secrets, and the clean end. The files are in checkpoint.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from clipwise.engine import checkpoint, describe, fingerprint
+from clipwise.engine.context import StepContext
+from clipwise.engine.step import count_broken_step
+from clipwise.errors import CheckpointError, LedgerError, PrivacyWarning, StepError
+from clipwise.noise.key import NoiseKey
+from clipwise.privacy import Sampling
+from clipwise.validation.arguments import plain
+
+
+def state_dict(context: StepContext) -> dict[str, Any]:
+    """Optimizer, accountant, configuration and position, in plain types. It holds no secret."""
+    ledger, weights, averages = context.ledger, context.weights, context.plan.averages
+    context.require_own_weights()
+    if weights.verify(looks_inside=True):
+        raise StepError(
+            "The model was changed after the private run was closed: a checkpoint of its weights would "
+            "not be of this run. Save private.state_dict() before that."
+        )
+    if averages is not None:
+        context.follow_update()  # what is written below follows the weights
+    state: dict[str, Any] = {
+        "format": checkpoint.FORMAT,
+        "run": ledger.run,
+        "tag": context.tag,
+        "position": ledger.position,
+        "made": context.made(),
+        "slot": context.keys.slot,
+        "configuration": describe.configuration(context),
+        "fingerprint": fingerprint.of_configuration(describe.configuration(context)),
+        "seeded": describe.is_reproducible(context),
+        "history": [{"event": e.event.to_dict(), "count": e.count, "run": e.run} for e in ledger.history()],
+        "exact": ledger.exact,
+        "plan": None if ledger.plan is None else dict(ledger.plan),
+        "optimizer": context.optimizer.state_dict(),
+        "weights": weights.state.save(),
+        "declared": [list(update) for update in ledger.declared],
+    }
+    if averages is not None:
+        state["averaged"] = averages.state_dict()
+    found: dict[str, Any] = plain(state)  # a learning rate may be numpy's
+    return found
+
+
+def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
+    """Continue from a checkpoint: with its own secrets if nothing has changed since, else with fresh ones."""
+    ledger, averages, keys = context.ledger, context.plan.averages, context.keys
+    context.require_open()
+    history = checkpoint.history_of(state)
+    is_new = ledger.run != state["run"]  # then the history is brought along
+    _require_fitting(context, state, is_new)
+    # First, because what is loaded here is a part of the configuration. Another strategy begins anew.
+    strategy, mine = state["configuration"].get("strategy", {}), context.strategy.describe()
+    if mine.items() <= strategy.items() and context.clipper.load_state_dict(strategy):
+        context.set_parts()
+    context.optimizer.load_state_dict(dict(state["optimizer"]))
+    if averages is not None and "averaged" in state:
+        averages.load_state_dict(state["averaged"])
+        context.weights.averaged = averages.updates
+    if is_new:
+        ledger.import_history(history, exact=state.get("exact") is True, plan=state.get("plan"))
+        for kind, reason in state["declared"]:
+            ledger.declare(context.tag, kind, reason)
+    made = _take_tag(context, state)
+    keys.slot, context.is_seeded = int(state["slot"]), context.is_seeded or bool(state["seeded"])
+    secrets = checkpoint.take_secrets(context.plan.resume_file) if context.plan.resume_file else None
+    goes_on = False
+    if secrets is not None and context.made() == made:
+        expected = _secrets(context, state["run"])
+        goes_on = expected.fingerprint == state["fingerprint"] and secrets.is_of_same_run(expected)
+    if secrets is not None and goes_on:
+        keys.key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
+        keys.epoch = bytes.fromhex(secrets.epoch)
+    else:
+        keys.key = NoiseKey.fresh()
+        ledger.restart(context.tag)
+        if context.scheme.sampling is Sampling.SHUFFLED:
+            keys.slot = 0
+        again = ledger.position - int(state["position"])
+        warnings.warn(
+            "The run goes on with a fresh secret: it was not stopped cleanly at this checkpoint, or its "
+            "configuration, model, data or resume file are not the same (load the model's state before this one)."
+            + (f" {again} releases after the checkpoint stay counted." if again else ""),
+            PrivacyWarning,
+            stacklevel=3,
+        )
+    context.is_described, keys.is_new = False, is_new or not goes_on
+    context.must_load, context.partial, context.in_step = False, None, False
+    context.followed = context.made()
+    context.follow_weights(is_updated=False)  # those that were loaded before
+    if context.plan.public_statistics is not None:
+        context.plan.public_statistics.refresh(force=True)  # the model's own state was loaded before
+    context.weights.accept()
+    context.loader.reset()
+
+
+def close(context: StepContext, error: BaseException | None) -> None:
+    """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there."""
+    weights, key = context.weights, context.keys.key
+    if weights.is_closed:
+        return
+    weights.close()
+    for hook in context.step_hooks:
+        hook.remove()
+    try:
+        count_broken_step(context, error)
+        is_begun = not context.must_load and context.made() > 0
+        # (A forked copy has nothing to leave behind: the run and its secrets are the other process's.)
+        if context.plan.resume_file is not None and is_begun and not key.is_forked:
+            checkpoint.write_secrets(context.plan.resume_file, _secrets(context, context.ledger.run))
+    finally:
+        key.wipe()
+        context.keys.epoch = b""
+        context.loader.reset()
+        is_verified = None if context.must_load else weights.unverified is None
+        context.ledger.leave(context.tag, context, is_verified)
+    if weights.unverified is not None:
+        raise StepError(weights.unverified)
+
+
+def data_digest(context: StepContext) -> str:
+    """Of the records, and of whose they are. It is secret."""
+    users = b"" if context.users is None else fingerprint.of_users(context.users.table())
+    return (fingerprint.of_data(context.plan.dataset) + users).hex()
+
+
+def _secrets(context: StepContext, run: str) -> checkpoint.Secrets:
+    """What continuing from here takes."""
+    return checkpoint.Secrets(
+        run=run,
+        position=context.made(),
+        fingerprint=fingerprint.of_configuration(describe.configuration(context)),
+        data=data_digest(context),
+        model=fingerprint.of_model(context.model).hex(),
+        key=context.keys.key.secret_bytes().hex(),
+        epoch=context.keys.epoch.hex(),
+        key_id=context.keys.key.id,
+    )
+
+
+def _require_fitting(context: StepContext, state: Mapping[str, Any], is_new: bool) -> None:
+    """Refuse a checkpoint of another model or optimizer, and a ledger that is not its own."""
+    mine = describe.configuration(context)
+    for name in ("parameters", "optimizer"):
+        if state["configuration"].get(name) != mine[name]:
+            raise CheckpointError(
+                f"The checkpoint's run has another {name} than this one: build model and optimizer as they "
+                "were there, or begin a new run."
+            )
+    if is_new and context.ledger.position > 0:
+        raise LedgerError(
+            "The ledger belongs to another run than the checkpoint: give make_private the ledger that the "
+            "checkpoint's run wrote."
+        )
+    if not is_new and context.ledger.position < state["position"]:
+        raise LedgerError(
+            "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
+            "make_private the complete ledger."
+        )
+    if differing := context.weights.state.differing(state["weights"]):
+        raise CheckpointError(
+            f"The model does not hold the weights of the checkpoint: {differing[0]!r} is another. Load the model's "
+            "own state before this one: model.load_state_dict(...), then private.load_state_dict(...)."
+        )
+
+
+def _take_tag(context: StepContext, state: Mapping[str, Any]) -> int:
+    """Charge under the tag of the run that goes on, and return how many releases the checkpoint has of it.
+
+    A run that releases something else than before was configured anew: it keeps a tag of its own, and so does one
+    whose tag is in use (the run in the checkpoint is still open).
+    """
+    ledger = context.ledger
+    older = state["run"] if ledger.run != state["run"] else ledger.untagged
+    tag = str(state.get("tag", older))
+    is_same = all(entry.event == context.event for entry in ledger.history() if entry.run == tag)
+    if tag != context.tag and is_same and ledger.enter(tag, context):
+        ledger.leave(context.tag, context)
+        context.tag, context.is_described = tag, False
+    return int(state.get("made", state["position"]))

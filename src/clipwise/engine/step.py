@@ -1,0 +1,300 @@
+"""The one pipeline of a private step, for eager and compiled steps alike.
+
+    sample -> clip -> record -> noise -> update
+
+    hand_out  sample: checks, then the batch that the loader has drawn
+    backward  clip: losses to the bounded sum of a piece; `gather` adds it to those of the batch's other pieces
+    release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and what is learned
+    update    the optimizer steps on what was released
+
+All state is in the `StepContext`; the mathematics is in the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.clipping.contrib.sparse import without
+from clipwise.engine import describe
+from clipwise.engine.context import StepContext
+from clipwise.errors import BudgetExhausted, LedgerError, StepError
+from clipwise.gradients import opaque
+from clipwise.ledger import crash_points, multi_run
+from clipwise.noise import generators
+from clipwise.noise.mechanism import noised_sums
+from clipwise.noise.release import in_order, write_gradients
+from clipwise.optim.penalty import add_penalty
+from clipwise.sampling.loader import Piece
+from clipwise.validation import step_inputs, training_loop
+from clipwise.validation.first_batches import recommend_check
+
+# ------------------------------------------------------------------- sample
+
+
+def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
+    """What the loader hands out for a piece of a batch: its rows, marked for the probe, in their random views."""
+    context.require_open()
+    context.require_loaded()
+    context.guard.before_draw()
+    context.loop.draws_from_key = False
+    weights = context.weights
+    moves_weights = context.clipper.moves_weights or bool(context.clipper.frozen)
+    weights.require(
+        weights.state.changed_before_update() if moves_weights else weights.state.changed(may_wait=False)
+    )
+    context.follow_update()
+    if moves_weights:
+        weights.state.take()  # weights were clipped, or frozen entries put back
+    is_tested = any(test.is_pending for test in context.tests)
+    context.handed = viewed(context, batch, piece) if is_tested else None
+    if context.plan.loss is not None and is_tested:
+        arrangements = partial(context.loader.arrangements, piece)
+        context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
+    context.guard.at_draw(batch)
+    # Marked before its views are drawn: gradients at the inputs are then those of examples.
+    return viewed(context, batch if context.independence is None else context.independence.mark(batch), piece)
+
+
+def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
+    """The views of a batch. Drawn twice for one piece, they are the same."""
+    if context.plan.views is None:
+        return batch
+    secret = context.keys.key.derive(f"views/{piece.index_in_batch}")
+    return context.plan.views.of_batch(batch, generators.generator_from(secret))
+
+
+# --------------------------------------------------------------------- clip
+
+
+def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
+    """From the losses of a piece to its bounded sum; after the last piece, release. Returns whether it was."""
+    context.require_open()
+    piece = context.loader.awaited()
+    context.require_no_local_update("private.step")
+    strategy, observer = context.strategy, context.observer
+    if losses is None:
+        step_inputs.require_empty(piece.size)
+        begin(context, piece)
+        if observer is not None:
+            observer.losses(context, piece, torch.zeros(0))
+        return gather(context, piece, context.clipper.nothing())
+    if not (context.tests or strategy.is_coupled or observer):
+        recommend_check()
+    losses = over_views(context, losses, piece.size)
+    losses = step_inputs.require_losses(losses, piece.size, strategy.is_coupled)
+    begin(context, piece)
+    if not context.is_described:
+        training_loop.require_no_loss_scaling(losses)
+    # (What a graph saved may be marked; here it is as any other tensor.)
+    with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
+        if context.independence is not None:
+            context.independence.examine(losses)
+        if observer is not None:
+            losses = observer.losses(context, piece, losses)
+        clipped = context.clipper.sum_at_outputs(losses, outputs)
+    return gather(context, piece, clipped)
+
+
+def backward_sets(context: StepContext, batch: Any) -> bool:
+    """`backward` of a strategy with a local update, which computes the bounded sum from the batch itself."""
+    context.require_open()
+    piece = context.loader.awaited()
+    if not context.strategy.has_local_update:
+        raise StepError(
+            "private.step_sets is for a strategy with a local update, such as Batch(..., local_update=f): call "
+            "private.step(losses)."
+        )
+    begin(context, piece)
+    clipped = context.clipper.clipped_update(batch) if piece.size else context.clipper.nothing()
+    context.guard.before_step()  # the update has a copy to work on
+    return gather(context, piece, clipped)
+
+
+def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
+    """One loss for each example, the mean over its views."""
+    views = context.plan.views
+    is_whole = context.strategy.is_coupled and isinstance(losses, Tensor) and losses.dim() == 0
+    if views is None or is_whole:
+        return losses
+    if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
+        raise StepError(
+            "losses must have one entry for each row that private.loader handed out: with averaged_views there "
+            f"are {views.count} an example. Their mean is taken here."
+        )
+    return views.mean(losses)
+
+
+def clipped_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], count: int
+) -> dict[str, Tensor]:
+    """The bounded sum of some rows of a batch, gathered eagerly, where clipwise itself calls the loss."""
+    size = count // context.views
+    losses = over_views(context, loss(*rows), size)
+    losses = step_inputs.require_losses(losses, size, context.strategy.is_coupled)
+    return context.clipper.clipped_sum(losses)
+
+
+def begin(context: StepContext, piece: Piece) -> None:
+    """The checks before anything is computed from a piece of a batch."""
+    weights = context.weights
+    context.guard.before_step()
+    context.in_step = False  # if the budget refuses, the batch is not the reason
+    if context.plan.budget is not None:
+        context.ledger.require_allowed(context.plan.budget, context.event, context.tag)
+    context.in_step = True
+    weights.released.require_used()
+    if piece.last:
+        weights.require(weights.state.changed_before_update())
+    if context.loop.before_step():
+        context.is_described = False  # the next release puts it into the ledger
+    weights.released.clear()
+    if context.clipper.draws:
+        context.clipper.secret = context.keys.key.derive(f"clipper/{piece.index_in_batch}")
+
+
+def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bool:
+    """Add the bounded sum of a piece; after the last one of the batch, release. Returns whether it was."""
+    bounds = context.clipper.bounds
+    if piece.index_in_batch == 0 or context.partial is None:
+        total = clipped
+    else:
+        total, before = context.partial
+        if bounds != before:
+            context.partial = None
+            context.loader.reset()
+            raise StepError(
+                "Weights or clips were changed between two pieces of a batch, so that noise for its end would not do "
+                "for its beginning. Change them between batches: private.step says when one is complete."
+            )
+        for name, gathered in total.items():
+            gathered += clipped[name]
+    context.loader.consume()
+    if not piece.last:
+        context.partial = total, bounds
+        context.in_step = False
+        return False
+    context.partial = None
+    with releasing(context):
+        release(context, partial(_noise, context, total), partial(_write, context))
+    return True
+
+
+# ---------------------------------------------------------- record and noise
+
+
+@contextmanager
+def releasing(context: StepContext) -> Iterator[None]:
+    """Around a release. If it fails after it was charged, nobody knows how much of it was seen."""
+    made = context.made()
+    try:
+        yield
+    except BaseException:
+        context.loader.reset()  # the iterator is a step ahead of the key: to continue it would mix them up
+        if context.made() != made:
+            context.ledger.doubt(context.tag)
+        raise
+    finally:
+        context.in_step = False
+
+
+def release(
+    context: StepContext,
+    noise: Callable[[], dict[str, Tensor]],
+    write: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """record, then noise, then make visible; the secret of this step is gone afterwards.
+
+    Args:
+        context: of the run.
+        noise: puts the noise of this step's key onto the sums and divides. A compiled step only hands its keys to the
+            device here, and returns the memory that `write` fills.
+        write: writes what was released to `.grad`.
+    """
+    charge(context)
+    released = noise()
+    context.keys.advance()
+    crash_points.reached("step.before-grad")
+    write(released)
+    context.weights.released.remember()
+    context.weights.released.is_unused = True
+    context.clipper.parts = context.parts
+    if context.clipper.learn(released):
+        context.set_parts()
+    if getattr(context.strategy, "running_statistics", None) is not None:
+        context.weights.state.take()  # layers have learned statistics from the release
+
+
+def charge(context: StepContext) -> None:
+    """Count a release, before any of it is visible; with the first one, describe the run in the ledger."""
+    if not context.is_described:
+        if context.keys.is_new:
+            multi_run.require_unused(context.keys.key.id, context.ledger)
+        context.ledger.describe(describe.about(context).to_dict())
+        context.is_described, context.described_strategy = True, describe.public_strategy(context)
+        context.keys.is_new = False
+    context.ledger.charge(context.event, context.tag, context.plan.budget)
+
+
+def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
+    """(sum + noise) / divisor of each sum, which it uses up."""
+    in_order(context.parameters, total)
+    return noised_sums(total, context.parts, context.clipper.divisor, context.keys.key)
+
+
+def _noise(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
+    if context.observer is not None:
+        return context.observer.released(context, total, partial(noised, context))
+    return noised(context, total)
+
+
+def _write(context: StepContext, released: dict[str, Tensor]) -> None:
+    gradients: Mapping[str, Tensor] = released
+    if context.plan.public_statistics is not None:
+        gradients = context.plan.public_statistics.correct(released, context.parameters)
+    if context.clipper.frozen:
+        gradients = without(gradients, context.clipper.frozen)
+    write_gradients(context.parameters, gradients)
+    if context.plan.penalty is not None:
+        add_penalty(context.plan.penalty, context.model, context.parameters)
+
+
+# ------------------------------------------------------------------- update
+
+
+def update(context: StepContext, is_released: bool = True, step: Callable[[], object] | None = None) -> bool:
+    """Update the weights by what was released, if it was; whatever that changes is a result of the release.
+
+    `step` is that of the optimizer unless given. Returns whether it was made.
+    """
+    if not is_released:
+        return False
+    crash_points.reached("step.before-update")
+    weights = context.weights
+    weights.state.is_updating, weights.released.is_unused = True, False
+    try:
+        (step or context.optimizer.step)()
+        weights.released.remember()
+        context.follow_update(has_stepped=True)  # so that the model can be evaluated as it is
+    finally:
+        weights.state.is_updating = False
+        weights.state.take()
+    return True
+
+
+def count_broken_step(context: StepContext, error: BaseException | None) -> None:
+    """Charge the batch that was drawn and not released, if there was an error that it may have led to."""
+    is_open = error is not None and context.loader.has_open_batch
+    has_failed = context.in_step or context.loader.is_fetching or is_open
+    is_foreign = context.must_load or context.keys.key.is_forked
+    if not has_failed or is_foreign or isinstance(error, BudgetExhausted):
+        return
+    # Nothing is released for it, so it must not pass the budget. A ledger that has failed counts its whole block.
+    with suppress(BudgetExhausted, LedgerError):
+        charge(context)
+    context.ledger.doubt(context.tag)
