@@ -327,7 +327,7 @@ def test_no_update_goes_unseen(by_hand: bool) -> None:
 
 def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
     model, private = run(probe_independence=False)
-    private._context.guard._forward._left = 0  # it looks at contents on the first batches only
+    private._context.guard._forward._tensors_left = 0  # it looks at contents on the first batches only
     x, y = next(iter(private.loader))
     model[3].weight.data.mul_(2)  # type: ignore[index,union-attr]
     outputs = model(x)
@@ -435,7 +435,7 @@ def test_what_has_no_bound_is_refused_by_name(what: str) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another input norm": ({"input_norm": 1.0}, "clips its inputs to 2"),
     "no input norm": ({"input_norm": None}, "input_norm=None, but the model clips its inputs to 2"),
-    "an input norm of 0": ({"input_norm": 0.0}, "input_norm must be a positive"),
+    "an input norm of 0": ({"input_norm": 0.0}, "input_norm must be a finite number that is greater than 0"),
     "a policy": (
         {"parts": RandomLayer()},
         r"parts=RandomLayer\(\.\.\.\) chooses bounds for clipping gradients",

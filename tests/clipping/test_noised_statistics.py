@@ -274,12 +274,12 @@ def test_without_a_rule_there_is_nothing_beside_the_gradient() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_norm": 0.0}, "max_norm must be a positive"),
-        ({"max_norm": math.nan}, "max_norm must be a positive"),
-        ({"momentum": -0.1}, "momentum must be a positive"),
+        ({"max_norm": 0.0}, "max_norm must be a finite number that is greater than 0"),
+        ({"max_norm": math.nan}, "max_norm must be a finite number that is greater than 0"),
+        ({"momentum": -0.1}, "momentum must be a finite number that is greater than 0"),
         ({"momentum": 1.5}, "momentum=1.5 must be at most 1"),
         ({"share": 1.0}, r"share=1.0 must be below 1"),
-        ({"share": True}, "share must be a positive"),
+        ({"share": True}, "share must be a finite number that is greater than 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:

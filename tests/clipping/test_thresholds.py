@@ -51,7 +51,7 @@ def count_parts(private: Private) -> list[Part]:
 @pytest.mark.parametrize("name", ["target", "initial", "learning_rate", "count_noise", "minimum", "maximum"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "1", None, torch.tensor(1.0)], ids=repr)
 def test_every_setting_is_a_positive_finite_number(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"Quantile: {name} must be a positive, finite number"):
+    with pytest.raises(ConfigurationError, match=f"Quantile: {name} must be a finite number that is greater than 0"):
         Quantile(**{name: value})
 
 

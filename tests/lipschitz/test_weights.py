@@ -106,7 +106,7 @@ def test_limits_by_name_and_wrong_ones() -> None:
         with pytest.raises(ConfigurationError, match=r"max_weight_norm: .* is no parameter.*'1\.weight'"):
             limits_of(network, {key: 2.0, "4": 1.0})  # type: ignore[dict-item]
     for bad in (0.0, -1.0, math.inf, math.nan, True):
-        with pytest.raises(ConfigurationError, match="positive"):
+        with pytest.raises(ConfigurationError, match="greater than 0"):
             limits_of(network, bad)
     with pytest.raises(ConfigurationError, match="norm="):
         clip_weights_(network, limits_of(network, 1.0), "power")

@@ -219,7 +219,7 @@ def test_json_has_no_infinity() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "accounting.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "statement.md").read_text()
     for field in statement().to_dict():
         assert f"`{field}`" in text, field
 

@@ -83,9 +83,11 @@ def number(
     most: float | None = None,
 ) -> float:
     """`value` as a finite float within the limits that are given."""
+    # A tensor is no number: settings are written to ledgers and checkpoints as they are.
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
     try:
-        found = math.nan if isinstance(value, (bool, np.bool_, str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of many numbers
+        found = float(value) if is_number else math.nan
+    except OverflowError:
         found = math.nan
     limits = [
         (above, "greater than", operator.gt),

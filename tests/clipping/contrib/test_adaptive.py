@@ -40,8 +40,8 @@ def known(count: int = 10) -> Public:
     ("options", "words"),
     [
         ({"kind": "other"}, "kind='other' is not known: use one of 'enhanced', 'zhang'"),
-        ({"kind": np.ones(2)}, r"kind=array\(.*\) is not known"),
-        ({"of": ["example"]}, r"of=\['example'\] is not known"),
+        ({"kind": np.ones(2)}, "kind=a ndarray is not known"),
+        ({"of": ["example"]}, "of=a list is not known"),
         ({"of": "batch"}, "of='batch' is not known"),
         ({"every": 0}, "every=0 is not known"),
         ({"every": "step"}, "every='step' is not known"),

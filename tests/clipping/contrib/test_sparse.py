@@ -81,7 +81,7 @@ def test_a_window_is_an_epoch_or_so_many_steps(every: Any) -> None:
 
 @pytest.mark.parametrize("within", [0, -1, math.nan, math.inf, "1", True], ids=repr)
 def test_within_is_a_positive_number(within: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Sparse: within must be a positive"):
+    with pytest.raises(ConfigurationError, match="Sparse: within must be a finite number that is greater than 0"):
         Sparse(within=within)
 
 

@@ -110,8 +110,8 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
         if node.examples != len(losses):
             # Otherwise its norms are those of something else, and `Backprop` would refuse it too.
             raise ConfigurationError(
-                f"batch: layer {at!r} was given {node.examples} rows for {len(losses)} losses, and its norms must be "
-                "those of examples: keep the examples along the first dimension of everything that goes into a layer."
+                f"batch: layer {at!r} was given more or fewer rows than there are losses, and its norms must be those of "
+                "examples: keep the examples along the first dimension of everything that goes into a layer."
             )
         inputs[at] += [lengths(x) for x in _inputs(node)]
 
