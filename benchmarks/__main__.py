@@ -23,6 +23,7 @@ SCRIPTS = {
     "lipschitz-noise": Command("benchmarks.lipschitz_noise", "how large the noise of weight clipping is"),
     "plain": Command("benchmarks.plain", "plain training without clipwise: a check on the baseline of peers"),
     "secure-noise": Command("benchmarks.secure_noise", "secure noise beside standard noise"),
+    "step-calls": Command("benchmarks.step_calls", "files and calls between files of one eager step"),
 }
 
 

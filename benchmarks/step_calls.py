@@ -1,6 +1,6 @@
 """How long the path of one steady eager step is: which files of clipwise take part, and how often one calls another.
 
-    python -m benchmarks.step_calls [--json FILE]
+    python -m benchmarks step-calls [--json FILE]
 
 An MLP is trained with PerExample, Poisson sampling and a ledger file. After some warm-up steps some are traced:
 `next(loader)`, forward, `private.step`. Batches of different sizes take different ways, so the figures are those of
@@ -11,11 +11,11 @@ function of clipwise that called torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import clipwise
+from experiments.harness.command import parser_of
 
 _ROOT = Path(clipwise.__file__).parent
 _WARM_UP = 10
@@ -98,13 +99,11 @@ def traced_step() -> Calls:
     return sorted(traced, key=lambda calls: calls.pairs.total())[_TRACED // 2]
 
 
-def main() -> None:
-    """Print the figures, from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str]) -> None:
+    """Print the figures."""
+    parser = parser_of("python -m benchmarks step-calls", __doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     calls = traced_step()
     print(
         f"{len(calls.files)} files of clipwise take part in a step; {calls.pairs.total()} calls between files"
@@ -115,10 +114,6 @@ def main() -> None:
     print("\ncalls from one file to another")
     for (before, file), count in calls.pairs.most_common():
         print(f"{count:5} {before} -> {file}")
-    if arguments.json is not None:
+    if options.json is not None:
         found = {"files": len(calls.files), "calls": calls.pairs.total()}
-        arguments.json.write_text(json.dumps(found) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        options.json.write_text(json.dumps(found) + "\n")
