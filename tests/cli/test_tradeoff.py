@@ -63,4 +63,4 @@ def test_it_has_the_table_of_all_accountants() -> None:
     result = clipwise("tradeoff", *PLAN)
     expected = accounting.epsilon(**RUN, delta=1e-5)
     assert expected <= figure(result, "PLD") <= 1.001 * expected < figure(result, "RDP")
-    assert "the one that counts" in result.stdout
+    assert "report this one" in result.stdout
