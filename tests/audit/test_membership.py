@@ -39,7 +39,7 @@ def test_scores_that_tell_everything_and_nothing() -> None:
     assert audit.loss_threshold(zeros, ones).found[0.001] == 1.0
     assert audit.loss_threshold(ones, ones).found[0.001] == 0.0
     assert audit.loss_threshold(ones, ones).auc == 0.5
-    with pytest.raises(ConfigurationError, match="at least one of each"):
+    with pytest.raises(ConfigurationError, match="at least one score of each"):
         audit.loss_threshold(np.zeros(0), ones)
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_learns_by_heart_gives_its_members_away() -> None:
 
 def test_what_cannot_be_attacked_is_refused() -> None:
     make_run, data = small(sampling="fixed-size", sample_rate=None, batch_size=8)
-    with pytest.raises(ConfigurationError, match="leaves records out of draws"):
+    with pytest.raises(ConfigurationError, match="leaves records out of batches"):
         audit.membership(make_run, data, losses)
     with pytest.raises(ConfigurationError, match="models must be"):
         audit.membership(make_run, data, losses, models=2)

@@ -74,5 +74,5 @@ def test_more_canaries_than_entries_are_refused() -> None:
 
 
 def test_whole_mini_sets_take_one_canary() -> None:
-    with pytest.raises(ConfigurationError, match="one canary a run"):
+    with pytest.raises(ConfigurationError, match="one canary per run"):
         audit.one_run(*wide(clipping=Batch(max_norm=1.0)), canaries=2)

@@ -38,7 +38,7 @@ def test_it_prints_a_table_and_the_statement(first):
     out, result = first
     for words in ("test accuracy", "epsilon (PLD)", "median time", "relative", "Privacy statement", str(out)):
         assert words in result.stdout
-    assert "chosen by looking at these digits" in result.stdout
+    assert "tuned on these digits" in result.stdout
     assert "none is claimed: noise and samples" in " ".join(result.stdout.split())
     assert "(seeded)" in result.stdout  # in the table
     assert "\x1b" not in result.output and "step 1 of" not in result.output  # no live bar in a pipe
@@ -68,7 +68,7 @@ def test_a_private_run_leaves_its_books(first, name, budget):
     assert statement["spent"]["epsilon"] == metrics["epsilon"] and statement["seeded"]
     text = (folder / "statement.txt").read_text()
     assert text.startswith("Privacy statement") and "none is claimed" in text
-    assert "chosen by looking at these" in text and statement["notes"] == metrics["notes"]
+    assert "tuned on these" in text and statement["notes"] == metrics["notes"]
 
     # Nobody goes on with a finished run, so nothing secret stays behind.
     names = [

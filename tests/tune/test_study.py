@@ -106,7 +106,7 @@ def test_another_space_is_refused_and_nothing_is_lost(tmp_path, space, message):
     with pytest.raises(ConfigurationError, match=message + r".* Give another folder with --out\."):
         study.search(of_space(**space), 5, tmp_path, quiet)
     with pytest.raises(
-        ConfigurationError, match="SPACE is not what it was"
+        ConfigurationError, match="SPACE has changed since"
     ):  # also where nothing is to be run
         study.search(of_space(**space), 1, tmp_path, quiet)
     assert study.search(of_space(**dict(reversed(BEGUN.items()))), 2, tmp_path, quiet) == before
@@ -119,7 +119,7 @@ def test_a_space_may_be_mended_as_long_as_no_run_has_finished(tmp_path):
     with pytest.raises(ConfigurationError, match="a mistake"):
         study.search(Subject("toy", {"kind": Choice((1, 2))}, never), 2, tmp_path, quiet)
     assert len(study.search(of_space(kind=Choice((1, 2, 3))), 2, tmp_path, quiet)) == 2
-    with pytest.raises(ConfigurationError, match="SPACE is not what it was"):
+    with pytest.raises(ConfigurationError, match="SPACE has changed since"):
         study.search(of_space(kind=Choice((1, 2))), 3, tmp_path, quiet)
 
 

@@ -33,7 +33,7 @@ SECOND = (
 )
 
 
-COUNTS = "the tight bound: report this one"
+COUNTS = "report this one"
 
 # A new key begins a new entry, so a run that was interrupted often has many entries of the same kind.
 MOST_LINES = 12
