@@ -127,11 +127,11 @@ def largest_rate(
     def rounding(inverse: float) -> float:
         return 1 / _down(1 / min(max(inverse, 1.0), 1 / SMALLEST_RATE))
 
-    everyone = (1.0, cost(1.0))
-    if everyone[1] <= epsilon:
+    full = (1.0, cost(1.0))
+    if full[1] <= epsilon:
         return 1.0
     start = rounding(_guessed_inverse_rate(event, epsilon, delta, steps_at))
-    good, bad = _around(cost, epsilon, start, rounding, bad=everyone, furthest=rounding(math.inf))
+    good, bad = _around(cost, epsilon, start, rounding, bad=full, furthest=rounding(math.inf))
     if good is None:
         raise ConfigurationError(
             f"epsilon={epsilon:g} at delta={delta:g} is too small for any sample_rate: even {SMALLEST_RATE:g} costs "

@@ -21,7 +21,7 @@ from clipwise.accounting.gaussian import Array
 from clipwise.accounting.losses import UNIT_ROUNDOFF, Losses
 
 # Covers the rounding of the FFT error bounds themselves.
-ROOM = 1.01
+MARGIN = 1.01
 # The share of delta that tails may cost, and the share of the tilted mass that may lie outside the window.
 TAIL_SHARE = 1e-7
 # Tails are trimmed at least as finely as for this level.
@@ -70,9 +70,9 @@ def add_up(parts: Sequence[tuple[Losses, int]], level: float = 1.0) -> Losses:
     untilt = K - theta * np.arange(low, high + 1, dtype=np.float64)
     slack += 4 * UNIT_ROUNDOFF * float(np.abs(untilt).max() + abs(K))
     masses = found * np.exp(np.minimum(untilt + slack, 700.0))
-    masses[0] += 1.0 if theta > 0 else ROOM * tail_mass(level)
+    masses[0] += 1.0 if theta > 0 else MARGIN * tail_mass(level)
     first = sum(table.count * (table.first + table.centre) for table in tables) + low
-    return Losses(parts[0][0].interval, first, masses, ROOM * tail_mass(level) + _lost(trimmed))
+    return Losses(parts[0][0].interval, first, masses, MARGIN * tail_mass(level) + _lost(trimmed))
 
 
 def _lost(parts: Sequence[tuple[Losses, int]]) -> float:
@@ -247,7 +247,7 @@ class Spectrum:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._rounding = 8 * UNIT_ROUNDOFF * math.log2(size + 2) * ROOM
+        self._rounding = 8 * UNIT_ROUNDOFF * math.log2(size + 2) * MARGIN
         self._values = np.ones(size // 2 + 1, dtype=np.complex128)
         self._largest = np.ones(size // 2 + 1)
         self._error = np.zeros(size // 2 + 1)
@@ -262,7 +262,7 @@ class Spectrum:
 
     def masses(self, origin: int) -> Array:
         """The masses of the positions from `origin` on, rounded up."""
-        error = ROOM * self._largest * (self._error + self._rounding)
+        error = MARGIN * self._largest * (self._error + self._rounding)
         rounding = 2 * float(error.sum()) / self._size
         found: Array = np.maximum(fft.irfft(self._values, self._size), 0.0) + rounding
         return np.roll(found, -(origin % self._size))

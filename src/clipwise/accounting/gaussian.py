@@ -138,7 +138,7 @@ def epsilon(delta_: float, mu: float) -> float:
 
 
 def largest_mu(epsilon_: float, delta_: float) -> float:
-    """The largest mu whose Gaussian mechanism is (epsilon, delta)-private, rounded down."""
+    """The largest mu for which a Gaussian mechanism is (epsilon, delta)-private, rounded down."""
     # By the same bound, mu (mu / 2 + c) <= epsilon with c = ndtri(1 - delta) is enough.
     c = -float(special.ndtri(delta_))
     good = 2 * epsilon_ / (c + math.sqrt(c * c + 2 * epsilon_)) * (1 - 1e-12)

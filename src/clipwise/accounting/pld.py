@@ -116,18 +116,18 @@ def _level(depth: int) -> float:
 def _focused_delta(total: Composition, epsilon: float) -> tuple[float, bool]:
     """Use the distribution for common deltas, then the one for the delta found; returns whether its grid was fine."""
     best, depth = 1.0, 2
-    asked: set[int] = set()
+    tried: set[int] = set()
     while True:
-        asked.add(depth)
+        tried.add(depth)
         spacing = _spacing(total, depth)
         if not spacing.possible:
             return best, False
         found = max(losses.delta(epsilon) for losses in _directions(total, spacing.interval, depth))
         best = min(best, found)
         # Near the mass of the trimmed tails it is only known that delta is smaller.
-        at_the_floor = found < 100 * tail_mass(_level(depth))
-        depth = min(DEEPEST, 2 * depth + 1) if at_the_floor else _depth(best)
-        if depth in asked:
+        at_the_limit = found < 100 * tail_mass(_level(depth))
+        depth = min(DEEPEST, 2 * depth + 1) if at_the_limit else _depth(best)
+        if depth in tried:
             return best, spacing.fine
 
 

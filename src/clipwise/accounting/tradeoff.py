@@ -256,8 +256,8 @@ def _odds_factor(alphas: Array, betas: Array, tail: float) -> float:
     run, drop = np.diff(alphas), -np.diff(betas)
     straight = drop > 0
     flatness = run[straight] / drop[straight]  # e^-s
-    room = tail - 1 + betas[:-1][straight]
-    least = np.max((flatness * room + alphas[:-1][straight]) / tail, initial=0.0)
+    margin = tail - 1 + betas[:-1][straight]
+    least = np.max((flatness * margin + alphas[:-1][straight]) / tail, initial=0.0)
     return math.inf if least <= 0 else max(1.0, 1 / float(least))
 
 

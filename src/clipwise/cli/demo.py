@@ -69,8 +69,8 @@ def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) ->
         )
         return result
     columns = (TextColumn("{task.description:<15}"), BarColumn(), TextColumn("{task.fields[figures]}"))
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(recipe.name, total=None, figures="")
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(recipe.name, total=None, figures="")
 
         def watch(moment: Moment) -> None:
             figures = f"step {moment.step} of {moment.steps}"
@@ -78,7 +78,7 @@ def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) ->
                 figures += f"  test accuracy {moment.accuracy:.1%}"
             if moment.rdp_epsilon is not None:
                 figures += f"  epsilon so far (RDP) {rounded_up(moment.rdp_epsilon, 3)}"
-            bar.update(task, completed=moment.step, total=moment.steps, figures=figures)
+            progress.update(task, completed=moment.step, total=moment.steps, figures=figures)
 
         return run(recipe, folder, seed=seed, watch=watch)
 

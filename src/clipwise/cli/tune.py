@@ -111,8 +111,8 @@ def require_no_options_of_accounted(given: dict[str, float]) -> None:
     """Refuse options that an ordinary search would ignore."""
     for name in given:
         raise ConfigurationError(
-            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and length "
-            "by itself."
+            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and "
+            "length."
         )
 
 
