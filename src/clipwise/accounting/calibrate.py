@@ -200,7 +200,6 @@ def _guess(event: Event, steps: int, mu: float) -> float:
 
 
 def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
-    """The number of steps that the same central limit allows."""
     mu = gaussian.largest_mu(epsilon, delta)
     amplified = compose([Entry(event, 1)]).steps
     z = min(event.noise_multiplier, LARGEST_NOISE)

@@ -45,11 +45,8 @@ def add_up(parts: Sequence[tuple[Losses, int]], level: float = 1.0) -> Losses:
     """The distribution of the sum of independent losses, each taken a number of times.
 
     Masses are convolved by FFT on a window. Mass above the window counts as infinite loss, and mass below is moved up
-    to its lowest point (mass that wraps around is counted again, never missed).
-
-    Args:
-        parts: losses on grids of the same spacing, and how often each is taken.
-        level: the result is tight for deltas around this one, and valid for any.
+    to its lowest point (mass that wraps around is counted again, never missed). The parts have the
+    same grid spacing. The result is tight for deltas around `level`, and valid for any.
     """
     total = sum(count for _, count in parts)
     trimmed = [(_trimmed(part, tail_mass(level) / total), count) for part, count in parts]
@@ -150,7 +147,6 @@ def _gathered(positions: Array, masses: Array) -> tuple[Array, Array]:
 
 
 def _cumulants(tables: Sequence[_Table], t: float) -> tuple[float, float, float]:
-    """The cumulants of the sum: K(t), K'(t) and K''(t)."""
     found = [(table.count, *table.cumulants(t)) for table in tables]
     return (
         math.fsum(count * k for count, k, _, _ in found),

@@ -135,7 +135,6 @@ class Filter:
         return self._with_open(), further
 
     def _with_open(self) -> float:
-        """The divergence of all charged events, rounded up."""
         if self._open is None:
             return self._divergence
         return math.nextafter(self._divergence + self._of(self._open), math.inf)
@@ -148,7 +147,6 @@ class Filter:
         return float(rdp.divergences(compose([entry]))[self._place])
 
     def _cuts(self, event: Event, count: int) -> float:
-        """The probability that any batch was truncated, rounded up."""
         if event.excess == 0:
             return self._excess
         return (self._excess + count * event.excess) * (1 + 2.0**-50)

@@ -92,13 +92,7 @@ def event(
 
 
 def history(noise_multiplier: Any = None, steps: Any = None, **kind: Any) -> list[Entry]:
-    """The history that the arguments describe: `steps` events of one multiplier, or one event per multiplier.
-
-    Args:
-        noise_multiplier: a number, or a sequence with the multiplier of each step, fixed in advance.
-        steps: the number of steps; for a sequence None or its length.
-        kind: the other arguments of `event`.
-    """
+    """The described history: `steps` events of one multiplier, or one per multiplier of a sequence."""
     if not isinstance(noise_multiplier, (list, tuple)) and np.ndim(noise_multiplier) == 0:
         return [Entry(event(noise_multiplier, **kind), count("steps", steps))]
     multipliers = _multipliers(noise_multiplier)

@@ -107,11 +107,8 @@ class Repetitions:
             e^((alpha - 1) D'(alpha)) = E[K] e^((alpha - 1) (D(alpha) + E[K] d)) + P(K = 0).
 
         Both follow from the density of the best of K outputs, which is Q(y) f'(Q(outputs up to y)) with f the
-        probability generating function of K; the last term is the output "nothing".
-
-        Args:
-            of_run: D of one run at each of rdp.ORDERS.
-            deltas_of_run: delta of one run at each of some epsilons.
+        probability generating function of K; the last term is the output "nothing". `of_run` has D of one run at each
+        of rdp.ORDERS.
         """
         orders = rdp.ORDERS
         choice = math.log(self.mean) / (orders - 1)

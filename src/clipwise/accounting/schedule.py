@@ -40,7 +40,6 @@ def with_few_kinds(total: Composition, most: int) -> Composition:
 def _gathered(
     amplification: Amplification, rates: Array, noises: Array, counts: Array, most: int
 ) -> list[tuple[Step, int]]:
-    """The steps of one amplification, as at most `most` kinds."""
     if len(np.unique(rates)) > MOST_RATES:
         rates = _rounded_up(rates, MOST_RATES)
     different = np.unique(rates)

@@ -146,7 +146,6 @@ class _Half(RunWatch):
 
 
 def _losses_of_all(run: StepContext, loss: Callable[..., Tensor], records: int) -> Array:
-    """Losses of every record under the trained model."""
     with evaluating(run.model), torch.no_grad():
         pieces = np.array_split(np.arange(records), -(-records // 256))
         found = [loss(run.model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]

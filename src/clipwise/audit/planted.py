@@ -198,7 +198,6 @@ def _says_in(x: Array, shift: float, run: StepContext) -> Array:
 
 
 def _entries_for(canaries: int, name: str, run: StepContext) -> Tensor:
-    """A separate entry of a parameter for each canary."""
     size = run.parameters[name].numel()
     if size < canaries:
         raise ConfigurationError(

@@ -46,8 +46,6 @@ def with_record(dataset: Any, index: int, record: Any) -> Any:
 
 
 class _Changed(Dataset[Any]):
-    """A data set with some records replaced."""
-
     def __init__(self, dataset: Any, records: Mapping[int, Any]) -> None:
         self._dataset, self._records = dataset, records
 

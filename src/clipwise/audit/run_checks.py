@@ -145,5 +145,4 @@ def _joint_multiplier(parts: Sequence[Part]) -> float:
 
 
 def _chance_of_one_value(trials: int, rate: float, copies: int) -> float:
-    """The probability that this many independent binomial numbers are all equal."""
     return float(np.sum(stats.binom.pmf(np.arange(trials + 1), trials, rate) ** copies))

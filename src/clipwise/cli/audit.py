@@ -151,7 +151,6 @@ def audit(
 
 
 def _subject(target: str) -> tuple[Any, Any, Any]:
-    """Returns make_run, the data set, and the loss or None."""
     function = load(target, "--subject")
     with running(target):
         made = function()

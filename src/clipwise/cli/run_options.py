@@ -205,7 +205,6 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
 
 
 def _length(options: RunOptions, scheme: Scheme) -> int:
-    """The number of steps, if it can be counted."""
     try:
         planned = planned_steps(options.epochs, options.steps, scheme)
     except OverflowError:

@@ -104,13 +104,9 @@ def fresh_folder(wanted: Path) -> Path:
 
 
 def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Result:
-    """Train a recipe and write the results to `folder`.
+    """Train a recipe; write metrics and weights and, if private, ledger, checkpoint and statement to `folder`.
 
-    Args:
-        recipe: the settings.
-        folder: gets metrics and weights and, from a private run, ledger, checkpoint and statement.
-        seed: makes the run reproducible; its privacy statement then claims no guarantee.
-        watch: called after every step.
+    A seed makes the run reproducible; its statement then claims no guarantee. `watch` is called after every step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with one_thread(), torch.random.fork_rng(devices=[]):
@@ -241,7 +237,6 @@ def accuracy(model: nn.Module) -> float:
 
 
 def _write_statement(folder: Path, statement: Statement) -> None:
-    """Write the privacy statement as text and as JSON, with the demo's own note."""
     (folder / "statement.txt").write_text(f"{statement}\n  note         {NOTE}\n")
     content = {**statement.to_dict(), "notes": [NOTE]}
     (folder / "statement.json").write_text(json.dumps(content, indent=2) + "\n")

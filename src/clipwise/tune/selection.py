@@ -132,13 +132,7 @@ def select(
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options of an accounted search over a recipe.
-
-    Attributes:
-        epsilon: the budget of the whole search, at the delta of the recipe.
-        mean_runs: the mean number of runs.
-        sample_rate, epochs: of every run.
-    """
+    """Options of an accounted search over a recipe; `epsilon` is the budget of the whole search."""
 
     epsilon: float = 3.0
     mean_runs: float = 10.0
@@ -197,7 +191,6 @@ def search(recipe: Recipe, options: SearchOptions, seed: int = 0) -> Found:
 
 
 def _smallest(cost: Callable[[float], float], budget: float) -> float:
-    """The smallest noise within a budget, rounded up to four digits."""
     low, high = 0.0, 1.0
     while cost(high) > budget:
         low, high = high, 2 * high

@@ -22,12 +22,7 @@ Say = Callable[[str], None]
 def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0) -> list[tuple[Point, Score]]:
     """Run until the study has `trials` finished trials; returns all of them, including earlier ones.
 
-    Args:
-        subject: what is tuned.
-        trials: the number of finished trials of the study.
-        out: the folder of the study file.
-        say: called with one line per run.
-        seed: the seed of the search. The runs do not use it.
+    `say` is called with one line per run. The runs do not use `seed`.
     """
     if trials < 1:
         raise ConfigurationError(f"trials={trials} is not possible: give 1 or more.")

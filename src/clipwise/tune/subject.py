@@ -33,13 +33,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to tune.
-
-    Attributes:
-        name: the name of the study. A study continues under the same name.
-        space: the settings to choose from.
-        score: trains one run.
-    """
+    """Something to tune. A study continues under the same name."""
 
     name: str
     space: Space
