@@ -83,7 +83,7 @@ def audit(
     usual = file.parent / SUBJECT
     if subject is None and not usual.is_file():
         raise ConfigurationError(
-            f"There is no file {usual}: name by --subject path/to/file.py:function a function that returns "
+            f"There is no file {usual}: give --subject path/to/file.py:function, a function that returns "
             "(make_run, dataset)."
         )
     target = f"{usual}:subject" if subject is None else subject

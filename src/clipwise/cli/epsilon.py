@@ -71,7 +71,7 @@ def epsilon(
     """
     require_picture(plot)
     if plot is None and plot_kind is not None:
-        raise ConfigurationError("--plot-kind needs --plot: the file to draw to.")
+        raise ConfigurationError("--plot-kind needs --plot, the file to write.")
     _require_search(repetitions, repetitions_shape)
     if at_epsilon is not None:
         number("--at-epsilon", at_epsilon, least=0)

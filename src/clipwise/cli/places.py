@@ -18,7 +18,7 @@ def require_picture(file: Path | None) -> None:
         raise ConfigurationError(f"--plot {file} is not possible: plot files end in {' or '.join(METADATA)}.")
     if not file.parent.is_dir():
         raise ConfigurationError(
-            f"--plot {file} cannot be written: there is no folder {file.parent}. Make it first."
+            f"--plot {file} cannot be written: there is no folder {file.parent}. Create it first."
         )
     if file.is_dir():
         raise ConfigurationError(f"--plot {file} is a folder: name a file.")

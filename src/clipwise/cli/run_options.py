@@ -181,7 +181,7 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
         )
     if options.dataset_size is None and options.sampling is Sampling.TRUNCATED_POISSON:
         raise ConfigurationError(
-            "--sampling truncated-poisson needs --dataset-size, because it decides how often a batch is cut."
+            "--sampling truncated-poisson needs --dataset-size, because it decides how often a batch is truncated."
         )
     if not options.has_rate:
         raise ConfigurationError("Give --sample-rate, or --batch-size and --dataset-size.")
