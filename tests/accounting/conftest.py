@@ -9,7 +9,7 @@ from clipwise.privacy import SUPPORTED, Adjacency, Entry, Event, Sampling, Unit
 
 @pytest.fixture(scope="session")
 def entry() -> Callable[..., Entry]:
-    """entry("poisson", rate, z, steps): a history's entry in few words."""
+    """entry("poisson", rate, z, steps): an entry of a history."""
 
     def make(
         sampling: str,

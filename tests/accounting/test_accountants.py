@@ -15,7 +15,7 @@ from clipwise.privacy import Adjacency, Entry
 Make = Callable[..., Entry]
 
 
-def test_every_accountant_is_asked_by_its_name(entry: Make) -> None:
+def test_accountants_are_called_by_name(entry: Make) -> None:
     history = [entry("full", 1.0, 4.0, 3)]
     exact = accountants.epsilon_of(history, 1e-5, "gdp")
     for name in ("pld", "rdp", "zcdp", "dp-accounting"):
@@ -24,7 +24,7 @@ def test_every_accountant_is_asked_by_its_name(entry: Make) -> None:
     assert set(accountants.ACCOUNTANTS) == {"pld", "rdp", "zcdp", "gdp", "dp-accounting"}
 
 
-def test_a_composition_can_be_asked_directly(entry: Make) -> None:
+def test_a_composition_can_be_passed_directly(entry: Make) -> None:
     total = compose([entry("poisson", 0.01, 1.0, 100)])
     assert accountants.composed_epsilon(total, 1e-5) == pld.epsilon(total, 1e-5)
     assert accountants.composed_delta(total, 1.0, "rdp") == rdp.delta(total, 1.0)
@@ -42,7 +42,7 @@ def test_amplified_steps_are_refused_where_there_is_no_bound(
     assert accountants.epsilon_of([unsampled], 1e-5, accountant) > 0
 
 
-def test_the_central_limit_is_known_and_refused(entry: Make) -> None:
+def test_the_central_limit_is_refused(entry: Make) -> None:
     for ask in (accountants.epsilon_of, accountants.delta_of):
         with pytest.raises(UnsupportedEventError, match=r"no guarantee.*accounting\.central_limit"):
             ask([entry("poisson", 0.1, 1.0, 3)], 0.1, "clt")
@@ -56,7 +56,7 @@ def test_an_unknown_accountant_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("accountant", [np.array([1.0, 2.0]), ["pld"], None, 3])
-def test_an_accountant_that_is_no_word_is_refused(accountant: Any) -> None:
+def test_an_accountant_that_is_not_a_string_is_refused(accountant: Any) -> None:
     for ask in (accountants.epsilon_of, accountants.delta_of):
         with pytest.raises(ConfigurationError, match=r"accountant.*'pld', 'rdp', 'zcdp', 'gdp'"):
             ask([], 0.1, accountant)

@@ -1,4 +1,4 @@
-"""Our figures against other people's: two-sided bounds, another discretisation, closed forms and samples."""
+"""Comparison with other implementations, two-sided bounds, closed forms and samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clipwise.privacy import Entry
 
 Make = Callable[..., Entry]
 DELTA = 1e-5
-# (sampling rate, noise multiplier, steps): the settings that a figure must be fast and tight for.
+# (sampling rate, noise multiplier, steps): the figure must be fast and tight for these.
 SETTINGS = [
     (0.01, 1.0, 1000),
     (0.004, 1.1, 15000),
@@ -27,9 +27,9 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("rate", "z", "steps"), SETTINGS)
 def test_poisson_within_two_sided_bounds(entry: Make, rate: float, z: float, steps: int) -> None:
-    """prv_accountant bounds the truth from both sides; ours is no lower, and above by 0.1 percent or 1e-3."""
+    """prv_accountant bounds epsilon from both sides; ours is no lower, and at most 0.1 percent or 1e-3 above."""
     prv = pytest.importorskip("prv_accountant")
-    # Half the width of its interval: what a few seconds and some memory give.
+    # Half the width of its interval, as small as a few seconds and some memory allow.
     error = {1000: 1e-3, 500: 1e-3}.get(steps, 0.02) if z >= 1 else 0.02
     accountant = prv.PRVAccountant(
         prvs=[prv.PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=rate)],
@@ -100,7 +100,7 @@ def test_fixed_size_of_one_and_two_steps_by_integration(entry: Make, rate: float
 
 
 def test_fixed_size_dominates_an_attack_by_samples(entry: Make) -> None:
-    """Two steps of real draws: replace one record, N(1) against N(0) if drawn; the best test must stay below."""
+    """Two steps with real sampling under replace-one, N(1) against N(0) if drawn: the best test is bounded."""
     rng = np.random.default_rng(7)
     rate, z, size = 0.2, 0.8, 400_000
 
@@ -117,7 +117,7 @@ def test_fixed_size_dominates_an_attack_by_samples(entry: Make) -> None:
         assert gap <= bound + noise
 
 
-def test_the_reference_of_the_closed_form_is_the_textbook() -> None:
+def test_the_closed_form_equals_the_textbook_formula() -> None:
     mu, epsilon = 0.9, 1.3
     textbook = special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * special.ndtr(-mu / 2 - epsilon / mu)
     assert gaussian.delta(epsilon, mu) == pytest.approx(textbook, rel=1e-10)

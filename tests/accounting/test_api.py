@@ -19,7 +19,7 @@ Make = Callable[..., Entry]
 ORDINARY: dict[str, Any] = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000, "delta": 1e-5}
 
 
-def test_the_three_questions_agree() -> None:
+def test_epsilon_noise_and_steps_agree() -> None:
     epsilon = accounting.epsilon(**ORDINARY)
     assert epsilon == pytest.approx(1.828, rel=1e-3)
     delta = accounting.delta(noise_multiplier=1.0, sample_rate=0.01, steps=1000, epsilon=epsilon)
@@ -28,7 +28,7 @@ def test_the_three_questions_agree() -> None:
     assert z == pytest.approx(1.0, rel=1e-3)
 
 
-def test_any_unknown_can_be_asked_for() -> None:
+def test_any_unknown_can_be_computed() -> None:
     run: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5}
     most = accounting.steps(epsilon=2.0, sample_rate=0.01, **run)
     assert accounting.epsilon(sample_rate=0.01, steps=most, **run) <= 2.0
@@ -194,11 +194,11 @@ def test_a_budget_is_positive(epsilon: Any) -> None:
         accounting.noise_multiplier(epsilon=epsilon, delta=1e-5, sample_rate=0.1, steps=1)
 
 
-def test_whole_floats_are_steps() -> None:
+def test_steps_may_be_a_whole_float() -> None:
     assert accounting.epsilon(**{**ORDINARY, "steps": 1000.0}) == accounting.epsilon(**ORDINARY)
 
 
-def test_works_without_dp_accounting_and_says_what_is_missing() -> None:
+def test_works_without_dp_accounting_and_names_the_missing_package() -> None:
     program = """
 import sys
 sys.modules["dp_accounting"] = None
@@ -216,6 +216,6 @@ except ImportError as error:
     assert "pip install dp-accounting" in message
 
 
-def test_accounting_knows_nothing_about_tensors() -> None:
-    room = Path(accounting.__file__).parent
-    assert [path.name for path in room.glob("*.py") if "import torch" in path.read_text()] == []
+def test_accounting_does_not_import_torch() -> None:
+    folder = Path(accounting.__file__).parent
+    assert [path.name for path in folder.glob("*.py") if "import torch" in path.read_text()] == []

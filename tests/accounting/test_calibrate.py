@@ -38,7 +38,7 @@ def test_noise_is_enough_and_not_too_much(
     z = calibrate.smallest_noise(event, steps, epsilon, DELTA)
     assert accountants.epsilon_of([Entry(replace(event, noise_multiplier=z), steps)], DELTA) <= epsilon
     assert accountants.epsilon_of([Entry(replace(event, noise_multiplier=0.995 * z), steps)], DELTA) > epsilon
-    assert z == float(f"{z:.4e}")  # rounded to a few digits, as it will be written down
+    assert z == float(f"{z:.4e}")  # rounded to a few digits
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_noise_is_enough_and_not_too_much(
 def test_noise_after_other_releases_fits_under_the_filter(
     entry: Make, sampling: str, rate: float, steps: int, period: int, used: float
 ) -> None:
-    """The other releases have used such a part of what the filter has for divergences."""
+    """The other releases have used a share of the filter's budget for divergences."""
     event, order, epsilon = entry(sampling, rate, 1.0, 1, period=period).event, 8.0, 2.0
     has = epsilon - filter.conversion_at(order, DELTA)
     quiet = entry("full", 1.0, math.sqrt(order / (2 * used * has)), 1, adjacency=event.adjacency)
@@ -67,12 +67,12 @@ def test_noise_after_other_releases_fits_under_the_filter(
     assert cost(z) <= epsilon < cost(0.99 * z)
 
 
-def test_no_noise_is_enough_where_nothing_is_left(entry: Make) -> None:
+def test_no_noise_is_enough_without_budget(entry: Make) -> None:
     loud = entry("full", 1.0, 0.5, 1)
     assert calibrate.smallest_noise_after([loud], loud.event, 1, 2.0, DELTA, 8.0) is None
 
 
-def test_without_amplification_the_closed_form_is_met(entry: Make) -> None:
+def test_without_amplification_the_closed_form_is_reached(entry: Make) -> None:
     z = calibrate.smallest_noise(entry("shuffled", 0.1, 1.0, 1, period=10).event, 35, 1.0, DELTA)
     exact = math.sqrt(4) / gaussian.largest_mu(1.0, DELTA)
     assert exact <= z <= exact * (1 + 6e-4)
@@ -109,7 +109,7 @@ def test_steps_within_is_the_last_that_fits(entry: Make, epsilon: float, before:
         assert steps == 5000 or cost(steps + 1) > epsilon
 
 
-def test_steps_within_at_its_ends(entry: Make) -> None:
+def test_steps_within_at_the_limits(entry: Make) -> None:
     step = entry("poisson", 0.01, 1.0, 1).event
     assert calibrate.steps_within([], step, 10.0, DELTA, 100) == 100
     assert calibrate.steps_within([], step, 10.0, DELTA, 0) == 0
@@ -150,7 +150,7 @@ def test_steps_that_do_not_fit_are_refused_with_advice(entry: Make) -> None:
         calibrate.most_steps(entry("poisson", 0.5, 0.0, 1).event, 10.0, DELTA)
 
 
-def test_steps_without_end(entry: Make) -> None:
+def test_an_unlimited_number_of_steps(entry: Make) -> None:
     event = entry("poisson", 1e-9, 1e6, 1).event
     assert calibrate.most_steps(event, 1e5, 0.1) == from_arguments.MOST_STEPS
 
@@ -172,7 +172,7 @@ def test_the_largest_rate_fits_and_a_larger_one_does_not(
         assert rate == float(f"{rate:.4e}")
 
 
-def test_rates_at_their_ends(entry: Make) -> None:
+def test_rates_at_the_limits(entry: Make) -> None:
     event = entry("poisson", 0.5, 50.0, 1).event
     assert calibrate.largest_rate(event, 10.0, DELTA, steps=10) == 1.0
     with pytest.raises(ConfigurationError, match="too small for any sample_rate"):
@@ -183,7 +183,7 @@ def test_rates_at_their_ends(entry: Make) -> None:
         calibrate.largest_rate(entry("shuffled", 0.1, 1.0, 1, period=10).event, 1.0, DELTA, steps=10)
 
 
-def test_questions_undo_each_other(entry: Make) -> None:
+def test_noise_steps_and_rate_are_inverses(entry: Make) -> None:
     event = entry("poisson", 0.01, 1.1, 1).event
     epsilon = accountants.epsilon_of([Entry(event, 2000)], DELTA)
     assert calibrate.smallest_noise(event, 2000, epsilon, DELTA) == pytest.approx(1.1, rel=1e-3)
@@ -192,7 +192,7 @@ def test_questions_undo_each_other(entry: Make) -> None:
     assert calibrate.largest_rate(event, epsilon, DELTA, epochs=20) == pytest.approx(0.01, rel=2e-3)
 
 
-def test_absurd_budgets_and_runs_are_answered_or_refused() -> None:
+def test_extreme_budgets_and_runs_give_a_value_or_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"epsilon must be .*1e\+308"):
         accounting.noise_multiplier(epsilon=1e308, delta=1e-5, sample_rate=0.01, steps=100)
     with pytest.raises(ConfigurationError, match="too small for any sample_rate"):

@@ -13,7 +13,7 @@ from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Amplification
 
 # "Batch clipping and adaptive layerwise clipping for differential private stochastic gradient descent" (Nguyen et
-# al.): N = 54000, mini-sets of 64, 50 epochs, 8 layers. sigma, mu; epsilon at 1e-5 if mu were true.
+# al.): N = 54000, microbatches of 64, 50 epochs, 8 layers. sigma, mu; epsilon at 1e-5 if mu were true.
 PAPER = [(2.5, 0.52, 2.088), (1.5, 1.99, 9.94)]
 
 
@@ -66,8 +66,8 @@ def test_mu_is_the_standard_deviation_of_the_likelihood_ratio(z: float) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
-def test_much_noise_has_no_end(sampling: str) -> None:
-    """mu is rate sqrt(steps) / z there. Accountants go on with less noise, which is a bound; this is none."""
+def test_much_noise(sampling: str) -> None:
+    """mu is rate sqrt(steps) / z there. Accountants use less noise, which gives a bound; this is no bound."""
     for z in (1e5, 1e6, 4e6, 1e7, 1e8, 1e9, 1e12):
         found = accounting.central_limit(noise_multiplier=z, sample_rate=0.5, steps=10_000, sampling=sampling)
         assert found.mu * z == pytest.approx(50, rel=1e-4)
@@ -76,7 +76,7 @@ def test_much_noise_has_no_end(sampling: str) -> None:
     assert rare.mu == pytest.approx(1e-10 * usual.mu, rel=1e-9)
 
 
-def test_steps_that_were_not_taken_count_nothing() -> None:
+def test_an_entry_with_count_zero_costs_nothing() -> None:
     none = accounting.central_limit(noise_multiplier=0.02, sample_rate=0.1, steps=0)
     assert none.mu == 0
 
@@ -87,7 +87,7 @@ def test_without_amplification_it_is_exact() -> None:
     assert accounting.central_limit(noise_multiplier=0.02, sample_rate=0.1, steps=9).mu == math.inf
 
 
-def test_it_does_not_pass_for_a_guarantee() -> None:
+def test_it_is_not_presented_as_a_guarantee() -> None:
     found = accounting.central_limit(noise_multiplier=1.0, sample_rate=0.01, steps=1000)
     assert "no guarantee" in str(found)
     assert not {"epsilon", "delta"} & set(dir(found))

@@ -21,7 +21,7 @@ def test_all_unamplified_releases_are_one_gaussian(entry: Make) -> None:
     assert compose(history).steps == ()
 
 
-def test_a_broken_off_epoch_counts_in_full_each_time(entry: Make) -> None:
+def test_an_interrupted_epoch_counts_in_full_each_time(entry: Make) -> None:
     epoch = entry("shuffled", 0.1, 1.0, 4, period=10)
     assert compose([epoch, epoch]).mu == pytest.approx(math.sqrt(2))
 
@@ -52,7 +52,7 @@ def test_steps_beyond_double_precision_are_replaced_by_worse_ones(entry: Make) -
     assert compose([entry("poisson", 0.1, 1e-200, 4)]).mu == math.inf
 
 
-def test_no_noise_and_nothing_at_all(entry: Make) -> None:
+def test_no_noise_and_an_empty_history(entry: Make) -> None:
     assert compose([entry("poisson", 0.1, 1.0, 4), entry("poisson", 0.1, 0.0, 1)]).mu == math.inf
     assert compose([entry("poisson", 0.1, 0.0, 0)]) == compose([])
 
@@ -76,7 +76,7 @@ def test_a_count_is_a_whole_number(entry: Make, count: float) -> None:
         compose([Entry(entry("poisson", 0.1, 1.0, 1).event, count)])  # type: ignore[arg-type]
 
 
-def test_what_is_cut_adds_up() -> None:
+def test_truncation_probabilities_add_up() -> None:
     event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.1, 1, 1e-9)
     assert compose([Entry(event, 300), Entry(event, 200)]).excess == pytest.approx(5e-7, rel=1e-15)
     assert compose([Entry(event, 10**12)]).excess == 1

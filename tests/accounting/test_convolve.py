@@ -11,7 +11,7 @@ from clipwise.accounting import gaussian, pld
 from clipwise.accounting.convolve import Spectrum, _gathered, _power, _Table, _trimmed, add_up
 from clipwise.accounting.losses import Losses
 
-COIN = Losses(0.5, -1, np.array([0.3, 0.1, 0.4, 0.15]), 0.05)
+PAIR = Losses(0.5, -1, np.array([0.3, 0.1, 0.4, 0.15]), 0.05)
 
 
 def enumerate_sums(parts: list[tuple[Losses, int]]) -> tuple[dict[int, float], float]:
@@ -30,8 +30,8 @@ def enumerate_sums(parts: list[tuple[Losses, int]]) -> tuple[dict[int, float], f
 
 def test_add_up_equals_enumeration() -> None:
     other = Losses(0.5, 2, np.array([0.5, 0.0, 0.5]), 0.0)
-    total = add_up([(COIN, 3), (other, 2)])
-    sums, lost = enumerate_sums([(COIN, 3), (other, 2)])
+    total = add_up([(PAIR, 3), (other, 2)])
+    sums, lost = enumerate_sums([(PAIR, 3), (other, 2)])
     found = {total.first + i: m for i, m in enumerate(total.masses) if m > 1e-12}
     assert found == pytest.approx({k: m for k, m in sums.items() if m > 1e-12}, abs=1e-12)
     assert lost <= total.lost <= lost + 1e-9
@@ -54,9 +54,9 @@ def test_a_sum_is_lost_if_any_of_its_terms_is() -> None:
 
 @pytest.mark.parametrize("level", [1.0, 1e-3, 1e-9, 1e-30])
 def test_a_sum_is_a_bound_for_any_level(level: float) -> None:
-    """Tight around its level, above the truth everywhere."""
-    sums, lost = enumerate_sums([(COIN, 6)])
-    total = add_up([(COIN, 6)], level)
+    """Tight around its level, and an upper bound everywhere."""
+    sums, lost = enumerate_sums([(PAIR, 6)])
+    total = add_up([(PAIR, 6)], level)
     for epsilon in (-1.0, 0.0, 0.5, 2.0, 5.0):
         true = lost + sum(m * max(0.0, -math.expm1(epsilon - 0.5 * k)) for k, m in sums.items())
         assert true <= total.delta(epsilon)
@@ -66,8 +66,8 @@ def test_a_sum_is_a_bound_for_any_level(level: float) -> None:
 
 @pytest.mark.parametrize(("mu", "times"), [(1.0, 1), (1.0, 1000), (5.0, 10**5), (0.1, 10**6), (1.0, 10**6)])
 @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12, 1e-20, 1e-30])
-def test_a_composed_gaussian_meets_its_closed_form_from_above(mu: float, times: int, delta: float) -> None:
-    """Digits that an FFT would drown come out, since the masses are tilted towards the tail."""
+def test_a_composed_gaussian_bounds_its_closed_form(mu: float, times: int, delta: float) -> None:
+    """Small masses keep their digits, because the masses are tilted towards the tail."""
     z = math.sqrt(times) / mu
     depth = pld._depth(delta)
     interval = 2.0 ** math.floor(math.log2(0.05 / z))
@@ -110,7 +110,7 @@ def test_tilted_masses_sum_up_to_one() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 60), st.integers(1, 5), st.integers(1, 5))
 def test_masses_are_an_upper_bound_and_close(seed: int, size: int, first: int, second: int) -> None:
-    """Against convolutions one by one, of whole numbers, which are exact."""
+    """Compared with repeated convolutions of whole numbers, which are exact."""
     rng = np.random.default_rng(seed)
     spectrum, exact, scale = Spectrum(256), np.zeros(256, dtype=object), 1
     exact[0] = 1
@@ -144,7 +144,7 @@ def test_power(exponent: int) -> None:
 
 
 def test_the_bound_holds_for_many_steps() -> None:
-    """A point mass stays one, and what rounding adds to the rest grows with the steps only."""
+    """A point mass stays one, and the rounding error of the rest grows only with the number of steps."""
     for count in (1, 10**3, 10**6):
         spectrum = Spectrum(1024)
         spectrum.multiply(np.array([0.0, 1.0]), count)

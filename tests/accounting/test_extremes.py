@@ -1,4 +1,4 @@
-"""Any input has a right bound or infinity: never a negative, a NaN, a crash or a hang."""
+"""Every input gives a valid bound or infinity: never a negative number, a NaN, a crash or a hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clipwise.accounting import accountants, gaussian
 from clipwise.privacy import Entry
 
 Make = Callable[..., Entry]
-SECONDS = 15.0  # a few on an idle machine
+SECONDS = 15.0  # seconds; a few on an idle machine
 
 
 def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
@@ -38,7 +38,7 @@ def test_any_input_has_a_bound(
     epsilon = accountants.epsilon_of(history, delta)
     assert time.process_time() - start < SECONDS
     assert 0 <= epsilon <= gaussian.epsilon(delta, math.sqrt(steps) / z) * (1 + 1e-9)
-    # One step of several is never more private than all of them.
+    # All steps together cost at least as much as one.
     one_step = gaussian.hockey_stick(np.array([epsilon]), min(rate, 1.0), z)[0]
     assert one_step <= delta * (1 + 1e-9)
     start = time.process_time()

@@ -20,7 +20,7 @@ DELTA = 1e-5
 
 
 def epsilon_at(order: float, history: list[Entry]) -> float:
-    """The conversion at one order, by hand."""
+    """The conversion at one order, computed independently."""
     divergence = rdp.divergences(compose(history))[list(rdp.ORDERS).index(order)]
     return float(divergence + math.log1p(-1 / order) - math.log(DELTA * order) / (order - 1))
 
@@ -30,7 +30,7 @@ def epsilon_at(order: float, history: list[Entry]) -> float:
     st.floats(0.5, 8),
     st.lists(st.tuples(st.sampled_from([0.7, 1.0, 1.5, 3.0]), st.integers(1, 300)), max_size=40),
 )
-def test_no_schedule_passes_the_budget(entry: Make, epsilon: float, wishes: list[tuple[float, int]]) -> None:
+def test_no_schedule_exceeds_the_budget(entry: Make, epsilon: float, wishes: list[tuple[float, int]]) -> None:
     base = entry("poisson", 0.02, 1.0, 400)
     budget = Filter(epsilon, DELTA, plan=[base])
     made: list[Entry] = []
@@ -63,7 +63,7 @@ def test_a_constant_plan_gets_its_steps(entry: Make, rate: float, z: float, step
     assert not budget.allows(plan[0].event, 1 + steps // 100)
 
 
-def test_a_quieter_step_may_fit_where_a_louder_one_does_not(entry: Make) -> None:
+def test_a_cheaper_step_may_fit_where_another_does_not(entry: Make) -> None:
     loud, quiet = entry("full", 1.0, 1.0, 1).event, entry("full", 1.0, 30.0, 1).event
     budget = Filter(7.0, DELTA, plan=[Entry(loud, 1)])
     budget.charge(loud)
@@ -77,13 +77,11 @@ def test_a_shuffled_epoch_is_charged_once(entry: Make) -> None:
     for _ in range(20):
         budget.charge(event)
     assert not budget.allows(event)
-    assert (
-        budget.allows(replace(event, noise_multiplier=1e3)) is False
-    )  # another z begins an epoch of its own
+    assert budget.allows(replace(event, noise_multiplier=1e3)) is False  # another z begins a new epoch
 
 
-def test_an_epoch_that_is_broken_off_is_not_merged_with_the_next(entry: Make) -> None:
-    """Four runs of two steps of an epoch of four: each begins a pass of its own."""
+def test_an_interrupted_epoch_is_not_merged_with_the_next(entry: Make) -> None:
+    """Four runs of two steps of an epoch of four: each begins a new pass."""
     event = entry("shuffled", 0.25, 2.0, 1, period=4).event
     whole, broken = (Filter(50.0, DELTA, order=4) for _ in range(2))
     for _ in range(4):
@@ -91,7 +89,7 @@ def test_an_epoch_that_is_broken_off_is_not_merged_with_the_next(entry: Make) ->
             whole.charge(event)
             broken.charge(event)
         broken.restart()
-        broken.restart()  # nothing to part
+        broken.restart()  # no entry to close
     assert whole.history == [Entry(event, 8)] and broken.history == [Entry(event, 2)] * 4
     assert whole.spent == pytest.approx(epsilon_at(4, [Entry(event, 8)]))  # two passes
     assert broken.spent == pytest.approx(epsilon_at(4, [Entry(event, 16)]))  # four
@@ -114,7 +112,7 @@ def test_a_history_costs_what_a_filter_was_charged(entry: Make, sampling: str) -
         budget.charge(part.event, part.count)
         budget.restart()
     found = history_at(6, [one, other, other], DELTA)
-    assert budget.spent < found < 1.001 * budget.spent  # a part of delta is kept for cut batches
+    assert budget.spent < found < 1.001 * budget.spent  # a share of delta is kept for truncated batches
     assert history_at(6, [], DELTA) == 0
     cut = Entry(replace(entry("truncated-poisson", 0.1, 2.0, 9).event, excess=1e-4), 9)
     assert history_at(6, [cut], DELTA) == math.inf
@@ -139,7 +137,7 @@ def test_the_order_for_a_budget_is_best_for_gaussians(entry: Make, epsilon: floa
     assert epsilon_at(order_for_budget(epsilon, DELTA), plan) < 1.02 * best
 
 
-def test_cut_batches_need_a_plan_that_has_them(entry: Make) -> None:
+def test_truncated_batches_need_a_plan_that_has_them(entry: Make) -> None:
     plain = entry("poisson", 0.01, 1.0, 100)
     cut = replace(plain.event, sampling=type(plain.event.sampling)("truncated-poisson"), excess=1e-12)
     budget = Filter(3.0, DELTA, plan=[plain])

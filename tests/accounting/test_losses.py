@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from clipwise.accounting import gaussian
 from clipwise.accounting.losses import Losses, both_orders, connect_dots, grid
 
-COIN = Losses(0.5, -1, np.array([0.3, 0.1, 0.4, 0.15]), 0.05)
+PAIR = Losses(0.5, -1, np.array([0.3, 0.1, 0.4, 0.15]), 0.05)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 3), st.floats(0.051, 0.9))
 def test_delta_and_epsilon_by_the_definition(epsilon: float, delta: float) -> None:
     losses = grid(-1, 2, 0.5)
-    by_hand = COIN.lost + sum(
-        m * max(0.0, 1 - math.exp(epsilon - x)) for m, x in zip(COIN.masses, losses, strict=True)
+    by_hand = PAIR.lost + sum(
+        m * max(0.0, 1 - math.exp(epsilon - x)) for m, x in zip(PAIR.masses, losses, strict=True)
     )
-    assert COIN.delta(epsilon) == pytest.approx(by_hand, abs=1e-14)
-    smallest = COIN.epsilon(delta)
-    assert COIN.delta(smallest) <= delta + 1e-12
+    assert PAIR.delta(epsilon) == pytest.approx(by_hand, abs=1e-14)
+    smallest = PAIR.epsilon(delta)
+    assert PAIR.delta(smallest) <= delta + 1e-12
     if smallest > 0:
-        assert COIN.delta(smallest - 1e-6) > delta
+        assert PAIR.delta(smallest - 1e-6) > delta
 
 
 def test_more_lost_than_delta_is_an_infinite_epsilon() -> None:
-    assert COIN.epsilon(0.049) == math.inf
+    assert PAIR.epsilon(0.049) == math.inf
 
 
 def test_all_losses_positive() -> None:
@@ -81,7 +81,7 @@ def test_the_curve_passes_through_the_dots() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2.0**-3, 2.0**-12, 2.0**-30]))
 def test_masses_are_rounded_up(seed: int, interval: float) -> None:
-    """Against exact arithmetic on the same deltas."""
+    """Compared with exact arithmetic on the same deltas."""
     rng = np.random.default_rng(seed)
     deltas = np.sort(rng.random(12))[::-1].copy()
     masses, added = connect_dots(deltas, interval)
@@ -94,7 +94,7 @@ def test_masses_are_rounded_up(seed: int, interval: float) -> None:
     assert added >= 0
 
 
-def test_a_curve_that_rises_by_rounding_is_brought_down() -> None:
+def test_a_curve_that_rises_by_rounding_is_lowered() -> None:
     masses, _ = connect_dots(np.array([0.5, 0.2, np.nextafter(0.2, 1), 0.1]), 0.5)
     assert np.all(masses >= 0) and np.all(np.isfinite(masses))
 

@@ -1,4 +1,4 @@
-"""The bound by participations: above the true epsilon, and far below that without amplification where it is needed."""
+"""The bound from participations: above the true epsilon, and for little noise far below that without amplification."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_unit_takes_part_more_often_with_a_small_probability(steps: int, rate:
     missed = 10.0**power
     K = participations.most(steps, rate, missed)
     assert stats.binom.sf(K, steps, rate) <= missed
-    assert K == 0 or stats.binom.sf(K - 1, steps, rate) > missed / 2.001  # and no more than that asks for
+    assert K == 0 or stats.binom.sf(K - 1, steps, rate) > missed / 2.001  # and no larger than needed
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
@@ -41,7 +41,7 @@ def test_a_unit_takes_part_more_often_with_a_small_probability(steps: int, rate:
 def test_it_is_never_below_the_true_epsilon(
     entry: Make, sampling: str, z: float, rate: float, steps: int, delta: float
 ) -> None:
-    """PLD is within a thousandth of it, and above. With next to no noise the two are close."""
+    """PLD bounds it from above within 0.1 percent. With very little noise the two are close."""
     total = compose([entry(sampling, rate, z, steps)])
     true = by_pld_alone(total, delta)
     found = participations.epsilon(total, delta)
@@ -78,12 +78,12 @@ def test_without_noise_there_is_no_bound(entry: Make) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
-def test_noise_below_every_grid_is_amplified_all_the_same(sampling: str) -> None:
+def test_noise_too_small_for_a_grid_is_still_amplified(sampling: str) -> None:
     """The noise of a published run: 35,157 steps, of which a record takes part in 50, and hardly ever in 85."""
-    asked = {"noise_multiplier": 0.00238, "sample_rate": 64 / 45000, "steps": 35157, "sampling": sampling}
-    found = accounting.epsilon(delta=1e-5, **asked)
+    arguments = {"noise_multiplier": 0.00238, "sample_rate": 64 / 45000, "steps": 35157, "sampling": sampling}
+    found = accounting.epsilon(delta=1e-5, **arguments)
     unamplified = gaussian.epsilon(1e-5, math.sqrt(35157) / 0.00238)
     assert unamplified / 430 < found < unamplified / 400
     mean = 35157 * 64 / 45000
-    assert found > gaussian.epsilon(1e-5, math.sqrt(mean) / 0.00238)  # as if it took part exactly that often
-    assert accounting.delta(epsilon=found, **asked) <= 1e-5
+    assert found > gaussian.epsilon(1e-5, math.sqrt(mean) / 0.00238)  # as if it took part exactly this often
+    assert accounting.delta(epsilon=found, **arguments) <= 1e-5

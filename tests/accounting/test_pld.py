@@ -245,7 +245,7 @@ def test_extreme_inputs_are_bounded(entry: Make, sampling: str, z: float, rate: 
     assert epsilon >= one_step * (1 - 1e-9)
     assert epsilon <= gaussian.epsilon(DELTA, math.sqrt(steps) / z) * (1 + 1e-9)
     if math.isfinite(epsilon):
-        by_rdp = steps > pld.MOST_STEPS  # which rounds a little at such numbers
+        by_rdp = steps > pld.MOST_STEPS  # which has a small rounding error at such numbers
         assert 0 <= accountants.delta_of(history, epsilon) <= DELTA * (1.5 if by_rdp else 1.01)
 
 
@@ -255,12 +255,12 @@ def test_any_delta_has_a_bound(entry: Make, delta: float) -> None:
     epsilon = accountants.epsilon_of(history, delta)
     assert math.isfinite(epsilon)
     assert accountants.epsilon_of(history, delta / 2) >= epsilon >= 0
-    # One step's closed form bounds from below also where only RDP is left.
+    # The closed form of one step is a lower bound, even if only RDP is left.
     assert gaussian.hockey_stick(np.array([epsilon]), 0.01, 1.0)[0] <= delta
 
 
-def test_figures_do_without_the_rdp_library(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that no grid suits is bounded by the closed form then, and others are as before."""
+def test_figures_without_the_rdp_library(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without a grid is then bounded by the closed form; other figures do not change."""
 
     def missing(*args: object) -> float:
         raise ImportError

@@ -108,7 +108,7 @@ def test_extreme_inputs_are_bounded(entry: Make, sampling: str, z: float, rate: 
     assert 0 <= accountants.epsilon_of([entry(sampling, rate, z, steps)], DELTA, "rdp") < math.inf
 
 
-def test_orders_without_a_value_are_left_out_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_orders_without_a_value_are_skipped_without_a_log_message(caplog: pytest.LogCaptureFixture) -> None:
     divergences = rdp.of_step(Step(Amplification.COIN, 0.4998, 1.0))
     assert np.isinf(divergences).any() and np.isfinite(divergences).any()
     assert not caplog.records
@@ -116,7 +116,7 @@ def test_orders_without_a_value_are_left_out_in_silence(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("sampling", ["poisson", "truncated-poisson", "fixed-size", "shuffled"])
 def test_a_live_figure_is_cheap(entry: Make, sampling: str) -> None:
-    """As a run asks for it: charge a step, read the history, account for all of it."""
+    """The calls of a run: charge a step, read the history, account for all of it."""
     period = 4 if sampling == "shuffled" else 1
     event = entry(sampling, 0.25, 1.0, 1, period=period).event
     ledger = MemoryLedger()
@@ -126,7 +126,7 @@ def test_a_live_figure_is_cheap(entry: Make, sampling: str) -> None:
         ledger.charge(event)
         accountants.epsilon_of(ledger.history(), DELTA, "rdp")
         times.append(time.perf_counter() - start)
-    assert sorted(times)[len(times) // 4] < 1e-3  # what others do on this machine at the time is not counted
+    assert sorted(times)[len(times) // 4] < 1e-3  # processor time, so that other processes do not count
 
 
 def test_many_different_steps_share_divergences(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:

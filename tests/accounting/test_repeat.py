@@ -1,4 +1,4 @@
-"""A search whose runs have few outputs has a distribution in closed form: no bound may be below its divergence."""
+"""A search over runs with few outputs has a closed-form distribution: no bound may be below its divergence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generating_function(repetitions: Repetitions, x: np.ndarray) -> np.ndarray:
 
 
 def best_of(repetitions: Repetitions, run: np.ndarray) -> np.ndarray:
-    """The distribution of the best output, the last being the best; "nothing" first, where that can be."""
+    """The distribution of the best output, the last being the best; "nothing" comes first, if possible."""
     below = np.concatenate([[0.0], np.cumsum(run)])
     below[-1] = 1.0
     values = generating_function(repetitions, below)
@@ -75,7 +75,7 @@ def test_no_search_over_a_small_mechanism_costs_more(
 
 
 def test_a_bound_below_the_theorem_would_be_found() -> None:
-    """The same search, without what repeating costs: the test above can tell."""
+    """The same search without the cost of repetition: the test above detects it."""
     p = np.array([0.5, 0.3, 0.2])
     q = np.array([0.6, 0.3, 0.1])
     for shape in (0.0, 1.0, math.inf):
@@ -94,12 +94,12 @@ def test_gamma_gives_the_mean(shape: float, mean: float) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_drawn_has_the_distribution(shape: float) -> None:
+def test_draws_have_the_stated_distribution(shape: float) -> None:
     repetitions, count = Repetitions(4.0, shape), 20_000
     random = np.random.default_rng(5)
     drawn = np.array([repetitions.draw(random) for _ in range(count)])
     assert drawn.min() >= (0 if repetitions.is_poisson else 1)
-    # Against the generating function, whose estimate has the standard error of x^K.
+    # Compared with the generating function; the standard error is that of x^K.
     for x in (0.2, 0.5, 0.9, 0.99):
         values = x**drawn
         expected = float(generating_function(repetitions, np.array([x]))[0])
@@ -111,7 +111,7 @@ def test_extreme_distributions_have_a_bound() -> None:
     for mean, shape in [(1 + 1e-12, 1.0), (9e8, -0.9999), (9e8, 1e6), (9e8, math.inf), (1e-9, math.inf)]:
         found = Repetitions(mean, shape).divergences(of_run, lambda epsilons: np.full_like(epsilons, 1e-3))
         assert np.isfinite(found).all() and (found >= 0).all()
-    assert Repetitions(1e6, 50.0).draw(np.random.default_rng(0)) > 10**5  # its masses begin below all numbers
+    assert Repetitions(1e6, 50.0).draw(np.random.default_rng(0)) > 10**5  # its first masses underflow
 
 
 def test_known_distributions() -> None:
@@ -148,13 +148,13 @@ def test_it_agrees_with_dp_accounting() -> None:
         assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
 
 
-def test_histories_arguments_and_cut_batches() -> None:
+def test_histories_arguments_and_truncated_batches() -> None:
     event = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.1, 256 / 60000)
     history = [Entry(event, 14062)]
     assert accounting.search(history, mean=3.0, delta=1e-5) == accounting.search(**RUN, mean=3.0)
     cut = {**RUN, "sampling": "truncated-poisson", "dataset_size": 60000}
     assert accounting.search(**cut, mean=3.0) == pytest.approx(accounting.search(**RUN, mean=3.0), rel=1e-5)
-    # Cut in any of the runs: three times as likely on average.
+    # Truncation in any of the runs is three times as likely on average.
     tight = {**cut, "max_batch_size": 380}
     assert accounting.search(**tight, mean=3.0) > accounting.search(**cut, mean=3.0)
     assert accounting.search([], mean=3.0, delta=1e-5) == 0

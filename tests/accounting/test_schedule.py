@@ -27,7 +27,7 @@ def composition(rates: np.ndarray, noises: np.ndarray, counts: np.ndarray) -> Co
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(20, 200), st.booleans(), st.integers(16, 64))
 def test_every_step_becomes_a_worse_one(seed: int, size: int, many_rates: bool, most: int) -> None:
-    """Sorted from worst to best, the kinds are at every place at least as bad as the steps."""
+    """Sorted from worst to best, each kind is at least as bad as the step at the same position."""
     rng = np.random.default_rng(seed)
     rates = rng.uniform(0.001, 0.5, size) if many_rates else np.full(size, 0.01)
     total = composition(rates, np.exp(rng.uniform(-1, 3, size)), rng.integers(1, 10**6, size))
@@ -45,7 +45,7 @@ def test_every_step_becomes_a_worse_one(seed: int, size: int, many_rates: bool, 
         assert sum(n for step, n in few.steps if step.rate > threshold) >= larger
 
 
-def test_few_kinds_are_left_alone() -> None:
+def test_few_kinds_are_unchanged() -> None:
     total = composition(np.full(3, 0.1), np.array([1.0, 2.0, 3.0]), np.array([1, 2, 3]))
     assert with_few_kinds(total, 3) is total
 

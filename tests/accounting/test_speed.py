@@ -1,4 +1,4 @@
-"""Seconds of processor time on one core, with room for a slow machine: the bars are 0.3 s and 2 s."""
+"""Processor time on one core, with a margin for slow machines: the targets are 0.3 s and 2 s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clipwise.privacy import Entry
 
 Make = Callable[..., Entry]
 DELTA = 1e-5
-ROOM = 3
+MARGIN = 3
 SETTINGS = [
     (0.01, 1.0, 1000),
     (0.004, 1.1, 15000),
@@ -24,7 +24,7 @@ SETTINGS = [
 
 
 def seconds(ask: Callable[[], object]) -> float:
-    """The best of three, each with cold caches."""
+    """The best of three measurements with cold caches."""
     found = []
     for _ in range(3):
         for cached in (pld._directions, pld._of_step, pld._loss_moments):
@@ -39,7 +39,7 @@ def seconds(ask: Callable[[], object]) -> float:
 @pytest.mark.parametrize(("rate", "z", "steps"), SETTINGS)
 def test_one_epsilon(entry: Make, sampling: str, rate: float, z: float, steps: int) -> None:
     history = [entry(sampling, rate, z, steps)]
-    assert seconds(lambda: accountants.epsilon_of(history, DELTA)) < 0.3 * ROOM
+    assert seconds(lambda: accountants.epsilon_of(history, DELTA)) < 0.3 * MARGIN
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
@@ -54,4 +54,4 @@ def test_one_calibration(entry: Make, sampling: str) -> None:
     ):
         start = time.process_time()
         ask()
-        assert time.process_time() - start < 2 * ROOM
+        assert time.process_time() - start < 2 * MARGIN

@@ -19,7 +19,7 @@ Make = Callable[..., Entry]
 
 ENDS = np.geomspace(1e-9, 0.5, 150)
 ALPHAS = np.concatenate([[0.0], ENDS, 1 - ENDS[::-1], [1.0]])
-# Beyond the last digit of 1, where a comparison of two roundings has no meaning.
+# Beyond the last digit of 1, where comparing two roundings is meaningless.
 LAST_DIGIT = 1e-15
 
 mus = st.floats(0.001, 8.0)
@@ -37,7 +37,7 @@ def history_of(sampling: str, rate: float, z: float, steps: int) -> list[Entry]:
 
 
 def require_valid(f: Tradeoff) -> None:
-    """Convex, falling, at most a blind guess, at most 1 at 0 and 0 at 1."""
+    """Convex, falling, at most a random guess, at most 1 at 0 and 0 at 1."""
     values = f(ALPHAS)
     assert np.all(values >= 0)
     assert np.all(values <= 1 - ALPHAS)
@@ -48,7 +48,7 @@ def require_valid(f: Tradeoff) -> None:
 
 
 def require_tight(f: Tradeoff, truth: np.ndarray, within: float) -> None:
-    """On or below the truth, and not far below it."""
+    """On or below the true curve, and close to it."""
     assert np.max(f(ALPHAS) - truth) <= LAST_DIGIT
     assert np.max(truth - f(ALPHAS)) <= within
 
@@ -144,7 +144,7 @@ def test_randomized_response_composes_as_binomials_do() -> None:
     require_tight(f, truth + 1e-15, 1e-3)
 
 
-def test_failures_of_several_releases_add_up() -> None:
+def test_failure_probabilities_of_releases_add_up() -> None:
     """(0, delta) three times: nothing is learned unless one of the three fails."""
     f = Tradeoff.from_profile([0.0], [0.01]).repeated(3)
     failing = 1 - 0.99**3
@@ -155,7 +155,7 @@ def test_failures_of_several_releases_add_up() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.05, 3.0), st.floats(0.01, 1.0), st.floats(0.0, 6.0))
 def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:
-    """Of a curve: its deltas at some epsilons give back a curve that is no higher, and touches it."""
+    """The deltas of a curve at some epsilons give a curve that is no higher and touches it."""
     f = Tradeoff.gaussian(mu).subsample(rate)
     epsilons = np.linspace(0, 30, 1501)
     back = Tradeoff.from_profile(epsilons, [f.delta(e) for e in epsilons])
@@ -173,7 +173,7 @@ def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:
     st.floats(0.01, 1.0),
 )
 def test_any_profile_gives_a_valid_curve(pairs: list[tuple[float, float]], rate: float) -> None:
-    """Also if the pairs are out of order, repeated or pointless; each of them holds for the curve."""
+    """Even if pairs are unsorted, repeated or redundant; each of them holds for the curve."""
     epsilons, deltas = zip(*pairs, strict=True)
     f = Tradeoff.from_profile(epsilons, deltas)
     require_valid(f)
@@ -250,7 +250,7 @@ def test_one_step_is_the_subsampling_operator(sampling: str, rate: float, z: flo
 
 
 def sampled_once(rate: float, z: float, steps: int, interval: float) -> tuple[np.ndarray, np.ndarray]:
-    """C_p(G)^T by another route: losses of both signs spread evenly over the cells of a fine grid.
+    """C_p(G)^T computed independently: losses of both signs spread evenly over the cells of a fine grid.
 
     No bound, but right to about the square of the interval. Returns false-positive and detection rates.
     """
@@ -271,7 +271,7 @@ def sampled_once(rate: float, z: float, steps: int, interval: float) -> tuple[np
 
 
 def test_the_batch_clipping_paper() -> None:
-    """sigma 2.5 over 8 layers, 54000 records, mini-sets of 64, 50 epochs; and sigma 1.5.
+    """sigma 2.5 over 8 layers, 54000 records, microbatches of 64, 50 epochs; and sigma 1.5.
 
     The paper's mu is that of the central limit theorem, mu = rate sqrt(2 T (e^(1/z^2) Phi(3/(2z)) + 3
     Phi(-1/(2z)) - 2)): 0.52 and 1.99. Its curve is no bound, and is not the exact one.
@@ -314,8 +314,8 @@ def test_a_mixed_history(entry: Make) -> None:
 
 
 @pytest.mark.parametrize("excess", [1e-12, 1e-6, 1e-3])
-def test_cut_batches_cost_what_their_probability_allows(excess: float) -> None:
-    """f(alpha) of the cut run is at least f(alpha + X) - X of the other."""
+def test_truncated_batches_cost_what_their_probability_allows(excess: float) -> None:
+    """f(alpha) of the truncated run is at least f(alpha + X) - X of the other."""
     plain = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.05)
     cut = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.05, excess=excess)
     steps = 20

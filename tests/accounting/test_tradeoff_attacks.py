@@ -33,7 +33,7 @@ def test_accuracy_of_a_gaussian(mu: float, prior: float) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(mus, st.floats(0.01, 1.0))
-def test_even_odds_tie_accuracy_to_advantage(mu: float, rate: float) -> None:
+def test_accuracy_at_even_odds_follows_from_the_advantage(mu: float, rate: float) -> None:
     f = Tradeoff.gaussian(mu).subsample(rate)
     assert f.accuracy(0.5) == pytest.approx((1 + f.advantage()) / 2, abs=1e-12)
     assert f.advantage() == pytest.approx(f.delta(0.0), abs=1e-12)
@@ -60,7 +60,7 @@ def test_outcomes_beyond_the_odds_factor_are_as_rare_as_promised(mu: float, tail
     factor = f.odds_factor(tail)
     assert gaussian_tail(mu, factor) <= tail
     # No smaller factor follows from the curve alone: some pair with this curve or a higher one reaches it. The
-    # Gaussian itself stays well below, but not absurdly.
+    # Gaussian itself stays well below, within a factor.
     if factor > 1:
         assert gaussian_tail(mu, factor) >= tail / 50
     assert f.posterior(0.5, tail) == pytest.approx(factor / (1 + factor), rel=1e-12)
@@ -74,8 +74,8 @@ def test_odds_factor_is_least_over_all_supporting_lines() -> None:
         found = f.odds_factor(tail)
         s = np.linspace(0, 8, 4001)
         deltas = np.array([f.delta(e) for e in s])
-        room = 1 - deltas / tail
-        brute = np.min(np.exp(s[room > 0]) / room[room > 0])
+        margin = 1 - deltas / tail
+        brute = np.min(np.exp(s[margin > 0]) / margin[margin > 0])
         assert found <= brute * (1 + 1e-12)
         assert found == pytest.approx(brute, rel=1e-4)
 
@@ -88,7 +88,7 @@ def test_pure_differential_privacy_bounds_every_outcome() -> None:
     assert f.posterior(0.2, 1e-6) == pytest.approx(0.2 * math.e / (0.8 + 0.2 * math.e), rel=1e-5)
 
 
-def test_ends_of_the_scale() -> None:
+def test_extreme_curves() -> None:
     blind, open_book = Tradeoff.identity(), Tradeoff.nothing()
     assert blind.advantage() == 0
     assert blind.power(0.05) == pytest.approx(0.05)
@@ -116,8 +116,8 @@ def test_bad_input_is_named(name: str, arguments: dict[str, float]) -> None:
         getattr(Tradeoff.gaussian(1.0), name)(**arguments)
 
 
-def test_accuracy_tells_the_orders_apart() -> None:
-    """On a curve of one order the prior belongs to the unit's being in, whose misses are the false negatives."""
+def test_accuracy_distinguishes_the_orders() -> None:
+    """On a curve of one order the prior is that of "in", and a missed "in" is a false negative."""
     f = Tradeoff.gaussian(3.0).diluted(0.5)
     alphas = np.linspace(0, 1, 20_001)
     for prior in (0.2, 0.7):

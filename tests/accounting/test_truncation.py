@@ -33,14 +33,14 @@ def test_excess_is_the_tail_of_the_binomial_from_above(size: int, rate: float, d
 @pytest.mark.parametrize(
     ("size", "rate", "limit"), [(10**4, 1e-3, 2000), (10**9, 1e-6, 10**6), (400, 0.1, 399)]
 )
-def test_an_excess_below_all_numbers_is_not_taken_for_zero(size: int, rate: float, limit: int) -> None:
+def test_an_excess_that_underflows_is_not_rounded_to_zero(size: int, rate: float, limit: int) -> None:
     assert stats.binom.logsf(limit, size, rate) < math.log(truncation.LEAST)
     assert truncation.excess(size, rate, limit) == truncation.LEAST
     assert truncation.excess(size, rate, size) == 0
 
 
 @given(st.integers(1, 10**7), st.floats(1e-7, 1))
-def test_the_default_limit_is_hardly_ever_exceeded(size: int, rate: float) -> None:
+def test_the_default_limit_is_exceeded_with_negligible_probability(size: int, rate: float) -> None:
     limit = truncation.default_limit(size, rate)
     assert size * rate <= limit <= size
     assert truncation.excess(size, rate, limit) <= truncation.NEGLIGIBLE * (1 + 1e-5)
@@ -63,11 +63,11 @@ def test_epsilon_is_the_left_end_of_what_is_admissible(
         assert admissible(found)
         assert found == 0 or not admissible(found * (1 - 1e-4) - 1e-9)
     else:
-        # A sure sign would be that nothing is admissible; near the touching point the search may give up.
+        # Near the touching point the search may give up.
         assert not any(admissible(e) for e in np.linspace(0, 30, 400) if admissible(e * 1.01 + 1e-3))
 
 
-def test_no_epsilon_where_cuts_alone_pass_delta() -> None:
+def test_no_epsilon_if_truncation_alone_exceeds_delta() -> None:
     assert truncation.epsilon(lambda d: 0.0, 1e-5, 6e-6) == math.inf
     assert truncation.epsilon(lambda d: 0.0, 1e-5, 4e-6) == 0
     assert truncation.epsilon(lambda d: 800.0, 1e-5, 1e-290) == math.inf
@@ -102,7 +102,7 @@ def hockey_sticks(epsilon: float, limit: int, rate: float, others: int, value: f
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
 def test_a_truncated_step_costs_no_more_than_accounted(value: float) -> None:
-    """The other units are within the same bound, and make room or not for the one in question."""
+    """The other units are within the same bound, and decide whether the given unit is kept."""
     rate, others, limit, z, plain_is_passed = 0.2, 2, 1, 1.0, False
     excess = truncation.excess(others + 1, rate, limit)
     event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, z, rate, 1, excess)
@@ -111,10 +111,10 @@ def test_a_truncated_step_costs_no_more_than_accounted(value: float) -> None:
         assert exact <= accountants.delta_of([Entry(event, 1)], epsilon) * (1 + 1e-6)
         plain = float(gaussian.hockey_stick(np.array([epsilon]), rate, z)[0])
         plain_is_passed = plain_is_passed or exact > plain * (1 + 1e-6)
-    assert plain_is_passed == (value == -1.0)  # so what is added for cuts is needed
+    assert plain_is_passed == (value == -1.0)  # so the added cost of truncation is needed
 
 
-def test_cuts_add_up_over_a_history(entry: Callable[..., Entry]) -> None:
+def test_truncation_adds_up_over_a_history(entry: Callable[..., Entry]) -> None:
     event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01, 1, 1e-11)
     cut, plain = [Entry(event, 600), Entry(event, 400)], [entry("poisson", 0.01, 1.0, 1000)]
     for accountant in ("pld", "rdp", "dp-accounting"):

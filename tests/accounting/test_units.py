@@ -1,8 +1,7 @@
 """A noise multiplier is noise over the sensitivity under its own adjacency, for every accountant.
 
-dp-accounting's accountants disagree about that under replace-one: its RDP reads a multiplier so, its PLD as noise
-over the bound of one record, half the sensitivity. Both are pinned here against closed forms, and so is
-what is made of them.
+dp-accounting's accountants disagree under replace-one: its RDP uses this definition, its PLD uses noise over the bound
+of one record, half the sensitivity. Both are compared here with closed forms, and so are the accountants built on them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DELTA = 1e-5
 Z = 2.0
 
 
-def test_dp_accounting_reads_multipliers_in_two_units() -> None:
+def test_dp_accounting_uses_two_definitions_of_the_multiplier() -> None:
     one_sensitivity, two = gaussian.epsilon(DELTA, 1 / Z), gaussian.epsilon(DELTA, 2 / Z)
     by_distribution = {
         relation: distributions.from_gaussian_mechanism(

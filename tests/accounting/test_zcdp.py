@@ -31,7 +31,7 @@ def test_the_conversion_of_the_paper() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(-8, 3).map(lambda x: 10**x), deltas)
-def test_the_tight_conversion_lies_between_the_truth_and_the_paper(rho: float, delta: float) -> None:
+def test_the_tight_conversion_lies_between_the_exact_value_and_the_paper(rho: float, delta: float) -> None:
     found = zcdp.tight_epsilon(rho, delta)
     assert gaussian.epsilon(delta, math.sqrt(2 * rho)) <= found <= zcdp.paper_epsilon(rho, delta)
     assert gaussian.delta(found, math.sqrt(2 * rho)) <= zcdp.tight_delta(rho, found) <= delta * (1 + 1e-6)
@@ -58,7 +58,7 @@ def test_extreme_inputs_are_bounded(rho: float, delta: float) -> None:
     assert zcdp.tight_delta(rho, 1e300) <= 1 and 0 <= zcdp.tight_delta(rho, 0.0) <= 1
 
 
-def test_nothing_and_no_noise(entry: Make) -> None:
+def test_an_empty_history_and_no_noise(entry: Make) -> None:
     nothing, silent = compose([]), compose([entry("full", 1.0, 0.0, 1)])
     for accountant in (zcdp, gdp):
         assert accountant.epsilon(nothing, 1e-5) == 0 and accountant.delta(nothing, 0.0) == 0

@@ -1,4 +1,4 @@
-"""A planted bug: how it is planted, where it shows, and which tool has to catch it."""
+"""A planted bug: how to plant it, the run that shows it, and the tools that must catch it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from clipwise.errors import UnsupportedModelError
 
 TOOLS = ("neighbours", "canary", "deterministic test")
 
-# All statistical tests of the audits hold with this confidence each. They are seeded; were they not, a suite with
-# a hundred of them would fail by chance once in ten thousand times.
+# The confidence of each statistical test. They are seeded; without seeds, a hundred of them would fail by chance
+# once in ten thousand times.
 CONFIDENCE = 1 - 1e-6
 
 Subject = tuple[Callable[[Any], None], Any]
@@ -40,12 +40,12 @@ def network(features: int = 5, hidden: int = 8, classes: int = 3) -> nn.Sequenti
 
 
 def small(**options: Any) -> Subject:
-    """Two layers on 32 rows of five numbers, half of them drawn in each of six steps."""
+    """Two layers on 32 rows of five numbers, each drawn with probability 1/2 in each of six steps."""
     return run_of(network(), losses, rows(), **options)
 
 
 def one_release(**options: Any) -> Subject:
-    """The same, for one step that everyone takes part in."""
+    """The same, for one step that every record takes part in."""
     return small(sampling="full", sample_rate=None, steps=1, **options)
 
 
@@ -55,12 +55,12 @@ class Bug:
 
     Args:
         name: for the table.
-        plant: puts it in.
+        plant: patches the library.
         caught_by: the tools that must find it.
-        subject: the run that it is looked for in.
-        attacked: the run for the canary, if another.
+        subject: the run to audit.
+        attacked: the run for the canary, if different.
         neighbours, canary: further arguments of the tools.
-        deterministic: fails with an AssertionError where the bug is in.
+        deterministic: raises an AssertionError if the bug is planted.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Bug:
     deterministic: Callable[[], None] | None = None
 
     def is_caught(self, tool: str, planted: bool = True) -> bool | None:
-        """Whether a tool finds it; None if the tool does not apply. Without planting: whether it cries wolf."""
+        """Whether a tool finds it; None if the tool does not apply. Without planting: whether it is a false alarm."""
         if not planted:
             try:
                 return self._finds(tool)

@@ -74,7 +74,7 @@ def train(private: clipwise.Private, loss: Callable[..., Tensor], steps: int = 3
 
 
 def raises(kind: type[ClipwiseError], words: str, act: Callable[[], object]) -> bool:
-    """Whether the act is refused with these words."""
+    """Whether the call is refused with these words."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         try:
@@ -240,7 +240,7 @@ def crashed_count(folder: Path) -> bool:
     model = network()
     private = run(model, ledger=folder / "ledger")
     train(private, lambda x, y: losses_of(model, x, y), 3)
-    return not of_ledger(folder / "ledger").exact  # as it is on disk while the run goes on, or after a crash
+    return not of_ledger(folder / "ledger").exact  # the state on disk during the run, or after a crash
 
 
 SOUNDNESS = "tests/soundness"
@@ -323,7 +323,7 @@ HABITS = (
         control_flow,
     ),
 )
-# What was a mistake of the library's own and is exact now, or cannot be shown in one process.
+# Former mistakes of the library that are fixed, or mistakes that cannot be shown in one process.
 OTHERS = (
     (5, "two ranks under `torchrun`", "`make_private`", "tests/validation/test_training_loop.py"),
     (8, "random views from 32 bits", "drawn from the run's key", "tests/sampling/test_augmentation.py"),

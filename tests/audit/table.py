@@ -1,6 +1,6 @@
 """Writes the table of planted bugs into docs/concepts/audit.md: `python -m tests.audit.table`.
 
-Each bug is planted, and each tool is run on it and on the code as it is.
+Each tool runs with and without each planted bug.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def row(bug: Bug, caught: dict[str, bool | None]) -> str:
 
 
 def main() -> None:
-    """Plant, look, and write."""
+    """Run all tools on all bugs and write the table."""
     lines = []
     for bug in BUGS.values():
         caught = {tool: bug.is_caught(tool) for tool in TOOLS}

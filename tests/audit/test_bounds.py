@@ -1,4 +1,4 @@
-"""Bounds from guesses, against other ways to compute them and against chance itself."""
+"""Bounds from guesses, compared with other computations and with simulations."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_clopper_and_pearson_are_those_of_scipy(counted: tuple[int, int], failur
 
 
 @given(counts, failures)
-def test_at_the_lower_bound_what_was_seen_is_as_unlikely_as_asked(
+def test_at_the_lower_bound_the_observation_has_the_given_probability(
     counted: tuple[int, int], failure: float
 ) -> None:
     k, n = counted
@@ -44,11 +44,11 @@ def test_a_test_of_a_gaussian_mechanism_shows_no_more_epsilon_than_it_has(
 
 
 @given(st.floats(0.05, 6.0))
-def test_the_middle_test_shows_all_of_mu(mu: float) -> None:
+def test_the_test_at_the_midpoint_attains_mu(mu: float) -> None:
     assert bounds.mu_of_accuracy(float(stats.norm.cdf(mu / 2))) == pytest.approx(mu, rel=1e-6)
 
 
-def test_guesses_that_are_no_better_than_a_coin_show_nothing() -> None:
+def test_random_guesses_give_a_bound_of_zero() -> None:
     assert bounds.mu_of_accuracy(0.4) == 0.0
     assert bounds.epsilon_of_errors(0.5, 0.5, 1e-5) == 0.0
     assert bounds.epsilon_in_one_run(100, 50, 100, 0.0, 0.05) == 0.0
@@ -60,12 +60,12 @@ def test_a_test_without_errors_shows_that_there_is_no_privacy() -> None:
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_randomized_response_is_seldom_overestimated_in_one_run(epsilon: float) -> None:
-    """The mechanism that makes the bound tight: each coin is told rightly with probability e^eps / (1 + e^eps)."""
+    """The mechanism that makes the bound tight: each bit is reported correctly with probability e^eps / (1 + e^eps)."""
     random = np.random.default_rng(0)
     m, failure = 200, 0.05
     right = random.binomial(m, 1 / (1 + math.exp(-epsilon)), size=400)
     found = np.array([bounds.epsilon_in_one_run(m, int(k), m, 0.0, failure) for k in right])
-    # Of 400 bounds that fail once in 20 times, more than 40 fail with probability 1e-5.
+    # More than 40 of 400 bounds with failure probability 1/20 fail with probability 1e-5.
     assert (found > epsilon).sum() <= 40
     assert np.median(found) > 0.4 * epsilon
 
@@ -79,8 +79,8 @@ def test_a_larger_delta_explains_more(m: int, right: int, epsilon: float, delta:
 
 @pytest.mark.parametrize("delta", [1e-4, 0.01, 0.2])
 @pytest.mark.parametrize("m", [3, 20])
-def test_the_extra_term_covers_canaries_that_are_given_away(m: int, delta: float) -> None:
-    """Two mechanisms that are (0, delta)-private for each canary: all are told at once, or each by itself."""
+def test_the_extra_term_covers_revealed_canaries(m: int, delta: float) -> None:
+    """Two mechanisms that are (0, delta)-private for each canary: all are revealed together, or each independently."""
     for right in range(1, m + 1):
         by_chance = stats.binom.sf(right - 1, m, 0.5)
         all_at_once = delta + (1 - delta) * by_chance

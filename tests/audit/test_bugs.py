@@ -1,11 +1,11 @@
-"""Every planted bug is caught, by the tools that the table names, and no tool cries wolf."""
+"""Every planted bug is caught by the tools in the table, and no tool raises a false alarm."""
 
 import pytest
 
 from tests.audit.bugs import BUGS
 
 CAUGHT = [(file, tool) for file, bug in BUGS.items() for tool in bug.caught_by]
-# Those whose attacked run is not the one that all others share.
+# Bugs with their own attacked run.
 OWN_ATTACK = ("noise_over_batch_size", "missing_root", "shuffled_as_poisson")
 
 

@@ -1,4 +1,4 @@
-"""How much of the truth an attack recovers, and that it never says more than the truth."""
+"""How tight the bounds of an attack are, and that they do not exceed the true value."""
 
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ FIXED: dict[str, Any] = {"sampling": "fixed-size", "sample_rate": None, "batch_s
 
 SINGLE_RELEASES = {
     "per example": one_release,
-    "by layer": partial(one_release, clipping=PerExample(max_norm=1.0, parts="layer")),
+    "per layer": partial(one_release, clipping=PerExample(max_norm=1.0, parts="layer")),
     "replace-one": partial(small, **FIXED),
     "batch": partial(one_release, clipping=Batch(max_norm=1.0)),
-    "mini-sets": partial(one_release, clipping=Batch(max_norm=1.0, mini_sets=4)),
+    "microbatches": partial(one_release, clipping=Batch(max_norm=1.0, mini_sets=4)),
     "batch, replace-one": partial(small, clipping=Batch(max_norm=1.0), **FIXED),
 }
 
@@ -40,7 +40,7 @@ def test_a_single_release_shows_three_quarters_of_mu(name: str, mu: float) -> No
 
 @pytest.mark.parametrize("mu", [1.0, 2.0, 3.0])
 def test_three_quarters_of_mu_are_shown_by_99_of_100_audits(mu: float) -> None:
-    """Nothing is drawn: as few guesses are right as in the worst audit of a hundred."""
+    """Deterministic: uses the number of right guesses of the worst audit in a hundred."""
     right = int(stats.binom.ppf(0.01, 2000, stats.norm.cdf(mu / 2)))
     inside, outside = np.ones(1000), -np.ones(1000)
     inside[: (2000 - right) // 2] = -1
@@ -69,7 +69,7 @@ def test_a_dirac_canary_is_refused_where_gradients_are_bounded_inside(name: str)
         audit.one_run(*subject, canaries=2)
 
 
-def test_a_bound_is_seldom_above_the_truth() -> None:
+def test_a_bound_rarely_exceeds_the_true_value() -> None:
     """Ten audits at confidence 0.95: more than 4 failures have a probability of 6e-5, and the seeds are fixed."""
     reports = [audit.canary(*one_release(), runs=100, seed=seed) for seed in range(10)]
     assert sum(report.measured.mu > 1 for report in reports) <= 4
@@ -88,14 +88,14 @@ def test_a_subsampled_run_stays_within_its_claim() -> None:
     assert 0.3 < report.measured.mu < report.claim.mu
 
 
-def test_a_mislabelled_canary_is_told_by_its_gradient() -> None:
+def test_a_mislabelled_canary_is_detected_by_its_gradient() -> None:
     for subject in (one_release(noise_multiplier=0.25), small(**FIXED, noise_multiplier=0.25)):
         report = audit.canary(*subject, kind="mislabelled", loss=losses, runs=200)
         report.require()
         assert 0.3 < report.measured.mu < 4
 
 
-def test_a_record_of_ones_own_is_told_by_its_gradient() -> None:
+def test_a_given_record_is_detected_by_its_gradient() -> None:
     planted = torch.full((5,), 50.0), torch.tensor(1)
     report = audit.canary(
         *one_release(noise_multiplier=0.5), kind="record", planted=planted, loss=losses, runs=200
@@ -142,7 +142,7 @@ def _text(path: Any) -> str:
         ({"record": 99}, "record must be"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         audit.canary(*one_release(), **{"runs": 100, **options})
 

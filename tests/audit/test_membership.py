@@ -1,4 +1,4 @@
-"""Black-box attacks: what scores are worth, and a model that gives its members away."""
+"""Black-box attacks: metrics of scores, and a model that reveals its members."""
 
 from functools import partial
 from typing import Any
@@ -34,17 +34,17 @@ def test_no_more_false_alarms_than_accepted(members: Any, others: Any, rate: flo
     assert found == pytest.approx(max(reachable))
 
 
-def test_scores_that_tell_everything_and_nothing() -> None:
+def test_perfect_and_useless_scores() -> None:
     ones, zeros = np.ones(50), np.zeros(50)
     assert audit.loss_threshold(zeros, ones).found[0.001] == 1.0
     assert audit.loss_threshold(ones, ones).found[0.001] == 0.0
     assert audit.loss_threshold(ones, ones).auc == 0.5
-    with pytest.raises(ConfigurationError, match="at least one of each"):
+    with pytest.raises(ConfigurationError, match="at least one score of each"):
         audit.loss_threshold(np.zeros(0), ones)
 
 
 def test_the_likelihood_ratio_knows_which_records_are_hard() -> None:
-    """Each record has its own level of loss, and membership lowers it a little: only a ratio per record sees that."""
+    """Each record has its own level of loss, and membership lowers it slightly: only a ratio per record shows it."""
     random = np.random.default_rng(0)
     models, records = 17, 400
     is_member = random.random((models, records)) < 0.5
@@ -62,7 +62,7 @@ def test_too_few_models_to_compare_with_are_refused() -> None:
         audit.likelihood_ratio(np.zeros((3, 4)), np.ones((3, 4), dtype=bool))
 
 
-def test_a_model_that_learns_by_heart_gives_its_members_away() -> None:
+def test_a_model_that_memorizes_reveals_its_members() -> None:
     torch.manual_seed(0)
     # More features than records: any labels can be learned.
     data = torch.utils.data.TensorDataset(torch.randn(60, 80), torch.randint(2, (60,)))
@@ -83,7 +83,7 @@ def test_a_model_that_learns_by_heart_gives_its_members_away() -> None:
 
 def test_what_cannot_be_attacked_is_refused() -> None:
     make_run, data = small(sampling="fixed-size", sample_rate=None, batch_size=8)
-    with pytest.raises(ConfigurationError, match="leaves records out of draws"):
+    with pytest.raises(ConfigurationError, match="leaves records out of batches"):
         audit.membership(make_run, data, losses)
     with pytest.raises(ConfigurationError, match="models must be"):
         audit.membership(make_run, data, losses, models=2)

@@ -1,4 +1,4 @@
-"""Neighbouring runs of every kind are as declared; what is not is named."""
+"""Neighbouring runs of every kind are as declared; deviations are reported."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -80,7 +80,7 @@ RUNS = {
     "shuffled": partial(small, sampling="shuffled", sample_rate=None, batch_size=8),
     "full": one_release,
     "batch": partial(small, clipping=Batch(max_norm=1.0)),
-    "mini-sets": partial(small, clipping=Batch(max_norm=1.0, mini_sets=4), **FIXED),
+    "microbatches": partial(small, clipping=Batch(max_norm=1.0, mini_sets=4), **FIXED),
     "users": partial(small, clipping=Batch(max_norm=1.0), group=[i // 2 for i in range(32)]),
     "public batch norm": public_norm,
     "batch norm under batch clipping": lot_norm,
@@ -134,14 +134,14 @@ def test_a_worst_record_uses_up_what_is_allowed_where_gradients_are_bounded_insi
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_step_that_nobody_takes_part_in_is_a_step(name: str) -> None:
+def test_an_empty_step_is_a_step(name: str) -> None:
     subject = INSIDE[name][0](sample_rate=0.01, steps=8)
     report = audit.neighbours(*subject, changes={"as it is": lambda record: record})
     assert not report.findings and report.history[0].count == 8
 
 
 def test_a_loss_that_couples_examples_is_found() -> None:
-    """The probe of the engine is switched off: that of neighbours does not look at gradients at all."""
+    """The probe of the engine is switched off; neighbours() does not inspect gradients."""
     make_run, data = run_of(
         network(),
         lambda model, x, y: losses(model, x, y) * len(x),  # no gradient shows it
@@ -150,7 +150,7 @@ def test_a_loss_that_couples_examples_is_found() -> None:
         probe_independence=False,
     )
     report = audit.neighbours(make_run, data, changes={"as it is": lambda record: record})
-    assert not report.findings  # within so large a bound all is well
+    assert not report.findings  # nothing is found within so large a bound
 
     make_run, data = run_of(
         network(), lambda model, x, y: losses(model, x, y) * (-1) ** len(x), rows(), probe_independence=False
@@ -160,7 +160,7 @@ def test_a_loss_that_couples_examples_is_found() -> None:
 
 
 def full_run(dataset: Any, steps: int) -> Iterator[tuple[nn.Sequential, Tensor, clipwise.Private]]:
-    """Step by step, with the model and the inputs of each: whoever runs it may do something in between."""
+    """Yields the model and the inputs at each step, so that the caller can act in between."""
     model = network()
     private = clipwise.make_private(
         model,
@@ -215,7 +215,7 @@ def test_a_function_that_makes_no_run_or_several_is_refused() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 32, True, "a"])
-def test_an_index_that_is_none_is_refused(index: Any) -> None:
+def test_an_invalid_index_is_refused(index: Any) -> None:
     with pytest.raises(ConfigurationError, match="records"):
         audit.neighbours(*small(), records=(index,))
 
@@ -228,7 +228,7 @@ class Listed(Dataset[Any]):
         return torch.full((5,), float(index)), index % 3
 
 
-def test_any_map_style_data_set_will_do() -> None:
+def test_any_map_style_data_set_is_accepted() -> None:
     make_run, _ = small()
     audit.neighbours(make_run, Listed()).require()
 
@@ -240,7 +240,7 @@ def test_a_run_under_audit_keeps_no_ledger_file(tmp_path: Any) -> None:
 
 
 def test_keys_in_use_are_not_touched(tmp_path: Any) -> None:
-    """A run that was made before is not watched."""
+    """A run that was made earlier is not observed."""
     model = network()
     data = torch.utils.data.TensorDataset(*rows())
     private = clipwise.make_private(

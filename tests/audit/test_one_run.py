@@ -17,7 +17,7 @@ CANARIES = 200
 
 
 def wide(**options: Any) -> Subject:
-    """A layer with an entry for each of 200 canaries, in one step that everyone takes part in."""
+    """A layer with an entry for each of 200 canaries, in one step that every record takes part in."""
     torch.manual_seed(0)
     batch = torch.randn(CANARIES, 50), torch.randint(8, (CANARIES,))
     chosen: dict[str, Any] = {
@@ -30,7 +30,7 @@ def wide(**options: Any) -> Subject:
     return run_of(nn.Linear(50, 8), losses, batch, **{**chosen, **options})
 
 
-def test_one_run_shows_some_of_the_truth_and_no_more() -> None:
+def test_one_run_gives_a_positive_bound_below_the_true_value() -> None:
     report = audit.one_run(*wide(), canaries=CANARIES)
     report.require()
     assert report.measured.runs == 1
@@ -54,8 +54,8 @@ def test_noise_that_is_far_too_small_is_ruled_out(monkeypatch: pytest.MonkeyPatc
     assert not report.ok and report.measured.right == report.measured.guesses
 
 
-def test_guesses_without_a_canary_are_coins() -> None:
-    """Who is in is decided by coins of the audit's own, and not by the data."""
+def test_guesses_without_a_canary_are_random() -> None:
+    """The audit's own random bits decide which canaries are in, and not the data."""
     inside = np.random.default_rng(0).random(CANARIES) < 0.5
     assert 60 < inside.sum() < 140
     report = audit.one_run(*wide(noise_multiplier=1e6), canaries=CANARIES)
@@ -63,7 +63,7 @@ def test_guesses_without_a_canary_are_coins() -> None:
 
 
 @pytest.mark.parametrize("canaries", [1, 201, True])
-def test_a_number_of_canaries_that_makes_no_sense_is_refused(canaries: int) -> None:
+def test_an_invalid_number_of_canaries_is_refused(canaries: int) -> None:
     with pytest.raises(ConfigurationError, match="canaries must be"):
         audit.one_run(*wide(), canaries=canaries)
 
@@ -73,6 +73,6 @@ def test_more_canaries_than_entries_are_refused() -> None:
         audit.one_run(*wide(), canaries=CANARIES, parameter="bias")
 
 
-def test_whole_mini_sets_take_one_canary() -> None:
-    with pytest.raises(ConfigurationError, match="one canary a run"):
+def test_clipped_microbatches_take_one_canary() -> None:
+    with pytest.raises(ConfigurationError, match="one canary per run"):
         audit.one_run(*wide(clipping=Batch(max_norm=1.0)), canaries=2)

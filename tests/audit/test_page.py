@@ -14,7 +14,7 @@ from tests.cli.calls import clipwise
 
 BLOCK = re.compile(r"```(?:python[^\n]*|bash)\n(.*?)```", re.DOTALL)
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "audit.md"
-# As they are, but with fewer runs.
+# Unchanged except for fewer runs.
 FEWER = {"runs=100": "runs=2", "models=16": "models=6"}
 
 

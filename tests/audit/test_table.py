@@ -5,7 +5,7 @@ from tests.audit.bugs import BUGS
 from tests.audit.table import PAGE, PLACE
 
 
-def test_the_page_names_every_bug_and_who_catches_it() -> None:
+def test_the_page_names_every_bug_and_the_tools_that_catch_it() -> None:
     found = PLACE.search(PAGE.read_text())
     assert found
     rows = [

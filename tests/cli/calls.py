@@ -1,4 +1,4 @@
-"""Calling the command line, and looking at what it says."""
+"""Helpers that call the command line and parse its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def clipwise(*arguments: object) -> Any:
 
 
 def figure(result: Any, row: str) -> float:
-    """The number behind the words `row` in a table."""
+    """The number in the table row `row`."""
     assert result.exit_code == 0, result.output
     found = re.search(rf"{re.escape(row)}\W+([\d.e+-]+)", result.stdout)
     assert found, result.stdout
@@ -46,11 +46,11 @@ def refused(result: Any, *words: str) -> None:
 def write_ledger(
     path: Path, releases: int, close: bool = True, event: Event = EVENT, header: Any = None
 ) -> Path:
-    book = FileLedger(path, header=header)
+    ledger = FileLedger(path, header=header)
     for _ in range(releases):
-        book.charge(event)
+        ledger.charge(event)
     content = path.read_bytes()
-    book.close()
-    if not close:  # as a crash leaves it
+    ledger.close()
+    if not close:  # the state after a crash
         path.write_bytes(content)
     return path

@@ -68,7 +68,7 @@ constant = 3
 @pytest.fixture
 def target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # and take it off sys.path again at the end
+    monkeypatch.syspath_prepend(tmp_path)  # removed from sys.path at the end
     name = f"models_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODELS))
     return name
@@ -107,7 +107,7 @@ def test_check_explains_what_it_cannot_run(target, form, words):
     refused(clipwise("check", form.format(target)), *words)
 
 
-def test_a_file_of_the_users_finds_its_neighbours(target, tmp_path):
+def test_a_user_file_can_import_its_neighbours(target, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / f"helper_{target}.py").write_text(
         "from torch import nn\nmodel = nn.Linear(4, 3)\n"
@@ -119,7 +119,7 @@ def test_a_file_of_the_users_finds_its_neighbours(target, tmp_path):
     assert clipwise("check", f"folder/main_{target}.py:made").exit_code == 0
 
 
-# ------------------------------------------------------------- help and words
+# ------------------------------------------------------------- help and output
 
 
 @pytest.mark.parametrize("command", ["demo", "epsilon", "noise", "tradeoff", "statement", "check"])

@@ -1,4 +1,4 @@
-"""`clipwise epsilon`: what a planned run costs, by every accountant, and what else can be asked about it."""
+"""`clipwise epsilon` on planned runs: every accountant and every option."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def test_it_agrees_with_the_accountants(options: list[Any], arguments: dict[str,
         )
         if exact < float("inf"):
             assert exact <= figure(result, accountant.upper()) <= 1.001 * exact
-    assert "the one that counts" in line(result, "PLD")
+    assert "report this one" in line(result, "PLD")
 
 
 @pytest.mark.parametrize("command", [["epsilon"], ["tradeoff"]])
-def test_it_says_what_the_figure_of_a_partition_is_for(command: list[str]) -> None:
+def test_the_figure_of_a_partition_states_its_assumption(command: list[str]) -> None:
     plan = ["--noise-multiplier", 1.1, "--batch-size", 40, "--dataset-size", 1000, "--steps", 5]
     said = clipwise(*command, *plan, "--sampling", "partition").stdout
     assert "each block clipped as a whole (Batch)" in said
     assert "Batch" not in clipwise(*command, *plan, "--sampling", "fixed-size").stdout
 
 
-def test_an_accountant_without_a_bound_says_so() -> None:
+def test_an_accountant_without_a_bound_is_marked() -> None:
     sampled = clipwise("epsilon", *PLAN)
     for accountant in ("zCDP", "GDP"):
         assert "no bound: batches are sampled" in line(sampled, accountant)
@@ -95,7 +95,7 @@ def test_an_accountant_without_a_bound_says_so() -> None:
 def test_the_central_limit_is_never_called_a_bound() -> None:
     result = clipwise("epsilon", *PLAN)
     row = line(result, "central limit")
-    assert "no guarantee" in row and "(" in row  # its figure stands in brackets
+    assert "no guarantee" in row and "(" in row  # its figure is in brackets
     whole = clipwise("epsilon", "--noise-multiplier", 20, "--steps", 100, "--sampling", "full")
     assert "central limit" not in whole.stdout  # nothing to approximate
 
@@ -120,7 +120,7 @@ def test_without_dp_accounting_the_table_is_still_there(monkeypatch: pytest.Monk
     refused(clipwise("epsilon", *plan, "--repetitions", 3), "--repetitions", "dp-accounting")
 
 
-def test_epochs_are_so_many_steps() -> None:
+def test_epochs_are_converted_to_steps() -> None:
     common = ["epsilon", "--noise-multiplier", 1.1, "--batch-size", 100, "--dataset-size", 950]
     by_epochs, by_steps = clipwise(*common, "--epochs", 3), clipwise(*common, "--steps", 30)
     assert by_epochs.stdout == by_steps.stdout and "30 steps" in by_steps.stdout
@@ -128,7 +128,7 @@ def test_epochs_are_so_many_steps() -> None:
 
 def test_no_noise_is_no_privacy() -> None:
     result = clipwise("epsilon", "--noise-multiplier", 0, "--sample-rate", 0.1, "--steps", 1)
-    assert result.exit_code == 0 and "infinite" in result.stdout and "nothing is promised" in result.stdout
+    assert result.exit_code == 0 and "infinite" in result.stdout and "there is no guarantee" in result.stdout
 
 
 def test_delta_at_an_epsilon() -> None:

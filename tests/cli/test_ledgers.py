@@ -1,4 +1,4 @@
-"""Commands on ledgers: they count all that may have been released, of one run or several, and change nothing."""
+"""Commands on ledgers: they count all possible releases of one or several runs, and change no file."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_a_ledger_that_is_in_use_is_counted_in_full(tmp_path: Path) -> None:
     assert "did not end cleanly" in result.stdout
 
 
-def test_a_torn_ledger_counts_the_most_it_can_stand_for(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_counts_the_most_it_can_stand_for(tmp_path: Path) -> None:
     path = write_ledger(tmp_path / "ledger", 100)
     torn = path.read_bytes()[:-9]
     path.write_bytes(torn)
     result = clipwise("epsilon", "--ledger", path)
     assert epsilon_of(107) <= figure(result, "PLD") <= 1.001 * epsilon_of(107)
-    assert "torn" in result.stdout and path.read_bytes() == torn
+    assert "incomplete" in result.stdout and path.read_bytes() == torn
 
 
 def _tampered(path: Path) -> None:
@@ -86,7 +86,9 @@ def _cut(path: Path) -> None:
         (lambda path: write_ledger(path, 0), "no release"),
     ],
 )
-def test_what_is_no_ledger_is_refused(tmp_path: Path, command: list[str], make: Any, word: str) -> None:
+def test_a_file_that_is_not_a_ledger_is_refused(
+    tmp_path: Path, command: list[str], make: Any, word: str
+) -> None:
     path = tmp_path / "ledger"
     make(path)
     before = path.read_bytes() if path.is_file() else None
@@ -96,7 +98,7 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path, command: list[str], make: 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_figure_is_given_for_a_partition_of_single_records(tmp_path: Path, command: list[str]) -> None:
-    """Older versions ran it, and their ledgers would repeat a figure that is too low."""
+    """Older versions accepted it, and their ledgers would give a figure that is too low."""
     blocks = replace(EVENT, sampling=Sampling.PARTITION, adjacency=Adjacency.REPLACE_ONE)
     path = write_ledger(tmp_path / "ledger", 100, event=blocks)
     refused(clipwise(*command, path), "sampling='partition'", "Batch", "delta_Gauss")
@@ -112,7 +114,7 @@ def test_several_runs_add_up(tmp_path: Path) -> None:
     result = clipwise("epsilon", "--ledger", a, "--ledger", b)
     total = accounting.epsilon_of([Entry(EVENT, 60), Entry(other, 40)], 1e-5)
     assert total <= figure(result, "PLD") <= 1.001 * total
-    assert total < figure(result, "Renyi filter") and "the one that counts" in line(result, "Renyi filter  ")
+    assert total < figure(result, "Renyi filter") and "report this one" in line(result, "Renyi filter  ")
     assert "All other figures hold if all runs were fixed before the first release" in result.stdout
     assert "100 releases of 2 runs together" in result.stdout and not result.stderr
     for path, event, steps in ((a, EVENT, 60), (b, other, 40)):
@@ -169,8 +171,8 @@ def test_runs_that_joined_are_several_runs(tmp_path: Path) -> None:
     path = write_ledger(tmp_path / "ledger", 60)
     single = clipwise("epsilon", "--ledger", path)
     assert "Renyi filter" not in single.stdout and "fixed before" not in single.stdout
-    with FileLedger(path, join=True) as book:
-        book.charge(EVENT)
+    with FileLedger(path, join=True) as ledger:
+        ledger.charge(EVENT)
     for command in ("epsilon", "tradeoff"):
         result = clipwise(command, "--ledger", path)
         assert "61 releases of 2 runs together" in result.stdout

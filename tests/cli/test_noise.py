@@ -1,4 +1,4 @@
-"""`clipwise noise`: the one of noise, length and batch size that was left out keeps the budget, and hardly more."""
+"""`clipwise noise`: the computed noise, length or batch size fits the budget tightly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_largest_rate_and_batch() -> None:
     assert figure(more, "PLD") > 2
 
 
-def test_largest_batch_for_so_many_epochs() -> None:
+def test_largest_batch_for_given_epochs() -> None:
     result = clipwise("noise", "--epsilon", 2, "--noise-multiplier", 2, "--epochs", 10, *DATA)
     assert figure(result, "PLD") <= 2
     size = int(figure(result, "Largest batches:"))
@@ -73,7 +73,7 @@ def test_what_it_refuses(options: list[Any], words: list[str]) -> None:
     refused(clipwise("noise", *options), *words)
 
 
-def test_it_draws_the_run_that_it_found(tmp_path: Path) -> None:
+def test_it_plots_the_run_that_it_found(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = ["--epsilon", 2, "--batch-size", 50, *DATA, "--epochs", 10]
     assert clipwise("noise", *options, "--plot", tmp_path / "a.svg").exit_code == 0

@@ -1,4 +1,4 @@
-"""Files and folders that cannot serve are refused before any work is done, by the option that named them."""
+"""Unusable files and folders are refused before any work, by an error that names the option."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def file(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_picture_needs_a_known_kind_and_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_a_plot_needs_a_known_format_and_an_existing_folder(tmp_path: Path) -> None:
     require_picture(None)
     require_picture(tmp_path / "curve.PNG")
     with pytest.raises(ConfigurationError, match=r"--plot .*curve\.txt is not possible: .* \.png or \.svg"):
@@ -42,7 +42,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch
     def forbidden(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("os.mkdir", forbidden)  # the tests may run as root, to whom nothing is forbidden
+    monkeypatch.setattr("os.mkdir", forbidden)  # root would be allowed to write
     for out in (tmp_path, tmp_path / "new"):
         with pytest.raises(ConfigurationError, match=r"--out .* cannot be written: .*Permission denied"):
             require_folder(out)
@@ -74,7 +74,7 @@ PLANNED = ("--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3)
         pytest.param(("tune", "digits", "--out", "/proc/x"), "--out /proc/x cannot be", marks=on_linux),
     ],
 )
-def test_commands_look_first(arguments: tuple[object, ...], message: str, file: Path) -> None:
+def test_commands_check_paths_first(arguments: tuple[object, ...], message: str, file: Path) -> None:
     words = [str(file) if word == "FILE" else str(word) for word in arguments]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 2 and message in found.output.replace("\n", " "), found.output

@@ -1,4 +1,4 @@
-"""The library names arguments, the command line options."""
+"""Errors of the command line name options instead of arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clipwise.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "rewritten"),
     [
         (
             "sampling='full' takes all: give no batch_size.",
@@ -23,10 +23,10 @@ from clipwise.errors import ConfigurationError
         ("Give --batch-size.", "Give --batch-size."),
     ],
 )
-def test_arguments_become_options(message: str, told: str) -> None:
-    assert in_options(message) == told == in_options(told)
+def test_arguments_become_options(message: str, rewritten: str) -> None:
+    assert in_options(message) == rewritten == in_options(rewritten)
 
 
-def test_a_refusal_stays_one() -> None:
+def test_an_error_keeps_its_type() -> None:
     with pytest.raises(ConfigurationError, match=r"^--sample-rate 2 is too large$"), naming_options():
         raise ConfigurationError("sample_rate=2 is too large")

@@ -10,7 +10,7 @@ from tests.cli.calls import clipwise, refused, write_ledger
 from tests.runs import private_run, train
 
 
-def test_it_says_what_the_run_said(tmp_path: Path) -> None:
+def test_it_equals_the_statement_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     model, private = private_run(ledger=path, clipping=PerExample(0.5, parts="layer"), delta=1e-6)
     train(model, private, 3)

@@ -1,4 +1,4 @@
-"""`clipwise tradeoff`: what an attacker can reach, never understated."""
+"""`clipwise tradeoff`: upper bounds on attacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_it_agrees_with_the_curve() -> None:
     assert exact <= figure(result, "epsilon at delta 1e-05") <= 1.001 * exact
 
 
-def test_it_is_plain_data_too() -> None:
+def test_json() -> None:
     curve = accounting.tradeoff(**RUN)
     plain = json.loads(clipwise("tradeoff", *PLAN, "--delta", 1e-6, "--json").stdout)
     assert plain["format"] == 1 and plain["adjacency"] == "zero-out" and plain["steps"] == 250
@@ -37,7 +37,7 @@ def test_it_is_plain_data_too() -> None:
     assert 1e-6 in [point["delta"] for point in plain["epsilons"]]
 
 
-def test_without_noise_everything_is_open() -> None:
+def test_without_noise_there_is_no_privacy() -> None:
     options = ["--noise-multiplier", 0, "--sample-rate", 0.5, "--steps", 2]
     result = clipwise("tradeoff", *options)
     assert figure(result, "guesses right, if both are equally likely") == 100
@@ -46,7 +46,7 @@ def test_without_noise_everything_is_open() -> None:
     assert plain["mu"] is None and plain["epsilons"][0]["epsilon"] is None and plain["advantage"] == 1
 
 
-def test_it_draws(tmp_path: Path) -> None:
+def test_it_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert clipwise("tradeoff", *PLAN, "--plot", tmp_path / "a.svg").exit_code == 0
     assert "<svg" in (tmp_path / "a.svg").read_text()
@@ -63,4 +63,4 @@ def test_it_has_the_table_of_all_accountants() -> None:
     result = clipwise("tradeoff", *PLAN)
     expected = accounting.epsilon(**RUN, delta=1e-5)
     assert expected <= figure(result, "PLD") <= 1.001 * expected < figure(result, "RDP")
-    assert "the one that counts" in result.stdout
+    assert "report this one" in result.stdout

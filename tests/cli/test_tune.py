@@ -14,7 +14,7 @@ def call(*arguments):
     return CliRunner().invoke(app, ["tune", *map(str, arguments)])
 
 
-def test_a_script_gets_its_front_and_the_cost_is_told(tmp_path):
+def test_a_script_gets_its_front_and_the_cost_is_printed(tmp_path):
     pytest.importorskip("optuna")
     (tmp_path / "mine.py").write_text(SCRIPT)
     found = call(tmp_path / "mine.py", "--trials", 3, "--out", tmp_path / "out")
@@ -36,10 +36,10 @@ def test_a_recipe_is_tuned_and_its_runs_compose(tmp_path):
     pytest.importorskip("optuna")
     found = call("digits", "--trials", 2, "--out", tmp_path / "out")
     assert found.exit_code == 0, found.output
-    assert "to show all 2 models would cost epsilon" in found.output.replace("\n", " ")
+    assert "releasing all 2 models would cost epsilon" in found.output.replace("\n", " ")
 
 
-def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp_path, monkeypatch):
+def test_an_accounted_search_prints_its_cost_and_not_the_number_of_runs(tmp_path, monkeypatch):
     from clipwise.accounting import Repetitions
 
     monkeypatch.setattr(Repetitions, "draw", lambda self, random=None: 2)
@@ -55,7 +55,7 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("iris",), "'iris' is no recipe and no script: give digits, or a file that ends in .py"),
+        (("iris",), "'iris' is not a recipe or a script: give digits, or a file that ends in .py"),
         (("digits", "--epsilon", 2), "--epsilon goes with --accounted"),
         (("digits", "--epochs", 2), "--epochs goes with --accounted"),
         (("digits", "--accounted", "--trials", 5), "--trials does not go with --accounted"),
@@ -63,17 +63,17 @@ def test_an_accounted_search_tells_its_cost_and_not_how_many_runs_there_were(tmp
         (("mine.py", "--accounted"), "takes a recipe"),
         (("mine.py:train", "--accounted"), "takes a recipe"),
         (("mine.py:train",), "does not exist"),
-        (("digits", "--accounted", "--mean-runs", 1), "mean_runs must be a finite number that is greater than 1"),
+        (("digits", "--accounted", "--mean-runs", 1), "mean_runs must be"),
         (("digits", "--accounted", "--mean-runs", "nan"), "mean_runs must be"),
         (("digits", "--accounted", "--mean-runs", "inf"), "mean_runs must be"),
         (("digits", "--accounted", "--epsilon", "nan"), "epsilon must be a finite number"),
         (("digits", "--accounted", "--epsilon", "inf"), "epsilon must be a finite number"),
-        (("digits", "--accounted", "--sample-rate", 0), "sample_rate must be a finite number"),
-        (("digits", "--accounted", "--sample-rate", 1.5), "sample_rate must be a finite number"),
-        (("digits", "--accounted", "--sample-rate", "nan"), "sample_rate must be a finite number"),
+        (("digits", "--accounted", "--sample-rate", 0), "sample_rate must be"),
+        (("digits", "--accounted", "--sample-rate", 1.5), "sample_rate must be"),
+        (("digits", "--accounted", "--sample-rate", "nan"), "sample_rate must be"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_in_a_line(arguments, message, tmp_path):
+def test_invalid_subjects_and_options_are_refused_in_one_line(arguments, message, tmp_path):
     found = call(*arguments, "--out", tmp_path / "out")
     assert found.exit_code == 2 and message in found.output.replace("\n", " ")
     assert not (tmp_path / "out").exists()
@@ -94,11 +94,11 @@ SPACE = "from clipwise.tune import Range, Choice\nSPACE = {'x': Choice((1, 2))}\
         (SPACE + "def train(s): return 'good'", "mine.py: train(settings) must return (accuracy, epsilon)"),
         (
             SPACE + "def train(s): return 95.0, 1",
-            "mine.py: train(settings) returned an accuracy that is no number",
+            "mine.py: train(settings) returned an accuracy that is not a number",
         ),
     ],
 )
-def test_what_goes_wrong_in_a_script_is_told_in_a_line(tmp_path, script, message):
+def test_errors_of_a_script_are_reported_in_one_line(tmp_path, script, message):
     pytest.importorskip("optuna")
     (tmp_path / "mine.py").write_text(script)
     found = call(tmp_path / "mine.py", "--trials", 1, "--out", tmp_path / "out")
@@ -106,7 +106,7 @@ def test_what_goes_wrong_in_a_script_is_told_in_a_line(tmp_path, script, message
     assert "Traceback" not in found.output
 
 
-def test_a_study_that_is_none_or_has_another_space_is_refused(tmp_path):
+def test_an_invalid_study_or_another_space_is_refused(tmp_path):
     pytest.importorskip("optuna")
     script, out = tmp_path / "mine.py", tmp_path / "out"
     script.write_text(SPACE + "def train(s): return 0.5, 1.0")

@@ -23,7 +23,7 @@ NAMES = ["without-privacy", "epsilon-8", "epsilon-3"]
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A quick demo, which the tests only look at."""
+    """A quick demo; the tests only read it."""
     out = tmp_path_factory.mktemp("runs") / "demo"
     result = CliRunner().invoke(app, ["demo", "--quick", "--seed", "1", "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -38,10 +38,10 @@ def test_it_prints_a_table_and_the_statement(first):
     out, result = first
     for words in ("test accuracy", "epsilon (PLD)", "median time", "relative", "Privacy statement", str(out)):
         assert words in result.stdout
-    assert "chosen by looking at these digits" in result.stdout
+    assert "tuned on these digits" in result.stdout
     assert "none is claimed: noise and samples" in " ".join(result.stdout.split())
     assert "(seeded)" in result.stdout  # in the table
-    assert "\x1b" not in result.output and "step 1 of" not in result.output  # no live bar in a pipe
+    assert "\x1b" not in result.output and "step 1 of" not in result.output  # no live display in a pipe
 
 
 def test_it_leaves_files_that_load(first):
@@ -56,21 +56,21 @@ def test_it_leaves_files_that_load(first):
 
 
 @pytest.mark.parametrize(("name", "budget"), [("epsilon-8", 8), ("epsilon-3", 3)])
-def test_a_private_run_leaves_its_books(first, name, budget):
+def test_a_private_run_writes_its_ledger_and_statement(first, name, budget):
     folder = first[0] / name
     metrics = json.loads((folder / "metrics.json").read_text())
-    book = ledger.read(folder / "ledger")
-    assert book.clean and book.position == metrics["steps"] == 3
-    exact = accounting.epsilon_of(book.history, 1e-5)
+    found = ledger.read(folder / "ledger")
+    assert found.clean and found.position == metrics["steps"] == 3
+    exact = accounting.epsilon_of(found.history, 1e-5)
     assert metrics["epsilon"] == pytest.approx(exact) and 0.98 * budget < exact <= budget
 
     statement = json.loads((folder / "statement.json").read_text())
     assert statement["spent"]["epsilon"] == metrics["epsilon"] and statement["seeded"]
     text = (folder / "statement.txt").read_text()
     assert text.startswith("Privacy statement") and "none is claimed" in text
-    assert "chosen by looking at these" in text and statement["notes"] == metrics["notes"]
+    assert "tuned on these" in text and statement["notes"] == metrics["notes"]
 
-    # Nobody goes on with a finished run, so nothing secret stays behind.
+    # A finished run is not resumed, so no secret is kept.
     names = [
         "checkpoint.pt",
         "ledger",
@@ -82,7 +82,7 @@ def test_a_private_run_leaves_its_books(first, name, budget):
     assert sorted(p.name for p in folder.iterdir()) == names
 
 
-def test_a_checkpoint_of_the_demo_goes_on_elsewhere(first):
+def test_a_checkpoint_of_the_demo_can_be_resumed_elsewhere(first):
     saved = checkpoint.load(first[0] / "epsilon-8" / "checkpoint.pt")
     model = small_cnn()
     model.load_state_dict(saved["model"])
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_the_demo_goes_on_elsewhere(first):
     )
 
 
-def test_a_second_demo_takes_a_folder_of_its_own_and_a_seed_repeats_it(first):
+def test_a_second_demo_uses_a_new_folder_and_a_seed_reproduces_it(first):
     out, _ = first
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     result = CliRunner().invoke(app, ["demo", "--quick", "--seed", "1", "--out", str(out)])
@@ -108,7 +108,7 @@ def test_a_second_demo_takes_a_folder_of_its_own_and_a_seed_repeats_it(first):
         assert all(torch.equal(old[key], new[key]) for key in old)
 
 
-def test_without_a_seed_every_run_is_another(tmp_path):
+def test_runs_without_a_seed_differ(tmp_path):
     recipe = shortened(RECIPES[1], 1)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     for name in ("a", "b"):
@@ -116,7 +116,7 @@ def test_without_a_seed_every_run_is_another(tmp_path):
         assert "given seed" not in str(result.statement)
     a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert not any(torch.equal(a[key], b[key]) for key in a)
-    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)  # as found
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)  # unchanged
 
 
 def test_an_empty_folder_is_used_and_a_bad_one_refused(tmp_path):
@@ -132,13 +132,13 @@ def test_an_empty_folder_is_used_and_a_bad_one_refused(tmp_path):
     assert fresh_folder(tmp_path / "file") == tmp_path / "file-2"
 
 
-def test_the_live_bar_shows_public_figures_alone(tmp_path):
+def test_the_live_display_shows_only_public_figures(tmp_path):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
     _follow(shortened(RECIPES[1], 1), tmp_path / "run", None, console)
     for words in ("step 3 of 3", "test accuracy", "epsilon so far (RDP)"):
         assert words in screen.getvalue()
-    # The size of a batch is secret: there is no place for it in what the bar is told.
+    # The realised batch size is secret: a Moment has no field for it.
     assert [f.name for f in fields(Moment)] == ["step", "steps", "accuracy", "rdp_epsilon"]
 
 

@@ -33,7 +33,7 @@ def test_the_split_is_always_the_same():
 
 
 def test_images_look_like_their_labels():
-    """The nearest mean image names most test digits: images and labels still belong together."""
+    """The nearest mean image classifies most test digits, so images and labels match."""
     (images, labels), (test, truth) = digits(train=True).tensors, digits(train=False).tensors
     means = torch.stack([images[labels == digit].mean(0) for digit in range(10)]).flatten(1)
     guess = torch.cdist(test.flatten(1), means).argmin(1)

@@ -7,7 +7,7 @@ from clipwise.recipes.small_cnn import small_cnn
 
 
 @pytest.mark.parametrize(("classes", "image_size", "width"), [(10, 8, 16), (3, 28, 4)])
-def test_one_row_of_scores_an_image(classes, image_size, width):
+def test_one_row_of_scores_per_image(classes, image_size, width):
     model = small_cnn(classes, image_size=image_size, width=width)
     assert model(torch.rand(5, 1, image_size, image_size)).shape == (5, classes)
 

@@ -1,4 +1,4 @@
-"""The recipe of `clipwise tune`: what a run costs, and which records it never sees."""
+"""The recipe of `clipwise tune`: the cost of a run, and the validation records."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from clipwise.recipes.tuning import RECIPES, _parts
 SETTINGS = {"noise_multiplier": 2.0, "max_norm": 0.5, "sample_rate": 0.25, "learning_rate": 0.2, "epochs": 1}
 
 
-def test_a_run_costs_what_its_release_says():
+def test_the_cost_of_a_run_follows_from_its_release():
     recipe = RECIPES["digits"]
     run = recipe.train(SETTINGS, 0)
     z, rate, steps = run.release
@@ -25,5 +25,5 @@ def test_validation_records_are_not_trained_on():
     assert not any(tuple(row.flatten().tolist()) in rows for row in validation.tensors[0])
 
 
-def test_what_decides_privacy_is_not_free():
+def test_settings_that_decide_privacy_are_not_free():
     assert set(RECIPES["digits"].free_space) == {"max_norm", "learning_rate"}

@@ -1,4 +1,4 @@
-"""What a search costs: the plan keeps its budget, and no more is shown than the plan covers."""
+"""The cost of a search: the plan keeps its budget, and nothing else is released."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_an_impossible_budget_is_refused():
 
 
 @pytest.mark.parametrize("epsilon", [math.nan, math.inf, 0.0, 1e6])
-def test_a_budget_that_promises_nothing_is_refused(epsilon):
+def test_an_invalid_budget_is_refused(epsilon):
     with pytest.raises(ConfigurationError, match=r"epsilon must be .* greater than 0 and less than"):
         plan(epsilon, 1e-5, mean=3.0, **RUN)
 
@@ -95,6 +95,6 @@ def test_many_different_runs_are_bounded_by_rdp():
     assert math.isfinite(epsilon) and epsilon > max(composed_epsilon([s])[0] for s in scores)
 
 
-def test_without_what_runs_released_nothing_is_claimed():
+def test_without_the_releases_of_runs_nothing_is_claimed():
     assert composed_epsilon([Score(0.9, 1.0)]) is None
     assert composed_epsilon([]) is None

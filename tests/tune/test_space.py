@@ -64,7 +64,7 @@ def test_empty_spaces_are_refused(make):
         make()
 
 
-def test_a_description_is_in_plain_types_and_tells_spaces_apart():
+def test_a_description_is_in_plain_types_and_distinguishes_spaces():
     space = {"rate": Range(1, 2, log=True), "kind": Choice(("a", 3, None, (1, 2)))}
     found = described(space)
     assert json.loads(json.dumps(found)) == found
@@ -75,7 +75,7 @@ def test_a_description_is_in_plain_types_and_tells_spaces_apart():
 
 
 def test_a_description_is_the_same_in_another_process():
-    """Functions lie elsewhere there, and the words of a set come in another order."""
+    """Functions have other addresses there, and sets another order."""
     code = (
         "from clipwise.tune.space import Choice, described\n"
         "def identity(x): return x\n"

@@ -1,4 +1,4 @@
-"""A study: it finds what is good, goes on where it stopped, and says what it costs."""
+"""A study finds good settings, continues after a stop, and reports its cost."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_all_trials_lie_in_the_space_and_the_front_is_of_them(tmp_path):
     assert {p.number for p in front([p for p, _ in found])} <= {p.number for p, _ in found}
 
 
-def test_a_study_goes_on_and_does_not_repeat_itself(tmp_path):
+def test_a_study_continues_and_does_not_repeat_itself(tmp_path):
     calls = []
     noted = toy(lambda s: calls.append(s["x"]) or Score(s["x"], 1.0))
     study.search(noted, 3, tmp_path, quiet)
@@ -57,12 +57,12 @@ def test_a_run_that_is_refused_does_not_end_the_search(tmp_path):
             raise ConfigurationError("not this one")
         return Score(0.5, 1.0)
 
-    told = []
-    assert len(study.search(toy(sometimes), 3, tmp_path, told.append)) == 3
-    assert any("not this one" in line for line in told)
+    lines = []
+    assert len(study.search(toy(sometimes), 3, tmp_path, lines.append)) == 3
+    assert any("not this one" in line for line in lines)
 
 
-def test_a_search_in_which_all_fails_says_why(tmp_path):
+def test_a_search_in_which_every_run_fails_reports_the_reason(tmp_path):
     def never(settings):
         raise ConfigurationError("no such layer")
 
@@ -105,21 +105,19 @@ def test_another_space_is_refused_and_nothing_is_lost(tmp_path, space, message):
     before = study.search(of_space(**BEGUN), 2, tmp_path, quiet)
     with pytest.raises(ConfigurationError, match=message + r".* Give another folder with --out\."):
         study.search(of_space(**space), 5, tmp_path, quiet)
-    with pytest.raises(
-        ConfigurationError, match="SPACE is not what it was"
-    ):  # also where nothing is to be run
+    with pytest.raises(ConfigurationError, match="SPACE has changed since"):  # even if no run is left
         study.search(of_space(**space), 1, tmp_path, quiet)
     assert study.search(of_space(**dict(reversed(BEGUN.items()))), 2, tmp_path, quiet) == before
 
 
-def test_a_space_may_be_mended_as_long_as_no_run_has_finished(tmp_path):
+def test_a_space_may_change_until_a_run_has_finished(tmp_path):
     def never(settings):
         raise ConfigurationError("a mistake")
 
     with pytest.raises(ConfigurationError, match="a mistake"):
         study.search(Subject("toy", {"kind": Choice((1, 2))}, never), 2, tmp_path, quiet)
     assert len(study.search(of_space(kind=Choice((1, 2, 3))), 2, tmp_path, quiet)) == 2
-    with pytest.raises(ConfigurationError, match="SPACE is not what it was"):
+    with pytest.raises(ConfigurationError, match="SPACE has changed since"):
         study.search(of_space(kind=Choice((1, 2))), 3, tmp_path, quiet)
 
 
@@ -130,7 +128,7 @@ def of_an_earlier_version(folder):
         study.search(of_space(**BEGUN), 2, folder, quiet)
 
 
-def test_a_study_of_an_earlier_version_goes_on_under_the_same_names(tmp_path):
+def test_a_study_of_an_earlier_version_continues_under_the_same_names(tmp_path):
     of_an_earlier_version(tmp_path)
     assert len(study.search(of_space(**BEGUN), 3, tmp_path, quiet)) == 3
 
@@ -158,7 +156,7 @@ def test_studies_that_share_a_folder_keep_their_results(tmp_path):
         return folder.relative_to(tmp_path).as_posix()
 
     places = {"digits/none/lip": ".", "digits/none/dp-sgd": "digits-none-dp-sgd", "..": "--"}
-    places |= {"digits-none/dp-sgd": "digits-none-dp-sgd-2"}  # which makes the same name of a folder
+    places |= {"digits-none/dp-sgd": "digits-none-dp-sgd-2"}  # which gives the same folder name
     for _ in range(2):
         assert {name: folder_of(name) for name in places} == places
 

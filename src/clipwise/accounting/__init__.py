@@ -1,20 +1,19 @@
-"""What a run has cost, and what it may cost: from events to epsilon, delta and noise.
+"""Privacy accounting: from events to epsilon, delta and noise.
 
 Events are data (`clipwise.privacy.Event`). Accountants interpret them and refuse events that they cannot bound.
 Every figure is an upper bound:
 
 - `pld` (privacy loss distributions) is tight, and takes milliseconds to tenths of a second;
-- `rdp` (Renyi divergences) is looser, and takes microseconds for a new step: a live figure while training;
+- `rdp` (Renyi divergences) is looser, and takes microseconds per new step, for a live figure during training;
 - `zcdp` (zero-concentrated DP) and `gdp` (Gaussian DP, exact) are for steps that every unit takes part in;
-- `dp-accounting` is that library's own PLD, a second opinion on the first, without fixed-size batches.
+- `dp-accounting` is the PLD accountant of that library, a second opinion, without fixed-size batches.
 
-Beyond one run of fixed steps: `search` bounds a search over hyper-parameters, `Filter` a schedule that is
-chosen from released values, and `tradeoff` gives the best that an attacker can do.
+`search` bounds a hyper-parameter search, `Filter` a schedule that is chosen from released values, and `tradeoff` gives
+the best that an attacker can do. `central_limit` gives the Gaussian approximation of the f-DP literature, which is a
+diagnostic and no bound.
 
-`central_limit` gives the Gaussian approximation of the f-DP literature, which is no bound: a diagnostic.
-
-A noise multiplier is always the noise's standard deviation over the sensitivity under the adjacency in
-question: std / C for a clipped sum under zero-out and add-remove, std / 2C under replace-one.
+A noise multiplier is always the standard deviation of the noise over the sensitivity under the given adjacency:
+std / C for a clipped sum under zero-out and add-remove, std / 2C under replace-one.
 """
 
 from __future__ import annotations
@@ -80,20 +79,20 @@ def epsilon(
     """Epsilon of `steps` private steps at `delta`.
 
     Args:
-        noise_multiplier: the noise's standard deviation over the sensitivity under `adjacency`. 0 is allowed,
-            and costs an infinite epsilon. A sequence is a schedule fixed beforehand, one multiplier a step.
+        noise_multiplier: the standard deviation of the noise over the sensitivity under `adjacency`. 0 gives an
+            infinite epsilon. A sequence is a schedule that is fixed in advance, with one multiplier per step.
         sample_rate: the probability that a given unit is in a batch.
-        steps: how many steps; may be left out for a schedule.
+        steps: the number of steps; may be left out for a schedule.
         delta: the delta of the guarantee.
         sampling: how batches are drawn: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or
-            "full". The figure for "partition" holds only where each block is clipped as a whole, as `Batch` does.
+            "full". The figure for "partition" holds only if each block is clipped as a whole, as `Batch` does.
         adjacency: "zero-out", "add-remove" or "replace-one"; by default that of the scheme.
-        unit: what is protected: "record", "mini-set" or "user". It does not change the figure, because the
+        unit: the unit of privacy: "record", "mini-set" or "user". It does not change the figure, because the
             multiplier and the rate are those of the unit.
-        period: for "shuffled", the number of steps in an epoch; sample_rate is then 1 / period.
+        period: for "shuffled", the number of steps per epoch; sample_rate is then 1 / period.
         dataset_size: for "truncated-poisson", the number of units, or a bound on it.
-        max_batch_size: for "truncated-poisson", the most units of a batch; by default so many that cutting
-            batches costs nothing.
+        max_batch_size: for "truncated-poisson", the most units per batch; by default large enough that truncation
+            costs nothing.
         accountant: "pld" (tight), "rdp" (cheap), "zcdp" or "gdp" (without amplification), or "dp-accounting" (a
             second opinion).
     """
@@ -119,16 +118,16 @@ def delta(*, epsilon: float, accountant: str = "pld", **run: Unpack[Run]) -> flo
 def noise_multiplier(*, epsilon: float, delta: float, steps: int, **kind: Unpack[Steps]) -> float:
     """The smallest noise multiplier for which `steps` steps cost at most `epsilon` at `delta`.
 
-    Rounded up by less than 0.1 percent; the PLD accountant confirms the value returned. The other arguments
-    are those of `epsilon`.
+    It is rounded up by less than 0.1 percent and confirmed by the PLD accountant. The other arguments are those of
+    `epsilon`.
     """
     return smallest_noise(from_arguments.event(**kind), steps, from_arguments.budget(epsilon), delta)
 
 
 def steps(*, epsilon: float, delta: float, noise_multiplier: float, **kind: Unpack[Steps]) -> int:
-    """The largest number of steps that cost at most `epsilon` at `delta`; an error if not even one does.
+    """The largest number of steps that cost at most `epsilon` at `delta`; raises if even one step costs more.
 
-    Large numbers are rounded down a little. The other arguments are those of `epsilon`.
+    Large numbers are rounded down slightly. The other arguments are those of `epsilon`.
     """
     return calibrate.most_steps(from_arguments.event(noise_multiplier, **kind), epsilon, delta)
 
@@ -144,15 +143,15 @@ def sample_rate(
     adjacency: str | Adjacency | None = None,
     unit: str | Unit = "record",
 ) -> float:
-    """The largest sampling rate for which a run costs at most `epsilon` at `delta`; an error if none does.
+    """The largest sampling rate for which a run costs at most `epsilon` at `delta`; raises if there is none.
 
     Args:
         epsilon: the budget.
         delta: its delta.
         noise_multiplier: as for `epsilon`.
-        steps: how many steps the run has, whatever the rate; or
-        epochs: how many passes over the data it makes: epochs / rate steps.
-        sampling: "poisson", "fixed-size" or "partition" (where each block is clipped as a whole, as `Batch` does).
+        steps: the number of steps at any rate; or
+        epochs: the number of passes over the data: epochs / rate steps.
+        sampling: "poisson", "fixed-size" or "partition" (if each block is clipped as a whole, as `Batch` does).
         adjacency: as for `epsilon`.
         unit: as for `epsilon`.
     """
@@ -162,7 +161,7 @@ def sample_rate(
 
 
 def tradeoff(**run: Unpack[Run]) -> Tradeoff:
-    """The trade-off function (f-DP) of `steps` private steps, from below; the arguments are those of `epsilon`."""
+    """A lower bound on the trade-off function (f-DP) of `steps` private steps; the arguments are those of `epsilon`."""
     return tradeoff_of(from_arguments.history(**run))
 
 
@@ -181,11 +180,11 @@ def search(
 ) -> float:
     """Epsilon at `delta` of a search: a random number of runs, of which only the best is released.
 
-    By RDP. It holds if the number of runs is drawn beforehand by `Repetitions(mean, shape).draw()` and kept
-    secret, and each run takes a candidate drawn at random from the same distribution.
+    Computed by RDP. It holds if the number of runs is drawn in advance by `Repetitions(mean, shape).draw()` and kept
+    secret, and each run uses a candidate drawn at random from the same distribution.
 
     Args:
-        history: what one run releases, the most expensive candidate if they differ; or describe it by the
+        history: the releases of one run, of the most expensive candidate if they differ; or describe it by the
             arguments of `epsilon`.
         mean: the mean number of runs.
         shape: 1 for a geometric number of runs, 0 for a logarithmic one, any number above -1 for a truncated

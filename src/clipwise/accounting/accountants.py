@@ -1,8 +1,8 @@
-"""From a history to a figure: compose it, call the accountant of that name, add what cut batches cost.
+"""Computes epsilon or delta of a history: composes it, calls an accountant, adds the cost of truncated batches.
 
 An accountant is a module with `epsilon(total, delta)` and `delta(total, epsilon)` on a `Composition`. It bounds
-all steps as if no batch had been cut, or refuses them. Cut batches are accounted for here, for all accountants.
-To add one, write the module and name it in `ACCOUNTANTS`.
+all steps as if no batch had been truncated, or refuses them. To add one, write the module and list it in
+`ACCOUNTANTS`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ ACCOUNTANTS: dict[str, Any] = {
     "gdp": gdp,
     "dp-accounting": dp_accounting,
 }
-# Known by name, and refused: what it computes is no bound.
+# A known name that is refused: its result is no bound.
 NO_GUARANTEE = "clt"
 
 
 def epsilon_of(history: Sequence[Entry], delta: float, accountant: str = "pld") -> float:
-    """Epsilon at `delta` of everything in a history; 0 for an empty one, inf if anything had no noise."""
+    """Epsilon at `delta` of a whole history; 0 for an empty one, inf if a release had no noise."""
     return composed_epsilon(compose(history), number("delta", delta, above=0, below=1), accountant)
 
 
 def delta_of(history: Sequence[Entry], epsilon: float, accountant: str = "pld") -> float:
-    """Delta at `epsilon` of everything in a history."""
+    """Delta at `epsilon` of a whole history."""
     return composed_delta(compose(history), number("epsilon", epsilon, least=0), accountant)
 
 
 def composed_epsilon(total: Composition, delta: float, accountant: str = "pld") -> float:
-    """`epsilon_of` a history that is already composed."""
+    """`epsilon_of` for a composed history."""
     module = _named(accountant)
     return truncation.epsilon(lambda d: float(module.epsilon(total, d)), delta, total.excess)
 
 
 def composed_delta(total: Composition, epsilon: float, accountant: str = "pld") -> float:
-    """`delta_of` a history that is already composed."""
+    """`delta_of` for a composed history."""
     untruncated = float(_named(accountant).delta(total, epsilon))
     return min(1.0, untruncated + truncation.added_delta(epsilon, total.excess))
 

@@ -1,8 +1,7 @@
-"""The inverse questions: how much noise for a budget, how many steps within one, how large a sampling rate.
+"""Inverts the accountants: the noise, the number of steps or the sampling rate for a budget.
 
-Every answer is checked with the accountant itself: what is returned satisfies the budget, not what was
-searched for. A privacy loss distribution costs up to 0.2 s, so a search begins at a guess and narrows its
-bracket by interpolation: four to ten of them are enough.
+The accountant confirms every returned value. A privacy loss distribution takes up to 0.2 s, so a search starts at a
+guess and narrows its bracket by interpolation, which needs four to ten of them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from clipwise.errors import ConfigurationError
 from clipwise.privacy import Entry, Event, Sampling
 from clipwise.validation.arguments import number, one_of
 
-# The noise returned is within this factor of the smallest, and rounded up to so many digits.
+# The returned noise is within this factor of the smallest, and rounded up to this many digits.
 TOLERANCE = 5e-4
 DIGITS = 5
-# The schemes with a rate to choose, and the smallest that is tried.
+# The schemes with a free rate, and the smallest rate that is tried.
 SEARCHABLE = (Sampling.POISSON, Sampling.FIXED_SIZE, Sampling.PARTITION)
 SMALLEST_RATE = 1e-9
 
@@ -35,7 +34,7 @@ def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> fl
     """
     steps, delta = count("steps", steps), probability("delta", delta)
     epsilon = number("epsilon", epsilon, above=0)
-    truncation.require_room(epsilon, delta, steps * event.excess)
+    truncation.require_feasible(epsilon, delta, steps * event.excess)
     if steps == 0:
         return 0.0
 
@@ -48,10 +47,10 @@ def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> fl
 def smallest_noise_after(
     history: Sequence[Entry], event: Event, steps: int, epsilon: float, delta: float, order: float
 ) -> float | None:
-    """The smallest noise multiplier with which `steps` events like `event` fit into what a history leaves of a budget.
+    """The smallest noise multiplier with which `steps` events like `event` fit into the budget left by a history.
 
-    By the Renyi filter at `order`, so that the answer holds if the run is planned after earlier releases were seen.
-    None if the history leaves too little for any noise. The noise multiplier of `event` itself does not matter.
+    It uses the Renyi filter at `order`, so the answer holds even if the run is planned after earlier releases were
+    seen. None if no noise is enough. The noise multiplier of `event` itself does not matter.
     """
 
     def planned(z: float) -> Entry:
@@ -60,20 +59,20 @@ def smallest_noise_after(
     def total(z: float) -> float:
         return renyi.epsilon_at(order, [*history, planned(z)], delta, budget=epsilon)
 
-    # Divergences add up, so this one may cost what the others leave: nearly a power of z, which suits the search.
+    # Divergences add up, so this run may use the rest. It is nearly a power of z, which suits the search.
     held = sum(renyi.divergence_at(order, entry) for entry in history)
     left = epsilon - renyi.conversion_at(order, delta) - held
     if not left > 0 or total(LARGEST_NOISE) > epsilon:
         return None
     start = _guess(event, steps, math.sqrt(2 * left / order))
     found = _least_noise(lambda z: renyi.divergence_at(order, planned(z)), left, start)
-    while total(found) > epsilon:  # rounding at most
+    while total(found) > epsilon:  # needed only because of rounding
         found = _up(found * (1 + TOLERANCE))
     return found
 
 
 def most_steps(event: Event, epsilon: float, delta: float) -> int:
-    """The largest number of events like `event` that is (epsilon, delta)-private, or an error if none is.
+    """The largest number of events like `event` that is (epsilon, delta)-private; raises if there is none.
 
     From 100,000 steps on it is rounded down, by less than 0.002 percent.
     """
@@ -103,22 +102,22 @@ def most_steps(event: Event, epsilon: float, delta: float) -> int:
 def largest_rate(
     event: Event, epsilon: float, delta: float, *, steps: int | None = None, epochs: float | None = None
 ) -> float:
-    """The largest sampling rate with which steps like `event` are (epsilon, delta)-private, or an error.
+    """The largest sampling rate with which steps like `event` are (epsilon, delta)-private; raises if there is none.
 
-    Give `steps`, whatever the rate, or `epochs`: a rate q then takes epochs / q steps. The rate of `event` itself does
-    not matter.
+    Give `steps` for any rate, or `epochs`: a rate q then takes epochs / q steps. The rate of `event` itself does not
+    matter.
     """
     one_of("sampling", event.sampling, SEARCHABLE)
     epsilon, delta = budget(epsilon), probability("delta", delta)
     if (steps is None) == (epochs is None):
-        raise ConfigurationError("Give either steps or epochs: how long the run is, beside its sample_rate.")
+        raise ConfigurationError("Give either steps or epochs: the length of the run.")
     length = count("steps", steps) if epochs is None else number("epochs", epochs, above=0)
 
     def steps_at(rate: float) -> float:
         return length if epochs is None else length / rate
 
     def cost(inverse: float) -> float:
-        """Of the rate 1 / inverse. Like noise, more of it costs less."""
+        """The cost at rate 1 / inverse, which falls as `inverse` grows."""
         rate = _down(1 / inverse)
         taken = steps_at(rate)
         if taken > MOST_STEPS:
@@ -128,11 +127,11 @@ def largest_rate(
     def rounding(inverse: float) -> float:
         return 1 / _down(1 / min(max(inverse, 1.0), 1 / SMALLEST_RATE))
 
-    everyone = (1.0, cost(1.0))
-    if everyone[1] <= epsilon:
+    full = (1.0, cost(1.0))
+    if full[1] <= epsilon:
         return 1.0
     start = rounding(_guessed_inverse_rate(event, epsilon, delta, steps_at))
-    good, bad = _around(cost, epsilon, start, rounding, bad=everyone, furthest=rounding(math.inf))
+    good, bad = _around(cost, epsilon, start, rounding, bad=full, furthest=rounding(math.inf))
     if good is None:
         raise ConfigurationError(
             f"epsilon={epsilon:g} at delta={delta:g} is too small for any sample_rate: even {SMALLEST_RATE:g} costs "
@@ -148,13 +147,13 @@ def _least_noise(cost: Callable[[float], float], budget: float, start: float) ->
 
 
 def _up(value: float) -> float:
-    """Rounded up to a few digits, as it will be written down."""
+    """Rounded up to a few digits."""
     places = DIGITS - 1 - math.floor(math.log10(value))
     return round(math.ceil(value * 10.0**places) * 10.0**-places, places)
 
 
 def _down(value: float) -> float:
-    """Rounded down to a few digits; a value that has no more is left as it is."""
+    """Rounded down to a few digits."""
     places = DIGITS - 1 - math.floor(math.log10(value))
     return round(math.floor(value * 10.0**places * (1 + 1e-12)) * 10.0**-places, places)
 
@@ -166,8 +165,8 @@ def _close(a: float, b: float) -> bool:
 def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
     """The largest number of further steps of `event` after `history` within (epsilon, delta), up to `at_most`; or 0.
 
-    The steps are counted as an entry of their own. To go on with a shuffled epoch that the last entry of
-    `history` has begun, leave that entry out and subtract its count from the answer.
+    The steps are counted as a separate entry. To continue a shuffled epoch that the last entry of `history` has
+    begun, leave that entry out and subtract its count from the answer.
     """
     epsilon, delta = number("epsilon", epsilon, least=0), probability("delta", delta)
     at_most = count("at_most", at_most)
@@ -186,8 +185,8 @@ def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: 
 def _guess(event: Event, steps: int, mu: float) -> float:
     """The noise at which the privacy losses have the variance of the Gaussian mechanism with this mu.
 
-    Exact if nothing is amplified. Else it is the central limit theorem, which bounds nothing: the search only
-    starts here.
+    It is exact without amplification. Otherwise it is the central limit theorem, which is no bound and only starts
+    the search.
     """
     entry = Entry(replace(event, noise_multiplier=1.0), steps)
     unamplified = compose([entry]).unamplified_mu / mu
@@ -201,7 +200,6 @@ def _guess(event: Event, steps: int, mu: float) -> float:
 
 
 def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
-    """How many steps the same central limit allows."""
     mu = gaussian.largest_mu(epsilon, delta)
     amplified = compose([Entry(event, 1)]).steps
     z = min(event.noise_multiplier, LARGEST_NOISE)
@@ -212,7 +210,7 @@ def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
 def _guessed_inverse_rate(
     event: Event, epsilon: float, delta: float, steps_at: Callable[[float], float]
 ) -> float:
-    """1 / the rate that it allows, by bisection of its logarithm."""
+    """1 / the rate that the same central limit allows, by bisection of its logarithm."""
     mu = gaussian.largest_mu(epsilon, delta)
     z = min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE)
 
@@ -224,14 +222,14 @@ def _guessed_inverse_rate(
 
 
 def _first_enough(is_too_little: Callable[[float], bool], low: float, high: float) -> float:
-    """About e^x for the smallest x in [low, high] that is enough, by bisection."""
+    """About e^x for the smallest sufficient x in [low, high], by bisection."""
     for _ in range(20):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if is_too_little(middle) else (low, middle)
     return math.exp(high)
 
 
-Point = tuple[float, float]  # where, and what it costs
+Point = tuple[float, float]  # a point and its cost
 Rounding = Callable[[float], float]
 
 
@@ -244,10 +242,10 @@ def _around(
     bad: Point | None = None,
     furthest: float = math.inf,
 ) -> tuple[Point | None, Point]:
-    """A point within the budget and one beyond it, for a cost that falls as x grows, as it does with more noise.
+    """A point within the budget and one beyond it, for a cost that falls as x grows.
 
-    Takes the cost for a power x^-k, with k from the last two points, and steps a little past its boundary.
-    There is no point within the budget if the one at `furthest` is not.
+    Models the cost as a power x^-k, with k from the last two points, and steps slightly past its boundary. If the
+    point at `furthest` exceeds the budget, there is no point within it.
     """
     good: Point | None = None
     power = 2.0
@@ -276,13 +274,13 @@ def _narrow(
     rounding: Rounding,
     close: Callable[[float, float], bool],
 ) -> float:
-    """Move a point within the budget and one beyond it together; return the first, whose cost was computed."""
+    """Narrow the bracket of a point within the budget and one beyond it; return the first, at a computed cost."""
     attempt = 0
     while not close(good[0], bad[0]):
         share = 0.5
         if attempt % 3 < 2 and good[1] > 0 and math.isfinite(bad[1]):
             share = math.log(budget / good[1]) / math.log(bad[1] / good[1])
-            # A little away from the nearer end, so that it is that end which moves up to the boundary.
+            # Slightly away from the nearer end, so that this end moves to the boundary.
             share += 0.05 if share < 0.5 else -0.05
         x = rounding(good[0] + share * (bad[0] - good[0]))
         if not min(good[0], bad[0]) < x < max(good[0], bad[0]):

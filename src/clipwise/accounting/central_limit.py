@@ -1,9 +1,8 @@
 """The Gaussian approximation of many small steps: a diagnostic, never a guarantee.
 
 By the central limit theorem of f-DP (Dong, Roth and Su, 2022; Bu, Dong, Long and Su, 2020) the trade-off
-function of T amplified steps tends to that of one Gaussian mechanism, G_mu. For finite T it lies on either
-side of the truth: it has been seen to under-report epsilon by a factor of 2.3. So nothing here is called
-epsilon.
+function of T amplified steps tends to that of one Gaussian mechanism, G_mu. For finite T it may lie on either
+side of the true one, and may under-report epsilon by a factor of 2.3. So nothing here is called epsilon.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from clipwise.privacy import Amplification, Entry
 
 @dataclass(frozen=True)
 class CentralLimit:
-    """The Gaussian mechanism that a run would amount to if its steps were infinitely many and small."""
+    """The Gaussian mechanism in the limit of infinitely many small steps."""
 
     mu: float  # sensitivity / noise of that mechanism
 
     def epsilon_if_it_were_true(self, delta: float) -> float:
-        """Epsilon of G_mu at delta. The run's own may be larger: do not report this one."""
+        """Epsilon of G_mu at delta. The epsilon of the run may be larger: do not report this one."""
         return gaussian.epsilon(delta, self.mu)
 
     def delta_if_it_were_true(self, epsilon: float) -> float:
-        """Delta of G_mu at epsilon. The run's own may be larger: do not report this one."""
+        """Delta of G_mu at epsilon. The delta of the run may be larger: do not report this one."""
         return gaussian.delta(epsilon, self.mu)
 
     def __str__(self) -> str:
@@ -42,9 +41,9 @@ class CentralLimit:
 
 
 def of(history: Sequence[Entry]) -> CentralLimit:
-    """The approximation of a history: squares of mu add up. Cut batches are taken for uncut ones.
+    """The approximation of a history: mu^2 adds up. Truncation of batches is ignored.
 
-    Steps are taken as they are, also where `compose` replaces them by worse ones: nothing is bounded here.
+    Steps keep their own parameters, even where `compose` replaces them by worse ones, because this is no bound.
     """
     total = compose(history)
     taken = [(amplified_step(entry.event), entry.count) for entry in history if entry.count]
@@ -53,7 +52,7 @@ def of(history: Sequence[Entry]) -> CentralLimit:
 
 
 def mu_of_step(step: Step) -> float:
-    """mu of one step of many, from the second moment of its likelihood ratio.
+    """mu of one of many steps, from the second moment of its likelihood ratio.
 
     COIN: mu = q sqrt(e^(1/z^2) - 1).
     DRAW: mu = q sqrt(2) sqrt(e^(1/z^2) Phi(3 / 2z) + 3 Phi(-1 / 2z) - 2), which is that of C_q(G_{1/z}).
@@ -70,7 +69,7 @@ def mu_of_step(step: Step) -> float:
 
 
 def _draw_rest(z: float) -> float:
-    """Phi(3 / 2z) + 3 Phi(-1 / 2z) - 2, which is about -1 / 5z^3: without the halves, which would round it away."""
-    if z > 1e8:  # nothing beside 1 / 2z^2, which it is added to; only rounding would be left of it
+    """Phi(3 / 2z) + 3 Phi(-1 / 2z) - 2, about -1 / 5z^3, without the halves, which would cancel."""
+    if z > 1e8:  # negligible next to the 1 / 2z^2 that it is added to; only rounding error would remain
         return 0.0
     return 0.5 * (math.erf(1.5 / (z * math.sqrt(2))) - 3 * math.erf(0.5 / (z * math.sqrt(2))))

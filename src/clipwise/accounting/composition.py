@@ -1,6 +1,6 @@
-"""What a history of events comes to: the part of accounting that all accountants share.
+"""Reduces a history of events to a form that all accountants share.
 
-Every scheme is reduced here, in one place, to one of two things that an accountant must know:
+Every scheme is reduced to one of two cases:
 
 - a Gaussian mechanism that every unit takes part in. All of those together are one Gaussian mechanism;
 - an amplified `Step`: the same mechanism on a random batch that a given unit may not be in.
@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import AMPLIFICATION, Amplification, Entry, Event, Sampling
 
-# Outside of these an amplified step is replaced by a worse one that double precision can handle.
+# Outside this range an amplified step is replaced by a worse one that double precision can handle.
 SMALLEST_RATE = 1e-12
 SMALLEST_NOISE = 1e-2
 LARGEST_NOISE = 1e6
@@ -38,18 +38,18 @@ Steps: TypeAlias = "tuple[tuple[Step, int], ...]"
 
 @dataclass(frozen=True)
 class Composition:
-    """A history as accountants see it."""
+    """A history in the form that accountants use."""
 
-    mu: float  # sensitivity / noise of the one Gaussian mechanism that all unamplified releases amount to
-    steps: Steps  # the amplified steps, each with the number of times it was taken
+    mu: float  # sensitivity / noise of the single Gaussian mechanism equivalent to all unamplified releases
+    steps: Steps  # the amplified steps, each with its count
     unamplified_mu: (
-        float  # mu of the whole history without any amplification: a closed form that always bounds it
+        float  # mu of the whole history without amplification: a closed form that always bounds it
     )
-    # A bound on the probability that any batch was cut (truncated Poisson sampling). The rest bounds the history if
-    # none is; accountants.py adds what cutting costs.
+    # A bound on the probability that any batch was truncated (truncated Poisson sampling). The other fields bound the
+    # history if none was; accountants.py adds the cost of truncation.
     excess: float = 0.0
-    # For participations.py: how often a unit is drawn independently from step to step, as ((rate, z), count), also with
-    # so little noise that it is no amplified step; and mu of all other releases, if a unit takes part in each.
+    # For participations.py: the steps at which a unit is drawn independently, as ((rate, z), count), including
+    # those with too little noise for an amplified step; and mu of all other releases, if a unit takes part in each.
     drawn: tuple[tuple[tuple[float, float], int], ...] = ()
     sure_mu: float = 0.0
 
@@ -60,21 +60,23 @@ class Composition:
 
 
 def compose(history: Sequence[Entry]) -> Composition:
-    """Reduce a history to what accountants know how to bound, or refuse it."""
+    """Reduce a history to a form that accountants can bound, or refuse it."""
     require_one_guarantee(history)
     steps: dict[Step, int] = {}
-    unamplified: dict[float, int] = {}  # how often a unit takes part, by noise multiplier
+    unamplified: dict[float, int] = {}  # how often a unit takes part, for each noise multiplier
     amplified: dict[float, int] = {}
     excess: dict[float, int] = {}
-    drawn: dict[tuple[float, float], int] = {}  # by rate and noise multiplier
+    drawn: dict[tuple[float, float], int] = {}  # for each rate and noise multiplier
     sure: dict[float, int] = {}
     for entry in history:
         if entry.count < 0 or entry.count != int(entry.count):
-            raise ConfigurationError("history: the count of an entry is a whole number that is not negative.")
+            raise ConfigurationError("history: the count of an entry must be a whole number of at least 0.")
         if entry.count == 0:
             continue
         step = amplified_step(entry.event)
-        participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts
+        participations = -(
+            -entry.count // entry.event.period
+        )  # a shuffled epoch that has begun counts as a whole
         z, cut = entry.event.noise_multiplier, entry.event.excess
         excess[cut] = excess.get(cut, 0) + entry.count
         if step is None:
@@ -99,7 +101,7 @@ def compose(history: Sequence[Entry]) -> Composition:
 
 
 def _mu(*participations: Mapping[float, int]) -> float:
-    """mu = sqrt(sum count / z^2), rounded up: each term and the root carry a few roundings of 2^-53."""
+    """mu = sqrt(sum count / z^2), rounded up: each term and the root have a few roundings of 2^-53."""
     squares = [
         count * (1 / z) * (1 / z) if z > 0 else math.inf
         for part in participations
@@ -113,20 +115,20 @@ def require_one_guarantee(history: Sequence[Entry]) -> None:
     if len({(entry.event.adjacency, entry.event.unit) for entry in history}) > 1:
         raise UnsupportedEventError(
             "The history mixes adjacencies or units of privacy, so no single guarantee covers it: account for "
-            "the releases of each adjacency and unit on their own."
+            "the releases of each adjacency and unit separately."
         )
 
 
 def _is_drawn(event: Event) -> bool:
-    """Whether a unit is in the batch by a draw of this step alone, and not always; blocks are chosen anew, too."""
+    """Whether each step draws independently whether a unit is in the batch; random blocks count too."""
     is_amplified = AMPLIFICATION[event.sampling] is not None
     return is_amplified and event.sample_rate < 1 and event.noise_multiplier > 0
 
 
 def amplified_step(event: Event) -> Step | None:
-    """The amplified step that an event is, or None for a Gaussian mechanism that every unit is in.
+    """The amplified step of an event, or None for a Gaussian mechanism that every unit is in.
 
-    Its numbers are those of the event: `compose` replaces such that bounds cannot be computed with.
+    It has the numbers of the event: `compose` replaces those that bounds cannot be computed with.
     """
     if event.sampling not in AMPLIFICATION:
         names = ", ".join(repr(str(s)) for s in Sampling)

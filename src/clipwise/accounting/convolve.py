@@ -1,10 +1,10 @@
-"""The distribution of a sum of independent privacy losses, by FFT, from above.
+"""Upper bound on the distribution of a sum of independent privacy losses, by FFT.
 
-An FFT rounds relative to the largest mass, and delta is in the tail, so the masses are tilted first: the one at
-position j is multiplied by e^(theta j - kappa), with kappa such that they sum up to 1 again. The sum of tilted losses
-is the tilted sum, e^(theta j - K) times the masses wanted, with K the sum of the kappas; theta puts its bulk where
-delta is. After the FFT every mass is raised by a bound on its error (`Spectrum`) and tilted back. The result is a bound
-at every epsilon, and tight around the delta that it was made for, however small.
+The rounding error of an FFT is relative to the largest mass, and delta is in the tail, so the masses are tilted first:
+the mass at position j is multiplied by e^(theta j - kappa), with kappa such that they sum to 1 again. The sum of tilted
+losses is the tilted sum, e^(theta j - K) times the true masses, with K the sum of the kappas; theta moves its bulk to
+where delta is. After the FFT every mass is raised by a bound on its error (`Spectrum`) and tilted back. The result is a
+bound at every epsilon, and tight around the delta that it was computed for, however small.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from scipy import fft
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.losses import UNIT_ROUNDOFF, Losses
 
-# For the rounding of the bounds on the error of an FFT themselves.
-ROOM = 1.01
-# The part of delta that tails may cost, and the part of the tilted mass that may lie outside of the window.
+# Covers the rounding of the FFT error bounds themselves.
+MARGIN = 1.01
+# The share of delta that tails may cost, and the share of the tilted mass that may lie outside the window.
 TAIL_SHARE = 1e-7
-# Tails are cut at least as thin as for this level.
+# Tails are trimmed at least as finely as for this level.
 TAIL_LEVEL = 1e-6
-# Positions further than this from the mean are gathered, in steps that widen by this factor.
+# Positions further than this from the mean are grouped, with widths that grow by this factor.
 NEAR = 1024
 WIDENING = 0.01
-# By how much a tilt may lengthen the window, and how long it may get if there is no way without.
+# How much a tilt may lengthen the window, and the longest window if no tilt is short enough.
 LENGTHENING = 1.2
 LONGEST = 2**20
 # No tilt changes a mass by more than this power of e.
@@ -37,19 +37,16 @@ STEEPEST = 600.0
 
 
 def tail_mass(level: float) -> float:
-    """What a sum that is to be good for deltas around `level` may leave out at the upper end."""
+    """The upper tail mass that a sum for deltas around `level` may leave out."""
     return TAIL_SHARE * min(level, TAIL_LEVEL)
 
 
 def add_up(parts: Sequence[tuple[Losses, int]], level: float = 1.0) -> Losses:
     """The distribution of the sum of independent losses, each taken a number of times.
 
-    Masses are convolved by FFT on a window. What lies above it is counted as lost, what lies below is moved up to
-    its lowest point (and what wraps around is counted once more, never missed).
-
-    Args:
-        parts: losses on grids of one spacing, and how often each is taken.
-        level: the delta that the result is to be tight for. It is valid for any, and tight for those around.
+    Masses are convolved by FFT on a window. Mass above the window counts as infinite loss, and mass below is moved up
+    to its lowest point (mass that wraps around is counted again, never missed). The parts have the
+    same grid spacing. The result is tight for deltas around `level`, and valid for any.
     """
     total = sum(count for _, count in parts)
     trimmed = [(_trimmed(part, tail_mass(level) / total), count) for part, count in parts]
@@ -70,15 +67,15 @@ def add_up(parts: Sequence[tuple[Losses, int]], level: float = 1.0) -> Losses:
     untilt = K - theta * np.arange(low, high + 1, dtype=np.float64)
     slack += 4 * UNIT_ROUNDOFF * float(np.abs(untilt).max() + abs(K))
     masses = found * np.exp(np.minimum(untilt + slack, 700.0))
-    masses[0] += 1.0 if theta > 0 else ROOM * tail_mass(level)
+    masses[0] += 1.0 if theta > 0 else MARGIN * tail_mass(level)
     first = sum(table.count * (table.first + table.centre) for table in tables) + low
-    return Losses(parts[0][0].interval, first, masses, ROOM * tail_mass(level) + _lost(trimmed))
+    return Losses(parts[0][0].interval, first, masses, MARGIN * tail_mass(level) + _lost(trimmed))
 
 
 def _lost(parts: Sequence[tuple[Losses, int]]) -> float:
     """The mass of sums with an infinite loss among their terms: with parts of mass 1, 1 - prod (1 - lost).
 
-    Parts that were rounded up have a little more than 1, and so has that.
+    Parts that were rounded up have a total slightly above 1, and so has this mass.
     """
     largest = 1 - UNIT_ROUNDOFF
     kept = sum(count * math.log1p(-min(part.lost, largest)) for part, count in parts)
@@ -88,7 +85,7 @@ def _lost(parts: Sequence[tuple[Losses, int]]) -> float:
 
 
 def _trimmed(part: Losses, tail: float) -> Losses:
-    """Without the ends that hold less than `tail`: the upper is lost, the lower is moved up."""
+    """Without the ends that hold less than `tail`: the upper end becomes infinite loss, the lower is moved up."""
     size = len(part.masses)
     start = min(int(np.searchsorted(np.cumsum(part.masses), tail)), size - 1)
     stop = max(size - int(np.searchsorted(np.cumsum(part.masses[::-1]), tail)), start + 1)
@@ -98,7 +95,7 @@ def _trimmed(part: Losses, tail: float) -> Losses:
 
 
 class _Table:
-    """One of the losses to be summed, with positions counted from its mean."""
+    """One of the losses in the sum, with positions relative to its mean."""
 
     def __init__(self, part: Losses, count: int) -> None:
         self.masses, self.first, self.count = part.masses, part.first, count
@@ -110,14 +107,14 @@ class _Table:
             self._logs = np.log(masses)
 
     def tilted(self, theta: float) -> tuple[Array, float]:
-        """The masses times e^(theta j - kappa), which sum up to 1, and kappa."""
+        """The masses times e^(theta j - kappa), which sum to 1, and kappa."""
         shift = theta * max(float(self.positions[-1]), 0.0)
         weights = self.masses * np.exp(theta * self.positions - shift)
         total = float(weights.sum())
         return weights / total, shift + math.log(total)
 
     def cumulants(self, t: float) -> tuple[float, float, float]:
-        """log sum m e^(t j), and the mean and variance of j under these weights, all from above."""
+        """Upper bounds on log sum m e^(t j), and on the mean and variance of j under these weights."""
         exponents = self._logs + t * self._knots
         largest = float(exponents.max())
         weights = np.exp(exponents - largest)
@@ -127,7 +124,7 @@ class _Table:
 
 
 def _gathered(positions: Array, masses: Array) -> tuple[Array, Array]:
-    """Fewer positions, close around 0 and wider apart further out, with every mass split between its neighbours.
+    """Fewer positions, dense around 0 and sparse further out, with every mass split between its neighbours.
 
     A split keeps the mean, so it can only raise the sum of m e^(t j), for either sign of t.
     """
@@ -150,7 +147,6 @@ def _gathered(positions: Array, masses: Array) -> tuple[Array, Array]:
 
 
 def _cumulants(tables: Sequence[_Table], t: float) -> tuple[float, float, float]:
-    """Those of the sum: K(t), K'(t) and K''(t)."""
     found = [(table.count, *table.cumulants(t)) for table in tables]
     return (
         math.fsum(count * k for count, k, _, _ in found),
@@ -160,10 +156,10 @@ def _cumulants(tables: Sequence[_Table], t: float) -> tuple[float, float, float]
 
 
 def _affordable(tables: Sequence[_Table], theta: float, level: float) -> float:
-    """The tilt, or a gentler one where it would bring so much of a heavy tail to light that the window explodes.
+    """The tilt, or a smaller one if a heavy tail would make the window too long.
 
-    Not so gentle that rounding would show: it leaves about e^(K - theta x) times 1e-12 a step beyond x, and
-    matters where the tail mass falls to `level`.
+    It stays large enough to hide rounding errors: they are about e^(K - theta x) times 1e-12 per step beyond x, and
+    matter where the tail mass falls to `level`.
     """
     low, high = _window(tables, 0.0, _cumulants(tables, 0.0)[0], level)
     longest = LENGTHENING * max(high - low, *(len(table.masses) for table in tables))
@@ -187,10 +183,10 @@ def _reach(tables: Sequence[_Table], level: float) -> float:
 
 
 def _tilt(tables: Sequence[_Table], level: float) -> float:
-    """The theta whose tilted sum lies half way out to `level`: theta K' - K = -log(level) / 2.
+    """The theta for which the tilted sum lies half way out to `level`: theta K' - K = -log(level) / 2.
 
     The left side is the exponent of Chernoff's bound at K'. It rises with theta, for a Gaussian sum as theta^2.
-    Any theta gives a bound, so a rough one will do, and half the way is close enough for all digits that matter.
+    Any theta gives a bound, so a rough one is enough, and half way keeps all digits that matter.
     """
     target = -0.5 * math.log(level)
     if target == 0:
@@ -211,7 +207,7 @@ def _tilt(tables: Sequence[_Table], level: float) -> float:
 
 
 def _window(tables: Sequence[_Table], theta: float, K: float, level: float) -> tuple[int, int]:
-    """Where the tilted sum lies but for TAIL_SHARE of it, and the sum itself but for tail_mass(level) above.
+    """The window that holds the tilted sum except TAIL_SHARE, and the sum itself except tail_mass(level) above.
 
     K is K(theta). Chernoff: of the tilted sum the part above x is at most e^(K(theta + t) - K - t x), so
     x = (K(theta + t) - K - log TAIL_SHARE) / t is high enough for any t > 0, and low enough for any t < 0.
@@ -221,7 +217,7 @@ def _window(tables: Sequence[_Table], theta: float, K: float, level: float) -> t
     highest = lowest + sum(table.count * (len(table.masses) - 1) for table in tables)
     tail = math.log(tail_mass(level))
     share = math.log(TAIL_SHARE) if theta > 0 else tail
-    # From what suits a sum as heavy-tailed as its longest term to twice the best order for a Gaussian sum.
+    # From an order for a sum as heavy-tailed as its longest term to twice the best order for a Gaussian sum.
     largest = 2 * math.sqrt(-2 * tail) / max(math.sqrt(variance), 1e-3)
     smallest = min(1 / max(len(table.masses) for table in tables), largest / 8)
     orders = np.geomspace(smallest, largest, 1 + math.ceil(math.log(largest / smallest, 3)))
@@ -238,22 +234,22 @@ def _window(tables: Sequence[_Table], theta: float, K: float, level: float) -> t
 class Spectrum:
     """The Fourier transform of a sum of positions on a circle, with a bound on its error.
 
-    Each output of an FFT is a sum of its n inputs in a tree about log2(n) high, and each level leaves an error of
-    a few u times the sum of their absolute values, which is 1 here: |error| <= e = 8 u log2(n).
-    With A = |computed| + e a product of T factors is off by at most the product of all A times sum e / A + 4 u T,
-    for the errors of the factors and of multiplying them. The way back averages that over the frequencies, so
-    the bound is small where spectra fade, as those of many steps do.
+    Each output of an FFT sums its n inputs in a tree of height about log2(n), and each level adds an error of a few u
+    times the sum of their absolute values, which is 1 here: |error| <= e = 8 u log2(n). With A = |computed| + e, a
+    product of T factors is off by at most the product of all A times sum e / A + 4 u T, for the errors of the factors
+    and of multiplying them. The inverse FFT averages this over the frequencies, so the bound is small if spectra decay,
+    as those of many steps do.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._rounding = 8 * UNIT_ROUNDOFF * math.log2(size + 2) * ROOM
+        self._rounding = 8 * UNIT_ROUNDOFF * math.log2(size + 2) * MARGIN
         self._values = np.ones(size // 2 + 1, dtype=np.complex128)
         self._largest = np.ones(size // 2 + 1)
         self._error = np.zeros(size // 2 + 1)
 
     def multiply(self, masses: Array, count: int) -> None:
-        """Add `count` more losses of this distribution to the sum."""
+        """Add `count` losses of this distribution to the sum."""
         transformed = fft.rfft(masses, self._size)
         largest = np.abs(transformed) + self._rounding
         self._values *= _power(transformed, count)
@@ -262,14 +258,14 @@ class Spectrum:
 
     def masses(self, origin: int) -> Array:
         """The masses of the positions from `origin` on, rounded up."""
-        error = ROOM * self._largest * (self._error + self._rounding)
+        error = MARGIN * self._largest * (self._error + self._rounding)
         rounding = 2 * float(error.sum()) / self._size
         found: Array = np.maximum(fft.irfft(self._values, self._size), 0.0) + rounding
         return np.roll(found, -(origin % self._size))
 
 
 def _power(base: NDArray[Any], exponent: int) -> NDArray[Any]:
-    """base ** exponent by squaring: exponent - 1 roundings in all, where logarithms would promise nothing."""
+    """base ** exponent by squaring: exponent - 1 roundings in total, whereas logarithms have no such bound."""
     base = base.copy()
     while not exponent & 1:
         base *= base

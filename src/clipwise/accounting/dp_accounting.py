@@ -1,7 +1,7 @@
-"""The library dp-accounting, loaded when a figure needs it, and its privacy loss distributions as an accountant.
+"""The library dp-accounting, imported on first use, and its privacy loss distributions as an accountant.
 
-The accountant computes what pld.py computes, by other people's code: a second opinion. It is slower, and has no
-fixed-size batches. Training and the PLD accountant work without the library.
+The accountant computes the same figure as pld.py with independent code: a second opinion. It is slower and does not
+support fixed-size batches. Training and the PLD accountant work without the library.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from clipwise.accounting.composition import Composition
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Amplification
 
-INTERVAL = 1e-4  # of the grid of privacy losses; dp-accounting's own default
+INTERVAL = 1e-4  # of the grid of privacy losses; the default of dp-accounting
 
 
 def load(module: str) -> Any:
-    """A module of dp-accounting by its dotted name, or an error that names the package to install."""
+    """Import a module of dp-accounting, or raise an error that names the package to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -34,7 +34,7 @@ def load(module: str) -> Any:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Drop the library's log messages in this block, where they are known to be harmless."""
+    """Drop the library's log messages in this block, which are harmless here."""
     logger = logging.getLogger("absl")
 
     def drop(record: logging.LogRecord) -> bool:
@@ -48,13 +48,13 @@ def without_warnings() -> Iterator[None]:
 
 
 def epsilon(total: Composition, delta: float) -> float:
-    """The smallest epsilon of a composition, from above."""
+    """An upper bound on the smallest epsilon of a composition."""
     distribution = _distribution(total)
     return distribution if isinstance(distribution, float) else distribution.get_epsilon_for_delta(delta)
 
 
 def delta(total: Composition, epsilon: float) -> float:
-    """The smallest delta of a composition, from above."""
+    """An upper bound on the smallest delta of a composition."""
     distribution = _distribution(total)
     if isinstance(distribution, float):
         return 0.0 if distribution == 0 else 1.0
@@ -62,7 +62,7 @@ def delta(total: Composition, epsilon: float) -> float:
 
 
 def _distribution(total: Composition) -> Any:
-    """The composed distribution, or epsilon itself where there is nothing to compose: 0 or infinity."""
+    """The composed distribution, or epsilon (0 or infinity) if there is nothing to compose."""
     if math.isinf(total.mu):
         return math.inf
     found = [] if total.mu == 0 else [_of_step(1.0, 1 / total.mu)]
@@ -80,7 +80,7 @@ def _distribution(total: Composition) -> Any:
 
 @lru_cache(maxsize=32)
 def _of_step(rate: float, z: float) -> Any:
-    """One release. Under add/remove both read a noise multiplier as noise over the record's own bound."""
+    """One release. Under add/remove the library and clipwise define the noise multiplier in the same way."""
     distributions = load("dp_accounting.pld.privacy_loss_distribution")
     return distributions.from_gaussian_mechanism(
         standard_deviation=z, sampling_prob=rate, value_discretization_interval=INTERVAL

@@ -1,8 +1,8 @@
-"""A budget for schedules that are chosen on the way, from what was already released.
+"""A privacy budget for schedules that are chosen during the run, from earlier releases.
 
-The accountants take a history whose multipliers and rates were fixed beforehand. If they are chosen from
-released values, how much is spent is itself random, and the sum over what happened bounds nothing by itself.
-A filter does: it decides before each step whether that step may still be made.
+Accountants need multipliers and rates that were fixed in advance. If they are chosen from released values, the
+spending is itself random, and summing it afterwards is no bound. A filter gives a bound: it decides before each step
+whether that step may be made.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from clipwise.errors import BudgetExhausted, ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.validation.arguments import number
 
-# Of delta, kept for cut batches where the plan has some.
+# The share of delta kept for truncated batches, if the plan has some.
 FOR_CUTS = 1e-3
 
 
 class Filter:
-    """A Renyi filter: any schedule whose every step it allows is (epsilon, delta)-private, however it was chosen.
+    """A Renyi filter: any schedule of steps that it allows is (epsilon, delta)-private, however it was chosen.
 
     It sums the Renyi divergences of the steps at *one* order alpha, which is fixed in advance, and refuses
-    the step whose divergence would carry the sum past the B with
+    a step that would raise the sum above the B with
 
         B + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1) = epsilon.
 
     Then the whole run has divergence at most B at that order (Feldman and Zrnic, "Individual privacy accounting
     via a Renyi filter", 2021): the product of the likelihood ratios, each to the power alpha and over e^((alpha - 1)
-    D_t), is a supermartingale, whatever rule chose the steps from what came before.
+    D_t), is a supermartingale for any rule that chooses the steps from earlier releases.
 
-    Several orders at once, going on as long as one of them has budget left, would not be sound: the order at which
-    the sum stays small then depends on the releases, and the supermartingale of each order bounds that order alone.
+    Continuing while any of several orders has budget left would not be sound: the order with the smallest sum then
+    depends on the releases, and the supermartingale of each order bounds that order alone.
 
     Args:
         epsilon: the budget.
         delta: its delta.
         order: alpha; by default the best one for `plan`.
-        plan: a run like the one to come, as a history. It decides the order, and binds nobody.
+        plan: a history like the run to come. It only decides the order.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Filter:
         self._most_excess = self.delta * FOR_CUTS / 2 * math.exp(-self.epsilon) if cuts else 0.0
         self._place = _place_of(order) if plan is None else self._best_for(plan)
         self._closed: list[Entry] = []
-        self._divergence = 0.0  # of the closed entries
+        self._divergence = 0.0  # divergence of the closed entries
         self._open: Entry | None = None  # the last entry, which grows while steps are alike, as in a ledger
         self._excess = 0.0
 
@@ -71,25 +71,25 @@ class Filter:
 
     @property
     def history(self) -> list[Entry]:
-        """What was charged, run-length coded."""
+        """The charged events, run-length coded."""
         return [*self._closed, *([] if self._open is None else [self._open])]
 
     @property
     def spent(self) -> float:
-        """The epsilon with which the budget would be used up by what was charged."""
+        """The budget epsilon that the charged events would use up."""
         return max(0.0, self._epsilon(self._divergence, self._open)) if self.history else 0.0
 
     def allows(self, event: Event, count: int = 1) -> bool:
-        """Whether `count` steps of `event` still fit. It charges nothing."""
+        """Whether `count` steps of `event` still fit. Charges nothing."""
         divergence, entry = self._after(event, checked_count("count", count, least=1))
         return (
             self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
         )
 
     def restart(self) -> None:
-        """After a new noise key, or another run: steps that follow are not merged with those before.
+        """Close the last entry, after a new noise key or another run, so that later steps are not merged with it.
 
-        Call it wherever a shuffled epoch may have been broken off: each stretch of `count` steps between two restarts
+        Call it wherever a shuffled epoch may have been interrupted: each stretch of `count` steps between two restarts
         costs ceil(count / period) passes.
         """
         if self._open is not None:
@@ -100,19 +100,19 @@ class Filter:
     def charge(self, event: Event, count: int = 1) -> None:
         """Count `count` steps of `event`, before they are made.
 
-        Steps that are alike and follow each other go on with the same epoch, if they are shuffled; see `restart`.
+        Consecutive steps that are alike continue the same epoch, if they are shuffled; see `restart`.
 
         Raises:
             BudgetExhausted: if they do not fit; nothing is counted then. A cheaper step may still fit.
         """
         if event.excess > 0 and self._most_excess == 0:
             raise ConfigurationError(
-                "The step may cut its batch, which the filter's plan does not: give Filter a plan with such steps."
+                "The step may truncate its batch, and the filter's plan has no such step: give one that has."
             )
         if not self.allows(event, count):
             raise BudgetExhausted(
-                f"The step would pass epsilon={self.epsilon:g} at delta={self.delta:g}: do not make it. One with more "
-                "noise or a smaller rate may still fit."
+                f"The step would exceed epsilon={self.epsilon:g} at delta={self.delta:g}: do not make it. A step "
+                "with more noise or a smaller rate may still fit."
             )
         divergence, entry = self._after(event, count)
         if self._open is not None and self._open.event != event:
@@ -120,14 +120,14 @@ class Filter:
         self._divergence, self._open, self._excess = divergence, entry, self._cuts(event, count)
 
     def _best_for(self, plan: Sequence[Entry]) -> int:
-        """The place of the order at which most of such plans fit."""
+        """The index of the order at which most repetitions of the plan fit."""
         divergences = rdp.divergences(compose(plan))
         if not 0 < divergences.min() < math.inf:
             raise ConfigurationError("plan must hold at least one step, and every step needs noise.")
         return int(np.argmax((self.epsilon - self._conversion) / divergences))
 
     def _after(self, event: Event, count: int) -> tuple[float, Entry]:
-        """What would be closed and what open: the divergence of the one, rounded up, and the other."""
+        """The divergence of the closed entries, rounded up, and the open entry, after `count` steps of `event`."""
         further = Entry(event, count)
         if self._open is not None and self._open.event == event:
             return self._divergence, Entry(event, self._open.count + count)
@@ -135,7 +135,6 @@ class Filter:
         return self._with_open(), further
 
     def _with_open(self) -> float:
-        """The divergence of all that was charged, rounded up."""
         if self._open is None:
             return self._divergence
         return math.nextafter(self._divergence + self._of(self._open), math.inf)
@@ -148,18 +147,17 @@ class Filter:
         return float(rdp.divergences(compose([entry]))[self._place])
 
     def _cuts(self, event: Event, count: int) -> float:
-        """The probability that any batch was cut, rounded up."""
         if event.excess == 0:
             return self._excess
         return (self._excess + count * event.excess) * (1 + 2.0**-50)
 
 
 def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: float | None = None) -> float:
-    """The epsilon that a history has used up of a filter at this order, with 0.1% of delta kept for cut batches.
+    """The epsilon of a filter at this order that a history has used up, with 0.1% of delta kept for truncated batches.
 
     It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. Entries
-    are not merged. Cut batches are judged at `budget`, the epsilon that must not be passed, if there is one; infinity
-    if batches are cut more often than the kept part of delta allows.
+    are not merged. Truncation is bounded at `budget`, the epsilon that must not be exceeded, if given; infinity if
+    batches are truncated more often than the kept share of delta allows.
     """
     total = compose(history)
     if total.is_empty:
@@ -172,7 +170,7 @@ def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: 
 
 
 def conversion_at(order: float, delta: float) -> float:
-    """What `epsilon_at` adds to the divergence."""
+    """The term that `epsilon_at` adds to the divergence."""
     return float(rdp.conversion(delta * (1 - FOR_CUTS))[_place_of(order)])
 
 
@@ -181,10 +179,10 @@ def divergence_at(order: float, entry: Entry) -> float:
     return float(rdp.divergences(compose([entry]))[_place_of(order)])
 
 
-@lru_cache(maxsize=16)  # it is asked for at every step of runs that share a ledger
+@lru_cache(maxsize=16)  # runs that share a ledger call it at every step
 def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float:
-    """The order to fix for a run that is planned: at which most of such steps fit into epsilon, or at which these steps
-    cost the least if there is no budget. Without noise any order will do."""
+    """The order to fix for a planned run: at which most such steps fit into epsilon or, without a budget, at which
+    these steps cost least. Without noise any order is valid."""
     divergences = rdp.divergences(compose([plan]))
     usable = np.isfinite(divergences)
     if not usable.any():
@@ -196,7 +194,7 @@ def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float
 
 
 def order_for_budget(epsilon: float, delta: float) -> float:
-    """The order to fix if nothing is known but the budget: the best one for Gaussian mechanisms that use it up."""
+    """The order to fix if only the budget is known: the best one for Gaussian mechanisms that use it up."""
     step = Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, noise_multiplier=1.0, sample_rate=1.0)
     return best_order(Entry(step, 1), delta, epsilon)
 
@@ -207,6 +205,6 @@ def _place_of(order: float | None) -> int:
     if len(places) != 1:
         raise ConfigurationError(
             f"order={order!r} is not possible: it must be one of 1.1, 1.2, ..., 10.9, 11, 12, ..., 63, 128, 256, 512, "
-            "1024. Give plan to have the best one chosen."
+            "1024. Give plan to choose the best one."
         )
     return int(places[0])

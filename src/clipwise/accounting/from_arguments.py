@@ -1,4 +1,4 @@
-"""From the arguments of `accounting.epsilon` and its relatives to an event or a history. Errors name the argument."""
+"""Converts the arguments of `accounting.epsilon` and related functions to events. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from clipwise.errors import ConfigurationError
 from clipwise.privacy import SUPPORTED, Adjacency, Entry, Event, Sampling, Unit
 from clipwise.validation.arguments import number, one_of, refuse, whole
 
-# A schedule with more different multipliers than this is rounded, at a cost of less than 1 percent.
+# A schedule with more different multipliers is rounded, at a cost of less than 1 percent.
 MOST_MULTIPLIERS = 4096
-# A larger budget promises nothing.
+# A larger budget gives no useful guarantee.
 LARGEST_BUDGET = 1e6
-# More steps than any run takes, and few enough for every sum over them.
+# More steps than any run takes, and small enough for every sum over them.
 MOST_STEPS = 10**18
 
 
 class Steps(TypedDict, total=False):
-    """How the batches of a step are drawn; `accounting.epsilon` explains each entry."""
+    """How the batches of a step are drawn; see `accounting.epsilon`."""
 
     sample_rate: float | None
     sampling: str | Sampling
@@ -36,7 +36,7 @@ class Steps(TypedDict, total=False):
 
 
 class Run(Steps, total=False):
-    """A whole run, for the functions that do not search for its noise or its length."""
+    """A whole run, for functions that do not search for its noise or its length."""
 
     noise_multiplier: float | Sequence[float]
     steps: int | None
@@ -70,7 +70,7 @@ def event(
     dataset_size: Any = None,
     max_batch_size: Any = None,
 ) -> Event:
-    """The event that a user describes. For `shuffled`, `period` and `sample_rate` = 1 / period mean the same."""
+    """The event that the arguments describe. For `shuffled`, `period` and `sample_rate` = 1 / period are equivalent."""
     scheme: Sampling = one_of("sampling", sampling, Sampling)
     relation: Adjacency = (
         SUPPORTED[scheme][0] if adjacency is None else one_of("adjacency", adjacency, Adjacency)
@@ -92,13 +92,7 @@ def event(
 
 
 def history(noise_multiplier: Any = None, steps: Any = None, **kind: Any) -> list[Entry]:
-    """The history that a user describes: `steps` events of one multiplier, or one event for each of many.
-
-    Args:
-        noise_multiplier: a number, or a sequence with the multiplier of each step, fixed beforehand.
-        steps: how many; for a sequence None or its length.
-        kind: the other arguments of `event`.
-    """
+    """The described history: `steps` events of one multiplier, or one per multiplier of a sequence."""
     if not isinstance(noise_multiplier, (list, tuple)) and np.ndim(noise_multiplier) == 0:
         return [Entry(event(noise_multiplier, **kind), count("steps", steps))]
     multipliers = _multipliers(noise_multiplier)
@@ -106,7 +100,7 @@ def history(noise_multiplier: Any = None, steps: Any = None, **kind: Any) -> lis
         refuse("steps", steps, f"left out or {len(multipliers)}, the length of noise_multiplier")
     step = event(**kind)
     if step.sampling is Sampling.SHUFFLED:
-        # A unit takes part in one step of an epoch, and which one is secret: at worst the one with the least noise.
+        # A unit takes part in one secret step per epoch: the worst case is the step with the least noise.
         epochs = [multipliers[i : i + step.period] for i in range(0, len(multipliers), step.period)]
         return [Entry(replace(step, noise_multiplier=float(epoch.min())), len(epoch)) for epoch in epochs]
     # The order of independent steps has no effect.
@@ -132,19 +126,19 @@ def _multipliers(schedule: Any) -> NDArray[np.float64]:
 def _with_fewer_values(multipliers: NDArray[np.float64]) -> NDArray[np.float64]:
     """The multipliers, or fewer different ones that cost no less: rounded down to a geometric grid.
 
-    Even if the largest is 10^8 times the smallest, that takes less than half a percent off any of them.
+    Even if the largest is 10^8 times the smallest, this lowers each of them by less than half a percent.
     """
     noisy = multipliers[multipliers > 0]
     if len(np.unique(noisy)) <= MOST_MULTIPLIERS:
         return multipliers
     grid = np.geomspace(noisy.min(), noisy.max(), MOST_MULTIPLIERS)
-    grid[0] = noisy.min()  # not a rounding above it
+    grid[0] = noisy.min()  # never above it by rounding
     rounded: NDArray[np.float64] = grid[np.searchsorted(grid, noisy, side="right") - 1]
     return np.concatenate([multipliers[multipliers == 0], rounded])
 
 
 def _excess(scheme: Sampling, rate: float, dataset_size: Any, max_batch_size: Any) -> float:
-    """The probability that a batch is cut. The number of units and the limit matter only for that."""
+    """The probability that a batch is truncated. The number of units and the limit matter only for this."""
     if scheme is not Sampling.TRUNCATED_POISSON:
         if max_batch_size is not None:
             refuse("max_batch_size", max_batch_size, "left out unless sampling is 'truncated-poisson'")

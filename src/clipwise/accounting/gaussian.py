@@ -1,12 +1,11 @@
-"""Closed forms of one Gaussian release on a sampled batch: the pair that every scheme reduces to.
+"""Closed forms of one Gaussian release on a sampled batch, to which every scheme reduces.
 
-A unit takes part with probability q; if it does, it moves a sum that carries noise N(0, z^2) by 1. The
-worst pair of outputs is then
+A unit takes part with probability q and then moves a sum with noise N(0, z^2) by 1. The worst pair of outputs is
 
     P = (1 - q) N(0, z^2) + q N(1, z^2)   against   Q = N(0, z^2),
 
 with privacy loss l(x) = log(1 - q + q exp((x - 1/2) / z^2)), which increases with x. q = 1 is the Gaussian
-mechanism itself: composed T times it is again one, with mu = sensitivity / noise = sqrt(T) / z.
+mechanism: its T-fold composition is one too, with mu = sensitivity / noise = sqrt(T) / z.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ Array = NDArray[np.float64]
 
 # A Gaussian is further than this many standard deviations out with probability 1e-19.
 TAIL = 9.0
-# Below this mu delta(0), which is 0.4 mu, is all that is said.
+# Below this mu only delta(0), which is 0.4 mu, is returned.
 SMALLEST_MU = 1e-8
-# From here on e^epsilon is not formed any more, so that it cannot overflow.
+# From here on e^epsilon is not computed, because it could overflow.
 LARGE_LOSS = 30.0
 
 
@@ -37,7 +36,7 @@ def loss(x: Array, rate: float, z: float) -> Array:
 
 
 def loss_at(deviations: float, rate: float, z: float) -> float:
-    """The privacy loss of an output that many standard deviations beyond the moved mean."""
+    """The privacy loss of an output `deviations` standard deviations beyond the moved mean."""
     return float(loss(np.array([1 + deviations * z]), rate, z)[0])
 
 
@@ -57,7 +56,7 @@ def hockey_stick(epsilons: Array, rate: float, z: float) -> Array:
     The supremum is at S = {l > epsilon} = {x > t}. With r = (e^epsilon - 1 + q) / q it is q (sf(a) - r sf(b)),
     where t = z^2 log r + 1/2, a = (t - 1) / z and b = t / z. There pdf(a) = r pdf(b), so in the tail both terms
     are written as pdf(a) times Mills' ratio sf / pdf: nothing overflows, no digits are lost. For epsilon >= 0
-    the result is good to `precision(z)`.
+    the relative error is at most `precision(z)`.
     """
     large = epsilons > LARGE_LOSS
     excess = np.expm1(np.where(large, 0.0, epsilons)) / rate
@@ -79,11 +78,11 @@ def hockey_stick_back(epsilons: Array, rate: float, z: float) -> Array:
     """The curve of the other order, sup_S Q(S) - e^epsilon P(S), for epsilon >= 0.
 
     The supremum is at S = {x < t}. With r = (e^-epsilon - 1 + q) / q and t, a, b as above it is
-    e^epsilon q (r cdf(b) - cdf(a)), and 0 where r <= 0: no loss is larger than -log(1 - q). Close to there the
-    digits of r are lost; it is rounded up, which is the curve of a smaller epsilon.
+    e^epsilon q (r cdf(b) - cdf(a)), and 0 if r <= 0: no loss exceeds -log(1 - q). Near that loss r loses digits; it is
+    rounded up, which gives the curve of a smaller epsilon.
     """
     small = np.exp(-epsilons)
-    # r - 1 from e^-epsilon - 1 while that is small, r from e^-epsilon beyond: each keeps its digits there.
+    # r - 1 from e^-epsilon - 1 while that is small, r from e^-epsilon beyond: each is accurate there.
     near = epsilons < math.log(2)
     excess = np.expm1(-epsilons) / rate + 2.0**-50
     r = np.where(near, 1 + excess, (small - (1 - rate) + 2.0**-50 * small) / rate)
@@ -102,9 +101,9 @@ def hockey_stick_back(epsilons: Array, rate: float, z: float) -> Array:
 def precision(z: float) -> float:
     """A bound on the relative error of both curves at epsilon >= 0, up to 38 standard deviations out.
 
-    exp(-a^2 / 2) turns the error a u + u / z of a into a^2 u + a u / z, and the difference of two Mills' ratios
-    whose arguments differ by 1 / z turns u into (a + 1) z u. With a up to 38
-    and u = 2^-53 the factor 2^12 leaves room; comparison with 80 digits finds errors up to a fifth of it.
+    exp(-a^2 / 2) turns the error a u + u / z of a into a^2 u + a u / z, and the difference of two Mills' ratios at
+    arguments 1 / z apart turns u into (a + 1) z u. For a up to 38 and u = 2^-53 the factor 2^12 is enough; errors
+    against 80 digits are at most a fifth of it.
     """
     return 2.0**-41 * (1 + z + 1 / z)
 
@@ -122,7 +121,7 @@ def delta(epsilon: float, mu: float) -> float:
     at_zero = 0.4 * mu  # delta(0) = 2 cdf(mu / 2) - 1 < 2 pdf(0) mu / 2
     if mu < SMALLEST_MU:
         return at_zero
-    # A large mu leaves an error of u epsilon / mu in a = epsilon / mu - mu / 2: take a smaller epsilon for it.
+    # A large mu leaves an error of u epsilon / mu in a = epsilon / mu - mu / 2: a smaller epsilon covers it.
     found = float(hockey_stick(np.array([epsilon * (1 - 2.0**-48)]), 1.0, 1 / mu)[0])
     return min(1.0, at_zero, found * (1 + precision(max(1 / mu, 0.01))))
 
@@ -139,7 +138,7 @@ def epsilon(delta_: float, mu: float) -> float:
 
 
 def largest_mu(epsilon_: float, delta_: float) -> float:
-    """The largest mu whose Gaussian mechanism is (epsilon, delta)-private, rounded down."""
+    """The largest mu for which a Gaussian mechanism is (epsilon, delta)-private, rounded down."""
     # By the same bound, mu (mu / 2 + c) <= epsilon with c = ndtri(1 - delta) is enough.
     c = -float(special.ndtri(delta_))
     good = 2 * epsilon_ / (c + math.sqrt(c * c + 2 * epsilon_)) * (1 - 1e-12)

@@ -1,7 +1,7 @@
-"""Gaussian differential privacy, where it is exact: releases that every unit takes part in.
+"""Gaussian differential privacy, for releases that every unit takes part in, where it is exact.
 
-They compose to one Gaussian mechanism with mu = sqrt(sum_i (sensitivity_i / noise_i)^2), whose epsilon and
-delta have closed forms. With amplified steps the composition is no Gaussian mechanism, and is refused.
+They compose to one Gaussian mechanism with mu = sqrt(sum_i (sensitivity_i / noise_i)^2), which has closed forms of
+epsilon and delta. Amplified steps do not compose to a Gaussian mechanism and are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from clipwise.errors import UnsupportedEventError
 
 
 def mu(total: Composition) -> float:
-    """mu of the one Gaussian mechanism that a composition without amplified steps amounts to."""
+    """mu of the single Gaussian mechanism equivalent to a composition without amplified steps."""
     if total.steps:
         raise UnsupportedEventError(
             "accountant='gdp' is exact only without amplification by sampling (sampling='full' or 'shuffled'), "
@@ -23,7 +23,7 @@ def mu(total: Composition) -> float:
 
 
 def epsilon(total: Composition, delta: float) -> float:
-    """The smallest epsilon, from above."""
+    """An upper bound on the smallest epsilon."""
     return gaussian.epsilon(delta, mu(total))
 
 

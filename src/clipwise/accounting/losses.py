@@ -1,14 +1,14 @@
-"""Privacy losses on a grid: the discrete pairs that stand in for true ones, and what they cost.
+"""Privacy losses on a grid: discrete pairs of distributions that dominate the true ones.
 
 A pair (P, Q) of output distributions enters composition only through the distribution of the loss
-l = log(P / Q) under P. It is replaced by one on a grid whose curve delta(epsilon) lies on or above the true one
-everywhere, and a composition of dominating pairs dominates the composition (convolve.py). Rounding is on the same
-side. A curve is linear in the masses, with weights that are not negative, so every mass is rounded up by what
-floating point may have taken off it; the masses then sum up to a little over 1.
+l = log(P / Q) under P. It is replaced by one on a grid with a curve delta(epsilon) on or above the true one
+everywhere, and a composition of dominating pairs dominates the composition (convolve.py). Rounding goes in the same
+direction. A curve is linear in the masses, with weights of at least 0, so every mass is rounded up by its possible
+floating point error; the masses then sum to slightly over 1.
 
-The pair on the grid connects the dots of the true curve: its own curve passes through the deltas given and is
+The pair on the grid connects the dots of the true curve: its own curve passes through the given deltas and is
 linear in e^epsilon between them. A true curve is convex in e^epsilon, so it lies below (Doroshenko et al., "Connect
-the Dots", 2022). That holds for any grid, so a coarse one costs tightness and never validity.
+the Dots", 2022). This holds for any grid, so a coarse grid costs tightness and never validity.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Losses:
 
     @property
     def rounding(self) -> float:
-        """A sum over all masses, none of them negative, is good to this part of it, in whatever order."""
+        """The relative error of a sum over all masses, which are at least 0, in any order."""
         return 4 * UNIT_ROUNDOFF * (len(self.masses) + 8)
 
     @cached_property
@@ -60,7 +60,7 @@ class Losses:
         return (self.lost + float(self.masses[above:] @ -np.expm1(epsilon - losses))) * (1 + self.rounding)
 
     def deltas(self, epsilons: Array) -> Array:
-        """delta at many epsilons of either sign, rounded up: U - W is good to 4 n u U, and
+        """delta at many epsilons of either sign, rounded up: the error of U - W is at most 4 n u U, and
         U(e) <= delta(e - 1) / (1 - 1/e)."""
         return np.maximum(self._deltas(epsilons), 0.0) + _ROUNDING * np.maximum(
             self._deltas(epsilons - 1), 0.0
@@ -78,7 +78,7 @@ class Losses:
         """The smallest epsilon >= 0 with delta(epsilon) <= delta, rounded up."""
         if not self.lost * (1 + 2 * self.rounding) <= delta:
             return math.inf
-        # Of the losses >= 0, the largest first.
+        # The losses >= 0, the largest first.
         upper, weighted = (sums[max(0, -self.first) : -1][::-1] for sums in self._sums)
         aim = delta / (1 + 4 * self.rounding)
         beyond = np.flatnonzero(upper - weighted > aim)
@@ -86,7 +86,7 @@ class Losses:
         loss = self.interval * (self.first + len(self.masses) - 1 - j)
         share = max(upper[j] - aim, 0.0) / weighted[j] if weighted[j] > 0 else 1.0
         found = max(0.0, loss + (math.log(share) if 0 < share < 1 else 0.0))
-        # U - W has lost digits: move up to where `delta`, which has not, agrees.
+        # U - W has lost digits: move up until `delta`, which has not, agrees.
         step = max(1e-10 * found, 1e-9 * self.interval)
         while self.delta(found) > delta:
             found, step = found + step, 2 * step
@@ -99,30 +99,30 @@ def grid(first: int, last: int, interval: float) -> Array:
 
 
 def connect_dots(deltas: Array, interval: float) -> tuple[Array, float]:
-    """Masses of the pair whose curve passes through `deltas` and is linear in e^epsilon between, rounded up.
+    """Masses of the pair with a curve through `deltas` that is linear in e^epsilon between them, rounded up.
 
     With drops g_i = delta_i - delta_{i+1} the mass at point i is (e^h g_{i-1} - g_i) / (e^h - 1). The first point
-    has none before it and gets no mass; above the last the curve stays at its delta, which is the lost mass.
+    gets no mass; above the last the curve stays at its delta, which is the lost mass.
 
     Returns:
         The masses of all points but the first, and how much rounding up has added to them.
     """
-    # A delta that rounding lifted over the one before comes down.
+    # A delta that rounding raised above its predecessor is lowered.
     drops = -np.diff(np.minimum.accumulate(deltas))
     after = np.append(drops[1:], 0.0)
     raised = math.exp(interval) * drops
     exact = (raised - after) / math.expm1(interval)
-    # Six roundings of u each: of the drops, the product, the difference, the quotient, and of e^h twice.
+    # Six roundings of u each: the drops, the product, the difference, the quotient, and e^h twice.
     masses = np.maximum(exact, 0.0) + 8 * UNIT_ROUNDOFF * (raised + after) / math.expm1(interval)
     return masses, float((masses - exact).sum())
 
 
 def both_orders(deltas: Array, deltas_back: Array, interval: float) -> tuple[Losses, Losses]:
-    """The pairs (P, Q) and (Q, P), from their curves at 0, h, 2h, ..., which may be of different length.
+    """The pairs (P, Q) and (Q, P), from their curves at 0, h, 2h, ..., which may have different lengths.
 
-    A mass m at loss l of the one is a mass m e^-l at loss -l of the other. What is left lies at loss 0. Both
-    curves begin with the total variation distance. The mass at 0 makes up for what the rest was rounded up by:
-    below epsilon = 0 a curve is what P has in all, less e^epsilon times what Q has, plus e^epsilon times the
+    A mass m at loss l of one is a mass m e^-l at loss -l of the other. The remaining mass lies at loss 0. Both
+    curves begin with the total variation distance. The mass at 0 compensates for the rounding up of the others:
+    below epsilon = 0 a curve is the total of P, minus e^epsilon times the total of Q, plus e^epsilon times the
     other curve, and one of the first two may have been raised by more than the other.
     """
     deltas_back = np.append(deltas[:1], deltas_back[1:])

@@ -1,9 +1,9 @@
-"""A bound by how often a unit takes part: closed, valid for any noise, and loose unless there is next to none.
+"""A closed-form bound from the number of participations of a unit: valid for any noise, tight only for very little.
 
-A grid of losses cannot hold steps with very little noise, and without amplification they cost T / z^2. But a unit
-that is drawn with probability q in each of T steps, independently, takes part N ~ Binomial(T, q) times only. Let
-K be such that P(N > K) <= b, and compare neighbours at the same draws. Steps without the unit are the same for both.
-The others are Gaussian releases whose means are one sensitivity apart: together one Gaussian mechanism with
+A grid of losses cannot represent steps with very little noise, and without amplification they cost T / z^2. But a unit
+that is drawn with probability q in each of T steps, independently, takes part only N ~ Binomial(T, q) times. Let
+K be such that P(N > K) <= b, and compare neighbours for the same draws. Steps without the unit are the same for both.
+The others are Gaussian releases with means one sensitivity apart: together one Gaussian mechanism with
 
     mu = sqrt(N) / z <= sqrt(K) / z    if N <= K.
 
@@ -12,9 +12,9 @@ A probability is the mean over draws. With d the Gaussian mechanism's delta(epsi
     P(S) = sum_draws p(draws) P(S | draws) <= sum_{N <= K} p(draws) (e^epsilon Q(S | draws) + d) + P(N > K)
          <= e^epsilon Q(S) + d + b
 
-and the same with P and Q exchanged. So all steps are (epsilon, d + b) private. It holds for either adjacency, with
-its own sensitivity: under zero-out a unit that is not drawn, or not there, adds nothing; under replace-one both records
-would have been drawn at the same steps, because the draw looks at positions alone. Several kinds of steps share b, and
+and the same with P and Q exchanged. So all steps are (epsilon, d + b)-private. It holds for either adjacency, with
+its own sensitivity: under zero-out a unit that is not drawn, or absent, adds nothing; under replace-one both records
+are drawn at the same steps, because the draw depends on positions alone. Several kinds of steps share b, and
 releases that every unit takes part in add to mu^2.
 """
 
@@ -29,18 +29,18 @@ from clipwise.accounting import gaussian
 from clipwise.accounting.composition import Composition
 from clipwise.accounting.gaussian import Array
 
-_POWERS = range(1, 21)  # b is 10^-1 to 10^-20, whichever gives the least
+_POWERS = range(1, 21)  # b is the best of 10^-1 to 10^-20
 
 
 def epsilon(total: Composition, delta: float) -> float:
-    """An epsilon of a composition, with half of delta for units that take part more often; inf if none is drawn."""
+    """An epsilon of a composition, with half of delta for P(N > K); inf if no unit is drawn at random."""
     if not total.drawn:
         return math.inf
     return gaussian.epsilon(delta / 2, _mu(total, delta / 2))
 
 
 def delta(total: Composition, epsilon: float) -> float:
-    """The least of d + b; 1 if no unit is drawn by chance."""
+    """The least of d + b; 1 if no unit is drawn at random."""
     if not total.drawn:
         return 1.0
 
@@ -53,7 +53,7 @@ def delta(total: Composition, epsilon: float) -> float:
 
 
 def profile(total: Composition, epsilons: Array) -> Array:
-    """The same at many epsilons, a little coarser."""
+    """Upper bounds on delta at many epsilons, slightly coarser."""
     best = np.ones_like(epsilons)
     for missed in (10.0**-power for power in _POWERS if total.drawn):
         mu = _mu(total, missed)
@@ -62,8 +62,8 @@ def profile(total: Composition, epsilons: Array) -> Array:
 
 
 def most(steps: int, rate: float, missed: float) -> int:
-    """The smallest K with P(Binomial(steps, rate) > K) <= missed, or a little more: the tail is taken twice."""
-    low, high = -1, steps  # more than `high` times has a small enough probability, more than `low` has not
+    """The smallest K with P(Binomial(steps, rate) > K) <= missed, or slightly more: the tail is doubled."""
+    low, high = -1, steps  # P(N > high) is small enough, P(N > low) is not
     while high - low > 1:
         middle = (low + high) // 2
         is_enough = 2 * float(special.betainc(middle + 1, steps - middle, rate)) <= missed

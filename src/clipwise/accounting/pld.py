@@ -1,11 +1,10 @@
 """The tight accountant: privacy loss distributions on a grid, composed by FFT.
 
-Everything that is discretised or rounded is an upper bound (losses.py, convolve.py), for any delta. A
-figure takes 5 to 100 ms. More than `MOST_KINDS` different steps are rounded to fewer (schedule.py). Where a
-grid would have to be longer than `LARGEST_GRID` (very many or very uneven steps) it is made coarser; with
-more than `MOST_STEPS` it is left out. Then the answer is the least of what is at hand: this bound, RDP, the closed
-form without amplification, and the one by participations, which is all there is where the noise is below
-`composition.SMALLEST_NOISE`.
+All discretisation and rounding gives upper bounds (losses.py, convolve.py), for any delta. A figure takes 5 to 100 ms.
+More than `MOST_KINDS` different steps are rounded to fewer (schedule.py). A grid longer than `LARGEST_GRID` (very many
+or very uneven steps) is made coarser; with more than `MOST_STEPS` steps there is none. Then the answer is the least of
+the available bounds: this one, RDP, the closed form without amplification, and the one from participations, which is
+the only one if the noise is below `composition.SMALLEST_NOISE`.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from clipwise.accounting.losses import UNIT_ROUNDOFF, Losses, both_orders, grid
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Amplification
 
-# Interval over the root mean square loss of a step: puts epsilon within about 0.03 percent.
+# Interval over the root mean square loss of a step: the error of epsilon is about 0.03 percent.
 FINENESS = 0.05
 LARGEST_GRID = 2**19
 LARGEST_INTERVAL = 64.0
 MOST_KINDS = 256
 MOST_STEPS = 10**10
-# From here on the rounding of so many steps begins to show.
+# From here on the rounding errors of the steps become visible.
 MANY_STEPS = 10**9
-# Distributions are made for deltas around 10^-0, 10^-3, 10^-6, ..., and found again in the cache.
+# Distributions are computed for deltas around 10^-0, 10^-3, 10^-6, ..., and cached.
 DECADES = 3
 DEEPEST = 90
 PROFILE_DEPTHS = (0, 2)  # tight from 1 down to 1e-10
-FAR_OUT = 38  # standard deviations; what is further out is below 1e-315
+FAR_OUT = 38  # standard deviations; the tail beyond is below 1e-315
 
 
 def epsilon(total: Composition, delta: float) -> float:
-    """The smallest epsilon of a composition, from above and within about 0.1 percent in ordinary cases."""
+    """An upper bound on the smallest epsilon of a composition, usually within about 0.1 percent."""
     best = gaussian.epsilon(delta, total.unamplified_mu)
     if best in (0.0, math.inf):
         return best
@@ -60,7 +59,7 @@ def epsilon(total: Composition, delta: float) -> float:
 
 
 def delta(total: Composition, epsilon: float) -> float:
-    """The smallest delta of a composition, from above."""
+    """An upper bound on the smallest delta of a composition."""
     best = gaussian.delta(epsilon, total.unamplified_mu)
     if best == 0 or math.isinf(total.unamplified_mu):
         return best
@@ -76,7 +75,7 @@ def delta(total: Composition, epsilon: float) -> float:
 
 
 def profile(total: Composition, epsilons: Array) -> Array:
-    """The smallest deltas at many epsilons >= 0, from above: `delta` for a whole curve in few passes."""
+    """Upper bounds on the smallest deltas at many epsilons >= 0: `delta` for a whole curve in few passes."""
     mu = total.unamplified_mu
     best = np.array([gaussian.delta(float(e), mu) for e in epsilons])
     if not total.steps or math.isinf(mu):
@@ -98,7 +97,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
 def _if_installed(
     ask: Callable[[Composition, float], float], total: Composition, at: float, otherwise: float
 ) -> float:
-    """What another accountant says, or `otherwise` where the library that it needs is missing."""
+    """The result of another accountant, or `otherwise` if the library that it needs is missing."""
     try:
         return float(ask(total, at))
     except ImportError:
@@ -106,7 +105,7 @@ def _if_installed(
 
 
 def _depth(delta: float) -> int:
-    """Which of the distributions suits a delta best."""
+    """The index of the distribution that suits a delta best."""
     return min(DEEPEST, round(-math.log10(delta) / DECADES)) if delta > 0 else DEEPEST
 
 
@@ -115,25 +114,25 @@ def _level(depth: int) -> float:
 
 
 def _focused_delta(total: Composition, epsilon: float) -> tuple[float, bool]:
-    """Ask the distribution for everyday deltas, then the one for the delta that it names; and was its grid fine?"""
+    """Use the distribution for common deltas, then the one for the delta found; returns whether its grid was fine."""
     best, depth = 1.0, 2
-    asked: set[int] = set()
+    tried: set[int] = set()
     while True:
-        asked.add(depth)
+        tried.add(depth)
         spacing = _spacing(total, depth)
         if not spacing.possible:
             return best, False
         found = max(losses.delta(epsilon) for losses in _directions(total, spacing.interval, depth))
         best = min(best, found)
-        # Close to the mass that tails may cost nothing is known but that delta is smaller.
-        at_the_floor = found < 100 * tail_mass(_level(depth))
-        depth = min(DEEPEST, 2 * depth + 1) if at_the_floor else _depth(best)
-        if depth in asked:
+        # Near the mass of the trimmed tails it is only known that delta is smaller.
+        at_the_limit = found < 100 * tail_mass(_level(depth))
+        depth = min(DEEPEST, 2 * depth + 1) if at_the_limit else _depth(best)
+        if depth in tried:
             return best, spacing.fine
 
 
 class _Spacing(NamedTuple):
-    """The spacing of the grid of losses; does it keep epsilon within a few percent; can it be laid at all?"""
+    """The spacing of the grid of losses; whether it keeps epsilon within a few percent; whether such a grid exists."""
 
     interval: float
     fine: bool
@@ -141,11 +140,11 @@ class _Spacing(NamedTuple):
 
 
 def _spacing(total: Composition, depth: int) -> _Spacing:
-    """Choose the spacing: a power of two, so that steps are found again in the cache.
+    """Choose the spacing: a power of two, so that steps are found in the cache.
 
     On a grid of spacing h a loss is split between its two neighbours, which adds up to h^2 / 6 to its variance
-    and h^2 / 12 to its mean. FINENESS keeps both small against what all steps sum up to. Coarser, if the grid
-    would be too long, or so fine that the rounding of delta, about u q, shows in masses of q / h times it.
+    and h^2 / 12 to its mean. FINENESS keeps both small relative to the sum of all steps. The spacing is coarser if the
+    grid would be too long, or so fine that the rounding of delta, about u q, shows in masses of q / h times it.
     """
     mu, tail = total.mu, _tail(total, depth)
     count, mean, variance = 1, mu * mu / 2, mu * mu
@@ -187,7 +186,7 @@ def _directions(total: Composition, interval: float, depth: int) -> tuple[Losses
 
 
 def _tail(total: Composition, depth: int) -> int:
-    """How many standard deviations out the tails of all steps are small enough for the deltas of a depth."""
+    """The number of standard deviations beyond which the tails of all steps are small enough for a depth."""
     participations = 1 + sum(count * step.rate for step, count in total.steps)
     out = -float(special.ndtri(tail_mass(_level(depth)) / participations))
     return math.ceil(min(out, FAR_OUT))
@@ -195,7 +194,7 @@ def _tail(total: Composition, depth: int) -> int:
 
 @lru_cache(maxsize=32)
 def _of_step(step: Step, interval: float, tail: int) -> tuple[Losses, Losses]:
-    """The losses of one amplified step, in both directions; one and the same for a symmetric pair."""
+    """The losses of one amplified step, in both directions; the same twice for a symmetric pair."""
     curve = _curve(step.rate, step.z, interval, tail)
     if step.amplification is Amplification.COIN:
         # Poisson sampling: the pairs (P, Q) and (Q, P).

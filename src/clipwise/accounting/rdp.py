@@ -1,7 +1,7 @@
 """The cheap accountant: Renyi divergences add up, so a new step costs one multiplication.
 
-For a live figure while training. It is an upper bound like the PLD accountant's, typically 8 to 25 percent
-above it (more for fixed-size batches, whose Renyi bound is not tight).
+It gives a live figure during training. It is an upper bound, typically 8 to 25 percent above the PLD accountant
+(more for fixed-size batches, for which the Renyi bound is not tight).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from clipwise.privacy import Amplification
 
 # Any order gives a bound; these are dense where the best one usually lies.
 ORDERS: Array = np.array([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [128, 256, 512, 1024])
-# The divergence of one amplified step is the logarithm of a sum near 1, good to about 1e-15. Rounding must not
+# The divergence of one amplified step is the logarithm of a sum near 1, with an error of about 1e-15. Rounding must not
 # make many tiny steps cheaper than they are.
 ROUNDING = 1e-15
-# The conversions below are sums of few terms, so this part of their sizes is more than they lose.
+# The conversions below are sums of few terms, so this share of their sizes exceeds their rounding error.
 SLACK = 2.0**-49
-# Different steps whose divergences are computed, at some 30 ms each; of more than that, several share one.
+# Divergences are computed for this many different steps, at about 30 ms each; of more, several share one.
 MOST_KINDS = 256
 
 
@@ -48,7 +48,7 @@ def epsilon_from(divergences: Array, delta: float) -> float:
 
         epsilon = D + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1)
 
-    And epsilon is 0 if delta bounds the total variation, which is at most sqrt(1 - e^-D) for any order.
+    Epsilon is 0 if delta bounds the total variation, which is at most sqrt(1 - e^-D) for any order.
     """
     if delta * delta * (1 - SLACK) >= -math.expm1(-float(divergences.min())):
         return 0.0
@@ -57,7 +57,7 @@ def epsilon_from(divergences: Array, delta: float) -> float:
 
 @lru_cache(maxsize=16)
 def conversion(delta: float) -> Array:
-    """What is added to the divergence at every order to get epsilon at delta, rounded up."""
+    """The term added to the divergence at every order to get epsilon at delta, rounded up."""
     terms = np.log1p(-1 / ORDERS) - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
     rounded_up: Array = terms + SLACK * (1 + np.abs(terms))
     rounded_up.setflags(write=False)
@@ -75,21 +75,20 @@ def delta_from(divergences: Array, epsilon: float) -> float:
 
 
 def divergences(total: Composition) -> Array:
-    """The Renyi divergence of a composition at every one of ORDERS, from above."""
+    """Upper bounds on the Renyi divergence of a composition at each of ORDERS."""
     found: Array = ORDERS * (0.5 * total.mu * total.mu)
     steps = with_few_kinds(total, MOST_KINDS).steps
     for step, count in steps:
         found = found + count * of_step(step)
-    return found * (1 + (len(steps) + 4) * 2.0**-52)  # a rounding for each addition, and a few
+    return found * (1 + (len(steps) + 4) * 2.0**-52)  # one rounding for each addition, and a few more
 
 
 @lru_cache(maxsize=2 * MOST_KINDS)
 def of_step(step: Step) -> Array:
-    """The Renyi divergence of one amplified step at every one of ORDERS.
+    """The Renyi divergence of one amplified step at each of ORDERS.
 
-    dp-accounting's RDP reads a noise multiplier as noise over the actual sensitivity under *either*
-    relation, as `Step` does; its PLDs would double the sensitivity under REPLACE_ONE by themselves, and are
-    never built that way here.
+    dp-accounting's RDP defines a noise multiplier as noise over the actual sensitivity under *either* relation, as
+    `Step` does. Its PLDs would double the sensitivity under REPLACE_ONE, and are never built that way here.
     """
     dp = dp_accounting.load("dp_accounting")
     dp_accounting.load("dp_accounting.rdp")
@@ -106,8 +105,8 @@ def of_step(step: Step) -> Array:
     accountant = dp.rdp.RdpAccountant(ORDERS, relation)
     with (
         dp_accounting.without_warnings()
-    ):  # an order whose series does not converge gets inf, which is a bound
+    ):  # an order for which the series does not converge gets inf, which is a bound
         accountant.compose(event)
     rounded_up: Array = np.maximum(accountant.rdp, 0.0) + ROUNDING
-    rounded_up.setflags(write=False)  # the cache hands it out again
+    rounded_up.setflags(write=False)  # because it is cached
     return rounded_up

@@ -1,17 +1,17 @@
-"""What a search over hyper-parameters costs: many runs on the same data, of which the best one is released.
+"""The cost of a hyper-parameter search: many runs on the same data, of which only the best is released.
 
 Releasing the best of a fixed number K of runs costs up to K times a run. With a *random* number of runs it
 costs little more than one (Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
 2022), if
 
-- the number is drawn beforehand from one of the distributions below, and kept secret;
-- each run takes a candidate drawn from a fixed distribution, independently of the other runs;
-- only the best run is released, by an order on outputs that is fixed beforehand. A score on private data is
-  part of the output of a run, so what it costs belongs to the history of the run.
+- the number is drawn in advance from one of the distributions below, and kept secret;
+- each run uses a candidate drawn from a fixed distribution, independently of the other runs;
+- only the best run is released, by an order on outputs that is fixed in advance. A score on private data is
+  part of the output of a run, so its cost belongs to the history of the run.
 
-Distributions of K, by their mean and a shape: the truncated negative binomial with shape eta > -1 (eta = 1 is
+Distributions of K, given by mean and shape: the truncated negative binomial with shape eta > -1 (eta = 1 is
 the geometric, eta = 0 the logarithmic distribution; small shapes cost less and vary more), and its limit for
-an infinite shape, the Poisson distribution, which varies least. That one may be 0: then nothing is released.
+an infinite shape, the Poisson distribution, which varies least. It may be 0: then nothing is released.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import number
 
 LARGEST_MEAN = 1e9
-# A shape is taken for 0 where that changes the mean by less than this part of it.
+# A shape is treated as 0 if that changes the mean by less than this fraction.
 LEAST = 1e-12
 
 
@@ -59,14 +59,14 @@ class Repetitions:
 
     @cached_property
     def log_gamma(self) -> float:
-        """log gamma of the truncated negative binomial distribution of that mean; rounded down, which costs more.
+        """log gamma of the truncated negative binomial distribution of that mean, rounded down, which costs more.
 
             P(K = k) ~ (1 - gamma)^k prod_{l < k} (l + eta) / (l + 1)   for k = 1, 2, ...
             E[K] = eta (1 - gamma) / (gamma (1 - gamma^eta)), or (1 - gamma) / (gamma log(1 / gamma)) at eta = 0
 
         The mean falls from infinity to 1 as gamma goes from 0 to 1.
         """
-        low, high = -1.0, 0.0  # at which the mean is too large; too small
+        low, high = -1.0, 0.0  # the mean is too large at low, too small at high
         while _log_mean(low, self.shape) < math.log(self.mean):
             low *= 2
         while low < (middle := 0.5 * (low + high)) < high:
@@ -75,12 +75,12 @@ class Repetitions:
         return low - 10 * LEAST * (1 - low)
 
     def draw(self, random: np.random.Generator | None = None) -> int:
-        """One number of runs, to be kept secret: the guarantee does not cover who knows it."""
+        """Draw a number of runs. Keep it secret: the guarantee does not hold against an attacker that knows it."""
         random = np.random.default_rng() if random is None else random
         if self.is_poisson:
             return int(random.poisson(self.mean))
         x = -self.log_gamma
-        if self.shape > 0.5:  # "truncated": a negative binomial number, unless it is 0
+        if self.shape > 0.5:  # "truncated": a negative binomial number, conditioned on not being 0
             while (drawn := int(random.negative_binomial(self.shape, math.exp(-x)))) == 0:
                 continue
             return drawn
@@ -96,10 +96,9 @@ class Repetitions:
         return k
 
     def divergences(self, of_run: Array, deltas_of_run: Callable[[Array], Array]) -> Array:
-        """The Renyi divergence of the whole search at every order, from above.
+        """Upper bounds on the Renyi divergence of the whole search at every order.
 
-        For a truncated negative binomial number of runs, each of divergence D(alpha), and any order
-        b >= 1 beside alpha,
+        For a truncated negative binomial number of runs, each of divergence D(alpha), and any second order b >= 1,
 
             D'(alpha) = D(alpha) + (1 + eta) ((1 - 1/b) D(b) + log(1/gamma) / b) + log E[K] / (alpha - 1),
 
@@ -108,11 +107,8 @@ class Repetitions:
             e^((alpha - 1) D'(alpha)) = E[K] e^((alpha - 1) (D(alpha) + E[K] d)) + P(K = 0).
 
         Both follow from the density of the best of K outputs, which is Q(y) f'(Q(outputs up to y)) with f the
-        probability generating function of K; the last term is the output "nothing".
-
-        Args:
-            of_run: D of one run at every one of rdp.ORDERS.
-            deltas_of_run: delta of one run at every one of some epsilons.
+        probability generating function of K; the last term is the output "nothing". `of_run` has D of one run at each
+        of rdp.ORDERS.
         """
         orders = rdp.ORDERS
         choice = math.log(self.mean) / (orders - 1)
@@ -128,9 +124,9 @@ class Repetitions:
 
 
 def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float:
-    """Epsilon at delta of a search whose every run costs `total`, from above.
+    """An upper bound on epsilon at delta of a search in which every run costs `total`.
 
-    Batches are cut in any of the runs with probability at most E[K] X.
+    Batches are truncated in any of the runs with probability at most E[K] X.
     """
     if total.is_empty:
         return 0.0
@@ -140,7 +136,7 @@ def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float
 
 
 def _log_mean(log_gamma: float, shape: float) -> float:
-    """log E[K] of the truncated negative binomial distribution; for shapes near 0 that of shape 0.
+    """log E[K] of the truncated negative binomial distribution; shapes near 0 are treated as 0.
 
     With x = log(1 / gamma), gamma^eta = e^(-eta x), and 1 - gamma = -expm1(-x).
     """
@@ -152,5 +148,5 @@ def _log_mean(log_gamma: float, shape: float) -> float:
         return failures + x - math.log(x)
     if shape > 0:
         return math.log(shape) + failures + x - math.log(-math.expm1(-shape * x))
-    # 1 - e^(-eta x) is negative, and so is eta: take both with the other sign, and e^(-eta x) out.
+    # 1 - e^(-eta x) and eta are negative: negate both, and factor out e^(-eta x).
     return math.log(-shape) + failures + x + shape * x - math.log(-math.expm1(shape * x))

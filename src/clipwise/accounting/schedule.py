@@ -1,7 +1,7 @@
-"""Noise schedules: very many different steps, rounded to few kinds, each a little worse than the true step.
+"""Noise schedules: many different steps, rounded to few kinds, each slightly worse than the true step.
 
-Less noise and a larger sampling rate can only cost more. So z is rounded down, and the rate up if there are many,
-and the bound stays a bound. 256 kinds keep it within half a percent for a schedule from z = 2 down to 0.8.
+Less noise or a larger sampling rate can only cost more. So z is rounded down, and the rate up if there are many rates,
+which keeps the bound valid. 256 kinds are within half a percent for a schedule from z = 2 down to 0.8.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from clipwise.accounting.composition import Composition, Step
 from clipwise.accounting.gaussian import Array
 from clipwise.privacy import Amplification
 
-# Rates are few in practice; if not, they get this many kinds and the noise gets the rest.
+# Schedules usually have few rates; if not, the rates get this many kinds and the noise gets the rest.
 MOST_RATES = 8
-# How finely a schedule is looked at before its kinds are chosen.
+# The resolution at which a schedule is read before its kinds are chosen.
 BINS = 4096
 
 
 def with_few_kinds(total: Composition, most: int) -> Composition:
-    """The composition itself if it has no more than `most` kinds of steps, else one of so few that costs more."""
+    """The composition if it has at most `most` kinds of steps, otherwise one with `most` kinds that costs more."""
     if len(total.steps) <= most:
         return total
     kinds: dict[Step, int] = {}
@@ -40,7 +40,6 @@ def with_few_kinds(total: Composition, most: int) -> Composition:
 def _gathered(
     amplification: Amplification, rates: Array, noises: Array, counts: Array, most: int
 ) -> list[tuple[Step, int]]:
-    """The steps of one amplification, as at most `most` kinds."""
     if len(np.unique(rates)) > MOST_RATES:
         rates = _rounded_up(rates, MOST_RATES)
     different = np.unique(rates)
@@ -62,7 +61,7 @@ def _gathered(
 def _points(noises: Array, counts: Array, rate: float, most: int) -> Array:
     """Multipliers to round down to, in rising order; the first is the smallest of all.
 
-    They lie densest where rounding costs most. A step rounded by d log z costs about w d log z more, with w its
+    They are densest where rounding costs most. A step rounded by d log z costs about w d log z more, with w its
     Renyi divergence of order 2, log(1 + q^2 (e^(1/z^2) - 1)); the sum is least for a density like the root of w.
     """
     low, high = np.log(noises.min()), np.log(noises.max())

@@ -1,4 +1,4 @@
-"""The tensor product of trade-off functions: what several releases on the same data come to.
+"""The tensor product of trade-off functions: the composition of several releases on the same data.
 
 A piecewise linear trade-off function is that of a pair of distributions (Q, P) with one outcome for each
 straight piece: it has probability d alpha under Q and -d beta under P, and the loss log(-d beta / d alpha). The
@@ -22,7 +22,7 @@ FINENESS = 0.02
 LARGEST_GRID = 2**18
 SMALLEST_INTERVAL = 2.0**-40
 TAIL_MASS = 1e-15
-# The sums are made once for the bulk of a curve and once for its ends; either is a bound.
+# The sums are computed once for the bulk of a curve and once for its ends; both are bounds.
 LEVELS = (1.0, 1e-6)
 
 
@@ -35,7 +35,7 @@ class Pieces(NamedTuple):
 
 
 def product(curves: Sequence[tuple[Array, Array, int]]) -> Callable[[Array], Array]:
-    """delta(epsilon) of P against Q, from above, for curves given by their corners and how often each counts."""
+    """An upper bound on delta(epsilon) of P against Q, for curves given by their corners and counts."""
     parts = [(_pieces(alphas, betas), count) for alphas, betas, count in curves]
     total = sum(count for _, count in parts)
     trimmed = [(_trimmed(pieces, TAIL_MASS / total), count) for pieces, count in parts]
@@ -72,7 +72,7 @@ def _trimmed(pieces: Pieces, tail: float) -> Pieces:
 
 
 def _interval(parts: Sequence[tuple[Pieces, int]], total: int) -> float:
-    """Fine against what the losses add up to, and coarse enough for the longest grid."""
+    """Fine relative to the sum of the losses, and coarse enough for the longest grid."""
     variance = sum(count * _variance(pieces) for pieces, count in parts)
     reach = max(float(np.abs(pieces.losses).max()) for pieces, _ in parts)
     span = 2 * reach + 20 * math.sqrt(variance)
@@ -88,8 +88,8 @@ def _variance(pieces: Pieces) -> float:
 def _on_grid(pieces: Pieces, interval: float) -> Losses:
     """Split every outcome between its two neighbours on the grid, so that P and Q keep their totals.
 
-    A mass m at loss l between a and a + h leaves m (1 - e^(a - l)) / (1 - e^-h) at a + h, and the rest at a. The
-    outcome merged from the two is the old one, so the new pair is the harder to hide: its curve is lower.
+    A mass m at loss l between a and a + h leaves m (1 - e^(a - l)) / (1 - e^-h) at a + h, and the rest at a. Merging
+    the two gives back the old outcome, so the new pair is easier to distinguish: its curve is lower.
     """
     position = np.floor(pieces.losses / interval)
     up = pieces.masses * np.expm1(position * interval - pieces.losses) / math.expm1(-interval)

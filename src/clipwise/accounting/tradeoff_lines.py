@@ -1,7 +1,7 @@
 """The geometry of trade-off functions: every pair (epsilon, delta) is a line below the curve.
 
-`refined` chooses the epsilons at which delta(epsilon) is worth knowing. Any choice gives a bound; this one gives a
-tight bound from few points. `crossings` finds the corners of the highest of the lines.
+`refined` chooses the epsilons at which to compute delta(epsilon). Any choice gives a bound; this one gives a
+tight bound from few points. `crossings` finds the corners of the maximum of the lines.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from clipwise.accounting.gaussian import Array
 
-# No loss beyond this is told from an infinite one: e^300 can still be squared.
+# A larger loss counts as infinite: e^300 can still be squared.
 LARGEST = 300.0
 SMALLEST = 1e-6
-# Below minus this, e^epsilon - 1 has too few digits left, and lines are too flat to matter.
+# Below minus this, e^epsilon - 1 has too few digits, and lines are too flat to matter.
 MOST_NEGATIVE = 25.0
-# A crossing that is lifted by less than this, and by less than that part of the detection rate, is let be.
+# A crossing that would rise by less than this, and by less than this share of the detection rate, is not refined.
 ABSOLUTE = 1e-5
 RELATIVE = 5e-4
 ROUNDING = 1e-13
@@ -26,10 +26,10 @@ MOST_POINTS = 6000
 
 
 def refined(profile: Callable[[Array], Array], *, both_signs: bool = False) -> tuple[Array, Array]:
-    """Epsilons in rising order, and their deltas, from a function that bounds delta at every epsilon from above.
+    """Epsilons in rising order and their deltas, from a function that bounds delta from above at every epsilon.
 
-    Between two lines their crossing is the worst place. Where a line in between would lift it noticeably, that line
-    is taken in. Negative epsilons are taken too if `both_signs`.
+    The bound is worst at the crossing of two lines. Where a line in between would raise it noticeably, that line is
+    added. Negative epsilons are included if `both_signs`.
     """
     positive = np.concatenate([[0.0], np.geomspace(SMALLEST, LARGEST, 128)])
     negative = -np.geomspace(MOST_NEGATIVE, SMALLEST, 128)
@@ -42,7 +42,7 @@ def refined(profile: Callable[[Array], Array], *, both_signs: bool = False) -> t
             break
         middle = 0.5 * (low + high)
         delta_middle = profile(middle)
-        # The lines of low and high cross at alpha; there the one of middle is higher by this much.
+        # The lines of low and high cross at alpha; the line of middle is higher there by this much.
         alpha = np.maximum(delta_low - delta_high, 0.0) / (np.expm1(high) - np.expm1(low))
         lifted = delta_low - delta_middle - (np.expm1(middle) - np.expm1(low)) * alpha
         detected = delta_low + np.exp(low) * alpha
@@ -62,14 +62,14 @@ def refined(profile: Callable[[Array], Array], *, both_signs: bool = False) -> t
 def lower_hull(x: Array, y: Array) -> tuple[Array, Array]:
     """The corners of the lower convex hull of points, from the smallest x to the largest.
 
-    Points are taken by rising x. A corner that is not below the line from the one before it to the next point
+    Points are processed by rising x. A corner that is not below the line from its predecessor to the next point
     is dropped, and so on backwards.
     """
     order = np.lexsort((y, x))
     corners: list[tuple[float, float]] = []
     for point in zip(x[order].tolist(), y[order].tolist(), strict=True):
         if corners and point[0] == corners[-1][0]:
-            continue  # straight above the last one
+            continue  # directly above the last one
         while len(corners) > 1 and not _turns_up(corners[-2], corners[-1], point):
             corners.pop()
         corners.append(point)
@@ -85,10 +85,10 @@ def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, fl
 def crossings(steepness: Array, deltas: Array) -> tuple[Array, Array]:
     """Where neighbours among the lines beta = 1 - delta - (1 + x) alpha cross, by falling x = e^epsilon - 1.
 
-    Lines that are nowhere the highest are left out: those are the points (x, delta) above their own lower hull.
+    Lines that are nowhere the highest are left out: they are the points (x, delta) above their own lower hull.
     """
     x, d = lower_hull(steepness, deltas)
     x, d = x[::-1], d[::-1]
     alphas = np.maximum.accumulate(np.maximum(np.diff(d) / -np.diff(x), 0.0))
-    betas = 1 - d[1:] - (1 + x[1:]) * alphas  # on the flatter line of the two, where less is cancelled
+    betas = 1 - d[1:] - (1 + x[1:]) * alphas  # on the flatter line of the two, with less cancellation
     return alphas, betas

@@ -1,16 +1,16 @@
-"""What it costs that a batch is cut when more units are drawn than a limit (truncated Poisson sampling).
+"""The cost of truncating batches above a limit (truncated Poisson sampling).
 
-A step that draws by coins and cuts batches above a limit differs from the step that does not cut only if the
-draw exceeds the limit. The number drawn is Binomial(N, q), so tau = P[Binomial(N, q) > limit] is the probability
-of that. On one data set, with the same coins, all steps together therefore differ with probability at most
-X = sum_t tau_t, whatever the earlier releases were. So for neighbours D and D', the mechanism M, its version M*
-without cuts, any set S of outputs and any (epsilon, delta) of M*,
+A step that truncates batches above a limit differs from the step that does not only if the batch size, which is
+Binomial(N, q), exceeds the limit. This has probability tau = P[Binomial(N, q) > limit]. On one data set, with the same
+random numbers, all steps together therefore differ with probability at most X = sum_t tau_t, for any earlier releases.
+So for neighbours D and D', the mechanism M, its version M* without truncation, any set S of outputs and any
+(epsilon, delta) of M*,
 
     P[M(D) in S] <= P[M*(D) in S] + X
                  <= e^epsilon P[M*(D') in S] + delta + X
                  <= e^epsilon P[M(D') in S] + delta + (1 + e^epsilon) X.
 
-Neither data set has more than N units that can be drawn, so one tau serves both.
+Neither data set has more than N units that can be drawn, so the same tau holds for both.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from scipy import special
 
 from clipwise.errors import ConfigurationError
 
-# Below this, tau times e^epsilon times any number of steps is nothing against a delta that anyone asks for.
+# Below this, tau times e^epsilon times any number of steps is negligible against any useful delta.
 NEGLIGIBLE = 1e-20
-# betainc is good to far more digits than this allows for.
+# The error of betainc is far below this.
 SLACK = 1e-6
-# No figure below this is told from 0.
+# Smaller figures count as 0.
 LEAST = 1e-290
 
 
 def excess(dataset_size: int, sample_rate: float, limit: int) -> float:
-    """tau, from above: the probability that more than `limit` of `dataset_size` coins come up."""
+    """tau, from above: the probability that more than `limit` of `dataset_size` units are drawn."""
     if limit >= dataset_size:
         return 0.0
     tail = float(special.betainc(limit + 1, dataset_size - limit, sample_rate)) * (1 + SLACK)
@@ -42,8 +42,8 @@ def excess(dataset_size: int, sample_rate: float, limit: int) -> float:
 def default_limit(dataset_size: int, sample_rate: float) -> int:
     """The smallest limit that is exceeded with probability at most NEGLIGIBLE, by Chernoff's bound.
 
-    About 9.5 standard deviations above the mean. A tighter limit would cost privacy: 6 standard deviations
-    are exceeded once in 10^8 steps, which a run of 10^4 steps at delta = 1e-5 cannot afford.
+    It is about 9.5 standard deviations above the mean. A lower limit would cost privacy: 6 standard deviations are
+    exceeded once in 10^8 steps, which is too often for 10^4 steps at delta = 1e-5.
     """
     low, high = math.floor(dataset_size * sample_rate), dataset_size  # exceeded too often; never exceeded
     while high - low > 1:
@@ -73,23 +73,23 @@ def added_delta(epsilon: float, total_excess: float) -> float:
     return min(1.0, (1 + math.exp(epsilon)) * total_excess * (1 + 1e-12))
 
 
-def require_room(epsilon: float, delta: float, total_excess: float) -> None:
-    """Refuse a budget that cut batches use up whatever the noise."""
+def require_feasible(epsilon: float, delta: float, total_excess: float) -> None:
+    """Refuse a budget that truncated batches use up with any noise."""
     if added_delta(epsilon, total_excess) > 0.99 * delta:
         raise ConfigurationError(
-            f"max_batch_size is too small for epsilon={epsilon:g} at delta={delta:g}: batches are cut so often that no "
-            "noise would be enough. Leave it out, or give a larger one."
+            f"max_batch_size is too small for epsilon={epsilon:g} at delta={delta:g}: batches are truncated so often "
+            "that no noise is enough. Leave it out, or give a larger one."
         )
 
 
 def epsilon(untruncated: Callable[[float], float], delta: float, total_excess: float) -> float:
     """The smallest epsilon with delta*(epsilon) + (1 + e^epsilon) X <= delta, from above; inf if there is none.
 
-    `untruncated` is E(d), the smallest epsilon of the steps without cuts at delta = d, or a bound above it. delta* is
-    convex in e^epsilon, and so is the left side: the epsilons sought are an interval, those with
-    E(delta - (1 + e^epsilon) X) <= epsilon. To find its left end, begin at 0 and move to what E asks for,
-    again and again: E only grows on the way, so no point of the interval is passed over. A little is added to
-    each point so that the search ends, and a point is returned only after E has confirmed it.
+    `untruncated` is E(d), the smallest epsilon of the steps without truncation at delta = d, or an upper bound on it.
+    delta* is convex in e^epsilon, and so is the left side: the solutions are an interval, those with
+    E(delta - (1 + e^epsilon) X) <= epsilon. To find its left end, begin at 0 and repeatedly move to the value of E:
+    E only grows, so no point of the interval is skipped. A small amount is added to each point so that the search
+    ends, and a point is returned only after E has confirmed it.
     """
     if total_excess == 0:
         return untruncated(delta)

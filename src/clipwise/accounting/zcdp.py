@@ -1,8 +1,8 @@
-"""Zero-concentrated differential privacy: one number, rho, that adds up.
+"""Zero-concentrated differential privacy: a single parameter, rho, that adds up.
 
 A release that every unit takes part in, with z = noise / sensitivity, is rho-zCDP for rho = 1 / (2 z^2): its
 Renyi divergence of every order alpha > 1 is at most rho alpha. Releases of one epoch on disjoint batches cost
-as much as one of them. Amplified steps have no finite rho worth stating, and are refused.
+as much as one of them. Amplified steps have no useful finite rho and are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scipy import optimize
 from clipwise.accounting.composition import Composition
 from clipwise.errors import UnsupportedEventError
 
-# Sums of a few terms, each good to 2^-53 of its size, are rounded up by this part of all sizes together.
+# Sums of a few terms, each with a relative error of 2^-53, are rounded up by this share of the sum of their sizes.
 ROUNDING = 2.0**-49
 
 
@@ -49,7 +49,7 @@ def paper_epsilon(rho: float, delta: float) -> float:
 def tight_epsilon(rho: float, delta: float) -> float:
     """The best known conversion (Canonne, Kamath and Steinke, 2020), at the best order.
 
-    Any order alpha > 1 gives a bound, so a search that misses the best one costs tightness alone:
+    Any order alpha > 1 gives a bound, so a search that misses the best one costs only tightness:
 
         epsilon = rho alpha + log(1 - 1/alpha) - (log delta + log alpha) / (alpha - 1).
     """
@@ -62,13 +62,13 @@ def tight_epsilon(rho: float, delta: float) -> float:
         converted = [log_excess - log_order, -math.log(delta) / excess, -log_order / excess]
         return _rounded_up([rho, rho * excess, *converted])
 
-    # Without the two small terms the best alpha - 1 is sqrt(log(1/delta) / rho); they move it by little.
+    # Without the two small terms, which change little, the best alpha - 1 is sqrt(log(1/delta) / rho).
     centre = 0.5 * (math.log(-math.log(delta)) - math.log(rho))
     return max(0.0, min(_least(bound, centre), paper_epsilon(rho, delta)))
 
 
 def tight_delta(rho: float, epsilon: float) -> float:
-    """The same conversion read the other way, at the best order.
+    """The same conversion solved for delta, at the best order.
 
     delta = exp((alpha - 1) (rho alpha - epsilon)) (1 - 1/alpha)^alpha / (alpha - 1).
     """
@@ -80,13 +80,13 @@ def tight_delta(rho: float, epsilon: float) -> float:
         gained = [excess * rho, excess * excess * rho, -excess * epsilon]
         return _rounded_up([*gained, excess * log_excess, -(1 + excess) * math.log1p(excess)])
 
-    # The best alpha - 1 is about (epsilon - rho) / (2 rho), or small where that is none.
+    # The best alpha - 1 is about (epsilon - rho) / (2 rho), or small if that is not positive.
     centre = math.log(max(epsilon / rho - 1, 0.1)) - math.log(2)
     return min(1.0, math.exp(min(0.0, _least(bound, centre))))
 
 
 def _least(bound: Callable[[float], float], centre: float) -> float:
-    """The least value of a function with one valley that a search around `centre` comes upon."""
+    """The least value of a function with one minimum that a search around `centre` finds."""
     centre = min(max(centre, -300.0), 300.0)
     found = optimize.minimize_scalar(
         bound, bounds=(centre - 6, centre + 6), method="bounded", options={"xatol": 1e-9}

@@ -1,11 +1,11 @@
-"""What an attacker can really learn: clipwise attacks itself.
+"""Audits: attacks on private runs that test their guarantees.
 
-    neighbours   two neighbouring runs, release by release: exact, cheap, for everyday tests
-    canary       one planted record, many runs: a lower bound on epsilon and on mu
-    one_run      many planted records, a single run: a weaker one
+    neighbours   compares two neighbouring runs release by release: exact, cheap, for everyday tests
+    canary       one planted record, many runs: lower bounds on epsilon and mu
+    one_run      many planted records, a single run: weaker lower bounds
     membership   black-box attacks on trained models
 
-Nothing here is private: audits see sums without noise. Run them on synthetic or public records.
+Audits are not private: they see sums without noise. Run them on synthetic or public records.
 """
 
 from clipwise.audit.canary import canary

@@ -1,7 +1,7 @@
-"""From right and wrong guesses to lower bounds on epsilon and mu, each with a probability of failure.
+"""Lower bounds on epsilon and mu from the numbers of right and wrong guesses.
 
-All bounds are one-sided confidence bounds: whatever the mechanism is, a bound is above the truth with probability at
-most `failure`.
+All are one-sided confidence bounds: for any mechanism, a bound exceeds the true value with probability at most
+`failure`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from scipy import special, stats
 from clipwise.accounting import gaussian
 from clipwise.accounting.gaussian import Array
 
-# Epsilons at which a curve is compared with guesses made in one run.
+# Epsilons at which a curve is compared with the guesses of one run.
 _EPSILONS = np.concatenate([np.linspace(0.0, 4.0, 41), np.linspace(4.4, 16.0, 30)])
 
 
 def at_least(successes: int, trials: int, failure: float) -> float:
-    """Clopper and Pearson's lower bound on a probability: P(X >= successes) is `failure` there."""
+    """Clopper-Pearson lower bound on a probability: P(X >= successes) equals `failure` there."""
     return float(stats.beta.ppf(failure, successes, trials - successes + 1)) if successes else 0.0
 
 
 def at_most(successes: int, trials: int, failure: float) -> float:
-    """Clopper and Pearson's upper bound on a probability."""
+    """Clopper-Pearson upper bound on a probability."""
     return 1 - at_least(trials - successes, trials, failure)
 
 
@@ -42,19 +42,19 @@ def epsilon_of_errors(false_positive: float, false_negative: float, delta: float
 def mu_of_accuracy(accuracy: float) -> float:
     """The least mu of a Gaussian mechanism that allows this accuracy, if both worlds are equally likely.
 
-    TPR + TNR <= 2 Phi(mu / 2), attained by the test at the middle.
+    TPR + TNR <= 2 Phi(mu / 2), attained by the test at the midpoint.
     """
     return max(0.0, 2 * float(special.ndtri(accuracy)))
 
 
 def p_value_in_one_run(guesses: int, right: int, canaries: int, epsilon: float, delta: float) -> float:
-    """How likely an (epsilon, delta)-private run lets so many guesses be right, at most.
+    """An upper bound on the probability of this many right guesses against an (epsilon, delta)-private run.
 
-    Each of m canaries is in by its own fair coin, and from what the run released r of the coins are guessed. Were
-    delta 0, the coin of a canary, given the release and all earlier coins, would come out as guessed with
-    probability at most e^epsilon / (1 + e^epsilon): the number of right guesses is at most, in law,
-    W ~ Binomial(r, e^epsilon / (1 + e^epsilon)). With delta, each canary is given away besides with probability up to
-    2 delta, so W + F bounds the number, with E F <= 2 m delta. Whatever the law of F,
+    Each of m canaries is included independently with probability 1/2, and r of these m bits are guessed from the
+    releases. With delta = 0, each guessed bit, given the releases and all earlier bits, is right with probability at
+    most e^epsilon / (1 + e^epsilon), so W ~ Binomial(r, e^epsilon / (1 + e^epsilon)) stochastically dominates the
+    number of right guesses. With delta > 0, each canary is also revealed with probability up to 2 delta, so W + F
+    dominates the number, with E F <= 2 m delta. For any distribution of F,
 
         P(W + F >= v) <= P(W >= v) + E F max_i P(v - i <= W < v) / i.
 
@@ -79,12 +79,12 @@ def p_value_of_curve(guesses: int, right: int, canaries: int, delta_at: Callable
 
 
 def epsilon_in_one_run(guesses: int, right: int, canaries: int, delta: float, failure: float) -> float:
-    """The largest epsilon that so many right guesses rule out."""
+    """The largest epsilon that this many right guesses rule out."""
     return _largest(lambda e: p_value_in_one_run(guesses, right, canaries, e, delta) <= failure)
 
 
 def mu_in_one_run(guesses: int, right: int, canaries: int, failure: float) -> float:
-    """The largest mu that so many right guesses rule out, through all (epsilon, delta) of a Gaussian mechanism."""
+    """The largest mu that this many right guesses rule out, by all (epsilon, delta) of a Gaussian mechanism."""
 
     def is_ruled_out(mu: float) -> bool:
         return any(
@@ -96,7 +96,7 @@ def mu_in_one_run(guesses: int, right: int, canaries: int, failure: float) -> fl
 
 
 def log_ratio(x: Array, shift: float, rate: float) -> Array:
-    """log(1 - q + q exp(a x - a^2 / 2)): how much likelier x is from (1 - q) N(0, 1) + q N(a, 1) than from N(0, 1)."""
+    """log(1 - q + q exp(a x - a^2 / 2)): the log-likelihood ratio of (1 - q) N(0, 1) + q N(a, 1) against N(0, 1)."""
     if shift == 0:
         return np.zeros_like(x)
     # gaussian.loss is for a shift of 1 against noise z = 1 / |a|.
@@ -105,7 +105,7 @@ def log_ratio(x: Array, shift: float, rate: float) -> Array:
 
 
 def _largest(is_ruled_out: Callable[[float], bool], limit: float = 50.0) -> float:
-    """The end of an interval from 0 on in which the predicate holds, from below."""
+    """The end, from below, of the interval from 0 in which the predicate holds."""
     if not is_ruled_out(0.0):
         return 0.0
     low, high = 0.0, 1.0

@@ -1,4 +1,4 @@
-"""A canary that is in or out, many runs, and what distinguishing them proves."""
+"""Audit by a canary that is in or out of the data set, over many runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from clipwise.privacy import Adjacency, Entry
 from clipwise.validation.arguments import number, one_of, whole
 
 KINDS = ("dirac", "mislabelled", "record")
-# Log-likelihood ratios at which a guess is taken, fixed beforehand: nothing is chosen by what was seen.
+# Thresholds on the log-likelihood ratio, fixed in advance: none is chosen from the scores.
 THRESHOLDS = (-8.0, -6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
-_FOR_MU = 0.8  # of the probability of failure: mu comes from one test, epsilon from all thresholds
-# Runs of each world that only find out where the scores of an ordinary record lie: a share of them, and at least some.
+_FOR_MU = 0.8  # share of the failure probability: mu uses one test, epsilon all thresholds
+# Runs of each world that only fit the distribution of the scores of an ordinary record: a share, and a minimum.
 _PILOT_SHARE, _PILOTS = 0.05, 20
 
 
@@ -46,41 +46,45 @@ def canary(
 ) -> AuditReport:
     """Train many times with a canary and as often without, and bound from below how well the two are distinguished.
 
-    The attacker is the one that the guarantee is about: sees every release, knows the model, the data and the
-    canary, but neither the noise nor the draws. Each run goes through the whole engine.
+    The attacker is the one of the guarantee: it sees every release and knows the model, the data and the canary, but
+    neither the noise nor the sampled batches. Each run uses the whole engine.
 
-    Bounds (all hold together with `confidence`): mu from the accuracy of the guess at log-likelihood ratio 0. With as
-    many runs "in" as "out", TPR + TNR <= 2 Phi(mu / 2), and the number of right guesses is at most, in the tail, a
-    binomial one of that mean (Hoeffding 1956), whose lower bound is Clopper and Pearson's. Epsilon from Clopper and
-    Pearson's bounds on both errors at each of a few thresholds that are fixed beforehand. The claim is ruled out if
-    either is better than its trade-off curve allows.
+    The bounds hold jointly with probability `confidence`:
+
+    - mu, from the accuracy of the guess at log-likelihood ratio 0. With as many runs "in" as "out",
+      TPR + TNR <= 2 Phi(mu / 2), and the upper tail of the number of right guesses is at most that of a binomial
+      with this mean (Hoeffding 1956), which gives a Clopper-Pearson bound.
+    - epsilon, from Clopper-Pearson bounds on both error rates at each of a few thresholds fixed in advance.
+
+    The claim is ruled out if either bound exceeds what its trade-off curve allows.
 
     Args:
         make_run: as in `neighbours`.
         dataset: the records; one of them is the canary.
-        kind: "dirac", the worst gradient there is, put into the run's losses; "mislabelled", the record with another
-            label; or "record", the one given as `planted`. The last two are known by their gradient, for which `loss`
-            is needed. A strategy that bounds gradients by the model's structure takes these.
-        loss: `loss(model, *batch)` gives one loss an example.
-        record: the canary's index.
+        kind: "dirac", the worst-case gradient, inserted into the losses; "mislabelled", the record with another label;
+            or "record", the one given as `planted`. The last two are detected by their gradient, which needs `loss`.
+            Strategies that bound gradients by the model's structure need one of these two.
+        loss: `loss(model, *batch)` returns one loss per example.
+        record: the index of the canary.
         planted: the canary, for kind="record".
-        parameter: where a Dirac canary's entry is, in place of the largest parameter of each part.
-        others: whether all other records keep their losses beside a Dirac canary. If not, they are there with a loss
-            of 0: the data set that an attacker would choose.
-        runs: how many in each world: the model is trained `runs` times with the canary and `runs` times without. If
-            a run is one release that every record takes part in, its sum is the same each time, and all but the noise
-            is computed once.
-        delta: at which epsilon is bounded; by default that of the run.
-        confidence: with which all bounds hold together.
-        seed: of the keys, and of torch's generator before each run.
+        parameter: the parameter with the entry of a Dirac canary, instead of the largest of each parameter group.
+        others: whether all other records keep their losses next to a Dirac canary. If not, their losses are 0, which
+            is the data set that an attacker would choose.
+        runs: the model is trained `runs` times with the canary and `runs` times without. If a run is one release that
+            every record takes part in, its sum is the same each time and is computed once; only the noise is redrawn.
+        delta: the delta of the bound on epsilon; by default that of the run.
+        confidence: the probability with which all bounds hold jointly.
+        seed: the seed of the keys, and of torch's generator before each run.
     """
     one_of("kind", kind, KINDS)
     if (kind == "record") != (planted is not None):
         raise ConfigurationError(
-            "planted is the record of kind='record', and of no other kind: give both or neither."
+            "planted goes with kind='record' only, and kind='record' needs it: give both or neither."
         )
     if kind != "dirac" and loss is None:
-        raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) gives one loss an example.")
+        raise ConfigurationError(
+            f"kind={kind!r} needs loss=: loss(model, *batch) returns one loss per example."
+        )
     whole("runs", runs, least=least_runs(kind))
     number("confidence", confidence, least=0.5, below=1)
     whole("record", record, least=0, most=len(dataset) - 1)
@@ -107,7 +111,7 @@ def canary(
 def measured(
     attack: str, runs: int, inside: Array, outside: Array, claim: Claim, confidence: float
 ) -> Measured:
-    """Bounds from the scores of as many runs with the canary as without."""
+    """Bounds from the scores of equally many runs with and without the canary."""
     n, failure = len(inside), 1 - confidence
     right = int((inside > 0).sum() + (outside <= 0).sum())
     accuracy = at_least(right, 2 * n, _FOR_MU * failure)
@@ -122,43 +126,43 @@ def measured(
 
 
 def mislabelled(dataset: Any, record: int) -> Any:
-    """The record with another label: the last of its values, a whole number, becomes the next class."""
+    """The record with another label: its last value, a whole number, becomes the next class."""
     try:
         *inputs, label = dataset[record]
         classes = max(int(dataset[i][-1]) for i in range(len(dataset))) + 1
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            "kind='mislabelled' takes records whose last entry is a label, a whole number."
+            "kind='mislabelled' needs records with a label, a whole number, as their last entry."
         ) from error
     other = (int(label) + 1) % max(classes, 2)
     return (*inputs, torch.as_tensor(label).new_tensor(other) if isinstance(label, Tensor) else other)
 
 
 def least_runs(kind: str) -> int:
-    """How many runs of each world an attack needs at least: the first ones with a record only set its scale."""
+    """The least number of runs per world; for a record, the first ones only fit the scale of the scores."""
     return 2 if kind == "dirac" else 2 * _PILOTS
 
 
 @dataclass
 class _Worlds:
-    """Runs with the canary and without it, by turns."""
+    """Runs with and without the canary, alternating."""
 
     make_run: MakeRun
-    inside: Any  # the data set of one world, and of the other where the canary is left out of every draw
-    outside: Any  # that of the other world under replace-one
-    # From a key, whether the canary is in, and further keys to noise each release with.
+    inside: Any  # the data set with the canary, and the one without if the canary is left out of every batch
+    outside: Any  # the data set of the other world under replace-one
+    # From a key, whether the canary is in, and further keys for noising each release again.
     make_watch: Callable[[NoiseKey, bool, Sequence[NoiseKey]], Planted]
     seed: int
     watches: list[Planted] = field(default_factory=list)
     _histories: list[list[Entry]] = field(default_factory=list)
 
     def scores(self, runs: int) -> tuple[Array, Array]:
-        """Scores of so many runs with the canary, and of as many without."""
+        """Scores of `runs` runs with the canary and as many without."""
         self._run()
         self._run()
         first = self._histories[0]
         if sum(entry.count for entry in first) == 1 and first[0].event.sample_rate == 1:
-            # One step that every record takes part in: the sum is always the same, and only the noise is drawn anew.
+            # One step that every record takes part in: the sum is always the same, and only the noise is redrawn.
             for world in range(2):
                 self._run([self._key(number) for number in range(4 + world, 2 * runs, 2)])
         else:
@@ -170,11 +174,11 @@ class _Worlds:
         return found[0][:runs], found[1][:runs]
 
     def history(self) -> tuple[Entry, ...]:
-        """What every run charged, which must be the same."""
+        """The events charged by every run, which must be the same."""
         first = self._histories[0]
         if any(other != first for other in self._histories):
             raise AuditError(
-                "make_run charges another history from one call to the next: an audit compares runs that promise the "
+                "make_run charges different events from one call to the next: an audit compares runs that promise the "
                 "same."
             )
         return tuple(first)
@@ -193,7 +197,7 @@ class _Worlds:
 
 
 def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
-    """Scores as log-likelihood ratios of two normal laws, fitted to the first runs; those runs do not count."""
+    """Log-likelihood ratios of two normal distributions, fitted to the first runs, which are then dropped."""
     pilots = max(_PILOTS, int(_PILOT_SHARE * len(inside)))
     ours, theirs = inside[:pilots], outside[:pilots]
     spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)

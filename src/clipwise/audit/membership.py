@@ -1,7 +1,7 @@
-"""Black-box membership inference: the attacker sees the trained model's losses, and nothing of the training.
+"""Black-box membership inference: the attacker sees only the losses of the trained model.
 
-A weak attack shows little about the worst case and much about an ordinary one. It is reported as the share of members
-that are found at few false alarms, since an attack that is right on average may still be sure of no record.
+This weak attack shows the risk of an ordinary record rather than the worst case. The result is the true-positive rate
+at low false-positive rates, because an attack with good average accuracy may still identify no record with certainty.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Membership:
-    """How well members are distinguished from others."""
+    """How well an attack distinguishes members from other records."""
 
     attack: str
-    found: dict[
-        float, float
-    ]  # the share of members found (TPR), by the false-alarm rate (FPR) that is accepted
-    auc: float  # the probability that a member scores higher than a record that is none
+    found: dict[float, float]  # true-positive rate at each false-positive rate
+    auc: float  # the probability that a member scores higher than a non-member
     members: int  # how many were scored
     others: int
 
@@ -51,9 +49,9 @@ class Membership:
 
 
 def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = RATES) -> Membership:
-    """What scores are worth; larger ones say "member". A threshold lies above all but a share of the others."""
+    """The result for scores, where larger means "member". Each threshold is a quantile of the others' scores."""
     if not len(members) or not len(others):
-        raise ConfigurationError("members and others: give scores of at least one of each.")
+        raise ConfigurationError("members and others: give at least one score of each.")
     falling = np.sort(others)[::-1]
     found = {}
     for rate in rates:
@@ -65,16 +63,16 @@ def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = R
 
 
 def loss_threshold(member_losses: Array, other_losses: Array) -> Membership:
-    """Whose loss is small is called a member."""
+    """Attack that calls records with a small loss members."""
     return curve("loss threshold", -np.asarray(member_losses), -np.asarray(other_losses))
 
 
 def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> Membership:
-    """Whose loss is likelier among models that were trained on the record than among those that were not.
+    """Attack that calls a record a member if its loss is likelier under models trained on it than under the others.
 
-    The losses of a record over the other models, with it and without it, are taken as two normal laws, with a spread
-    that all records share, since there are few models a record; the target model's loss is scored by the logarithm of
-    their ratio.
+    The losses of a record under the other models, with it and without it, are modelled as two normal distributions
+    with a spread shared by all records, because there are few models per record. The score is the log-likelihood
+    ratio of the target model's loss.
 
     Args:
         losses_MN: losses of N records under M models.
@@ -86,7 +84,7 @@ def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> 
     usable_N = (member.sum(0) >= 2) & ((~member).sum(0) >= 2)
     if not usable_N.any():
         raise ConfigurationError(
-            "models: too few to know how a record's loss is with it and without it; give more."
+            "models: too few to estimate the loss of a record with it and without it; give more."
         )
     means = [np.where(side, losses, 0).sum(0) / np.maximum(side.sum(0), 1) for side in (member, ~member)]
     spreads = []
@@ -104,14 +102,14 @@ def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> 
 def membership(
     make_run: MakeRun, dataset: Any, loss: Callable[..., Tensor], *, models: int = 16, seed: int = 0
 ) -> tuple[Membership, Membership]:
-    """Train models on random halves of the records, and attack the first of them by both attacks.
+    """Train models on random halves of the records, and run both attacks on the first model.
 
     Args:
-        make_run: as in `neighbours`; each model is trained on half of the records, by leaving the others out of draws.
+        make_run: as in `neighbours`; each model is trained on half of the records, without the others in its batches.
         dataset: the records.
-        loss: `loss(model, *batch)` gives one loss an example.
-        models: how many are trained; the first is attacked, the others show what losses are usual.
-        seed: of the halves and of the keys.
+        loss: `loss(model, *batch)` returns one loss per example.
+        models: the number of models; the first is attacked, the others serve as reference.
+        seed: the seed of the halves and of the keys.
     """
     whole("models", models, least=6)
     random = np.random.default_rng(seed)
@@ -129,7 +127,7 @@ def membership(
 
 
 class _Half(RunWatch):
-    """A run that only some of the records take part in."""
+    """A run restricted to some of the records."""
 
     def __init__(self, key: NoiseKey, is_member_N: Bools) -> None:
         self._key, self._is_member_N = key, is_member_N
@@ -137,8 +135,8 @@ class _Half(RunWatch):
     def begins(self, run: StepContext) -> NoiseKey:
         if run.event.adjacency is Adjacency.REPLACE_ONE or run.event.unit is not Unit.RECORD:
             raise ConfigurationError(
-                "membership leaves records out of draws, which zero-out of single records allows: use a run with "
-                "Poisson, shuffled or full batches."
+                "membership leaves records out of batches, which needs zero-out adjacency of single records: use a "
+                "run with Poisson, shuffled or full batches."
             )
         self.follow(run)
         return self._key
@@ -148,7 +146,6 @@ class _Half(RunWatch):
 
 
 def _losses_of_all(run: StepContext, loss: Callable[..., Tensor], records: int) -> Array:
-    """Of every record, under the trained model."""
     with evaluating(run.model), torch.no_grad():
         pieces = np.array_split(np.arange(records), -(-records // 256))
         found = [loss(run.model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]

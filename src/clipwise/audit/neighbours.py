@@ -1,5 +1,4 @@
-"""Two neighbouring runs, release by release: the second replays what the first released, and must not differ more
-than declared."""
+"""Compares two neighbouring runs release by release; the second run replays the releases of the first."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Part, Unit
 from clipwise.validation.arguments import whole
 
-_UNIT = 2.0**-24  # of float32, in which sums are added up
+_UNIT = 2.0**-24  # of float32, in which sums are accumulated
 _ROUNDING = 1e-5  # of a sum, as the strategies state it
-_SAME_NOISE = 1e-3  # of a standard deviation: the noise of one key, found back from rounded values
+_SAME_NOISE = 1e-3  # of a standard deviation, estimated from rounded noised values
 
 
 def neighbours(
@@ -34,40 +33,39 @@ def neighbours(
 ) -> NeighboursReport:
     """Check on neighbouring data sets that a run releases what it declares, and nothing else.
 
-    Two runs are made that differ in one unit. The second gets the released values of the first, so that both stand at
-    the same parameters at every step. Then, step by step,
+    It makes two runs that differ in one unit. The second uses the released values of the first, so that both have
+    the same parameters at every step. The checks at every step are:
 
-        each part of the sum moves by at most its declared sensitivity,
-        all parts together move by at most 1 / z standard deviations of their noise, z that of the charged event,
-        events, parts, number of steps, parameters and buffers are identical,
-        what is added to the sum is the same for the same key, and has the declared standard deviation,
+    - each part of the sum changes by at most its declared sensitivity;
+    - all parts together change by at most 1 / z standard deviations of their noise, with z of the charged event;
+    - events, parts, number of steps, parameters and buffers are identical;
+    - the noise is the same for the same key, and has the declared standard deviation.
 
-    and, of the run as a whole, no noise serves twice, no secret is in what `state_dict()` returns, and draws that are
-    charged as Poisson do not look like epochs. It is cheap and, for a given seed, deterministic. It tests and does not
-    prove: what no record tried here brings to light is not found.
+    The checks of the whole run are: no noise is used twice, `state_dict()` contains no secret, and batches that are
+    charged as Poisson do not look like epochs. The audit is cheap and deterministic for a given seed. It is a test
+    and no proof: it finds only what the tried records reveal.
 
-    The neighbour follows the adjacency of the run: under zero-out the unit is left out of every draw, under
-    replace-one the next record stands in its place.
+    Under zero-out the unit is left out of every batch; under replace-one the next record replaces it.
 
     Args:
         make_run: trains on the data set that it is given, from `make_private` to the last step. It must do the same
             each time: torch's generator is seeded before each step. Several random layers, such as dropout, draw
-            otherwise where a batch has one example less, which looks like a leak: switch them off.
-        dataset: records of any kind, best synthetic or public ones. 20 to 100 are enough.
-        records: whose units are left out or replaced, one after the other. By default the last: it is the last row of
-            its batches, so that random numbers that are drawn row by row stay those of the other rows.
-        changes: what an adversary does to the record in both data sets before it is left out or replaced in one.
-        seed: of the keys and of torch's generator.
+            different numbers if a batch has one example less, which looks like a leak: switch them off.
+        dataset: records of any kind, preferably synthetic or public. 20 to 100 are enough.
+        records: the units of these records are left out or replaced, one after the other. By default the last record:
+            it is the last row of its batches, so random numbers drawn row by row stay the same for the other rows.
+        changes: changes to the record in both data sets, made by an adversary before it is left out or replaced in one.
+        seed: the seed of the keys and of torch's generator.
 
     Returns:
-        A report: `report.require()` raises an `AuditError` that says what is not as declared.
+        A report: `report.require()` raises an `AuditError` that lists the deviations.
     """
     report = NeighboursReport()
     releases: list[Release] = []
     for index in (len(dataset) - 1,) if records is None else records:
         whole("records: an index", index, least=0, most=len(dataset) - 1)
         for change in changes.values():
-            # Other keys for each pair: the more noise is seen, the more its size tells.
+            # Different keys for each pair: more noise gives a better estimate of its size.
             releases += _pair(report, make_run, dataset, index, change, seed + report.pairs)
     report.findings += run_checks.of_noise(releases)
     return report
@@ -76,7 +74,7 @@ def neighbours(
 def _pair(
     report: NeighboursReport, make_run: MakeRun, dataset: Any, index: int, change: Change, seed: int
 ) -> list[Release]:
-    """One data set and its neighbour. Returns what was released for the first."""
+    """Compare one data set and its neighbour. Returns the releases of the first."""
     changed = with_record(dataset, index, change(dataset[index]))
     first = Recorder(seed)
     run = train(make_run, changed, first, seed)
@@ -111,30 +109,30 @@ def _pair(
 
 
 def _compare(ours: Sequence[Release], theirs: Sequence[Release]) -> Iterator[Finding]:
-    """What a unit moved that it may not move, in a run and its replayed neighbour."""
+    """Forbidden differences between a run and its replayed neighbour."""
     if len(ours) != len(theirs):
         yield Finding(
             0,
             "control flow",
-            f"one data set makes {len(ours)} releases and its neighbour {len(theirs)}: how many steps there are "
+            f"one data set makes {len(ours)} releases and its neighbour {len(theirs)}: the number of steps "
             "must not depend on the data.",
         )
     for number, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
         found = [*_control_flow(number, one, other), *_states(number, one.state, other.state)]
         yield from found
-        if found:  # what follows would only say so again
+        if found:  # later findings would repeat this one
             return
         yield from _movements(number, one, other)
         yield from _noise(number, one, other)
 
 
 def _movement(one: Release, other: Release) -> float:
-    """How far one unit moved a release, in units of its noise: sqrt(sum_k (|difference_k| / s_k)^2)."""
+    """The change of a release by one unit, in units of its noise: sqrt(sum_k (|difference_k| / s_k)^2)."""
     return math.hypot(*(_over(d, part.noise_std) for part, d in _differences(one, other)))
 
 
 def _allowed(release: Release) -> float:
-    """The most that the event of a release says: 1 / z."""
+    """The largest change that the event of a release allows: 1 / z."""
     z = release.event.noise_multiplier
     return 1 / z if z > 0 else math.inf
 
@@ -150,8 +148,8 @@ def _control_flow(number: int, one: Release, other: Release) -> Iterator[Finding
             yield Finding(
                 number,
                 "control flow",
-                f"the {name} of neighbouring runs differ although both saw the same releases: something else that was "
-                "learned from the data decides about them.",
+                f"the {name} of neighbouring runs differ although both saw the same releases: they depend on something "
+                "else that was learned from the data.",
             )
 
 
@@ -161,19 +159,19 @@ def _states(number: int, one: Mapping[str, Tensor], other: Mapping[str, Tensor])
             yield Finding(
                 number,
                 "state",
-                f"{name!r} differs between neighbouring runs although both saw the same releases: data reached it past "
-                "the noise. Keep no statistics of private data, and change parameters only by what was released.",
+                f"{name!r} differs between neighbouring runs although both saw the same releases: data reached it "
+                "without noise. Keep no statistics of private data, and change parameters only by released values.",
             )
 
 
 def _movements(number: int, one: Release, other: Release) -> Iterator[Finding]:
     slack = 1 + _ROUNDING + _UNIT * max(len(one.drawn), len(other.drawn), 1)
     for part, moved in _differences(one, other):
-        if not moved <= part.sensitivity * slack:  # not finite counts as too much
+        if not moved <= part.sensitivity * slack:  # a value that is not finite exceeds the bound
             yield Finding(
                 number,
                 "sensitivity",
-                f"one unit moves the sum of part {part.name!r} by {moved / part.sensitivity:.4g} times its declared "
+                f"one unit changes the sum of part {part.name!r} by {moved / part.sensitivity:.4g} times its declared "
                 "sensitivity.",
             )
     joint = _movement(one, other)
@@ -181,17 +179,17 @@ def _movements(number: int, one: Release, other: Release) -> Iterator[Finding]:
         yield Finding(
             number,
             "joint",
-            f"one unit moves all parts together by {joint:.4g} standard deviations, and the event that is charged "
+            f"one unit changes all parts together by {joint:.4g} standard deviations, and the charged event "
             f"(noise multiplier {one.event.noise_multiplier:.4g}) allows {_allowed(one):.4g}.",
         )
 
 
 def _noise(number: int, one: Release, other: Release) -> Iterator[Finding]:
-    """Both runs have the same key, so what was added must be the same: no scale of it may follow the data."""
+    """Both runs have the same key, so their noise must be the same: its scale must not depend on the data."""
     theirs = other.noise()
     stds = {name: part.noise_std for part in one.parts for name, _ in entries(part)}
     for name, mine in one.noise().items():
-        # What was released is rounded to its own precision.
+        # Released values are rounded to their own precision.
         rounding = (
             16 * _UNIT * max(float(one.sums[name].abs().max()), float(other.sums[name].abs().max()), 0.0)
         )
@@ -199,8 +197,8 @@ def _noise(number: int, one: Release, other: Release) -> Iterator[Finding]:
             yield Finding(
                 number,
                 "divisor",
-                f"with the same key the noise on {name!r} differs between neighbours: the noise, or what the sum is "
-                "divided by, depends on the data (on the number drawn, for instance).",
+                f"with the same key the noise on {name!r} differs between neighbours: the noise, or the divisor of the "
+                "sum, depends on the data (on the realised batch size, for instance).",
             )
 
 
@@ -218,5 +216,5 @@ def _over(moved: float, std: float) -> float:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, where a NaN is the same as a NaN."""
+    """Equal bit for bit, where NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())

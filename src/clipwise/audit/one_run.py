@@ -1,4 +1,4 @@
-"""Many canaries in a single run, each in or out by a coin of its own."""
+"""Audit by many canaries in a single run, each included independently with probability 1/2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clipwise.audit.watch import MakeRun
 from clipwise.noise.key import NoiseKey
 from clipwise.validation.arguments import number, whole
 
-# Of m canaries, how many are guessed: those that the attacker is surest of. Fixed beforehand.
+# The share of the m canaries that are guessed, those with the clearest scores. Fixed in advance.
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
 
 
@@ -29,20 +29,20 @@ def one_run(
 ) -> AuditReport:
     """Bound from below what one training run reveals, with many Dirac canaries at once.
 
-    The first records of the data set become canaries with an entry of their own; each takes part with probability
-    1/2. From what the run released, whether the most conspicuous canaries took part is guessed; how many guesses can
-    be right is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The bound on mu goes
-    through all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, at the price of one
-    run.
+    The first records of the data set become canaries, each with its own entry of a parameter, and each takes part with
+    probability 1/2. The attacker guesses from the releases whether the canaries with the clearest scores took part.
+    The number of right guesses is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The
+    bound on mu uses all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, but need
+    only one run.
 
     Args:
         make_run: as in `neighbours`; it runs once.
         dataset: the records; the first `canaries` of them are canaries.
-        canaries: m; at most as many as the largest parameter of each part has entries.
-        parameter: where the canaries' entries are, in place of the largest parameter of each part.
-        delta: at which epsilon is bounded; by default that of the run.
-        confidence: with which all bounds hold together.
-        seed: of the coins and of the key.
+        canaries: m; at most the number of entries of the largest parameter of each parameter group.
+        parameter: the parameter with the canaries' entries, instead of the largest of each parameter group.
+        delta: the delta of the bound on epsilon; by default that of the run.
+        confidence: the probability with which all bounds hold jointly.
+        seed: the seed of the key, and of which canaries take part.
     """
     whole("canaries", canaries, least=2, most=len(dataset))
     number("confidence", confidence, least=0.5, below=1)

@@ -1,13 +1,13 @@
-"""Canaries: records that an attacker plants, and how the attacker finds them again in what is released.
+"""Canaries: records that an attacker plants, and their scores in the releases.
 
-A *Dirac* canary is the worst record there is: its gradient is one huge entry in each part of the release, where it is
-clipped to the whole bound. It goes through the real clip, because its loss is replaced by a multiple of those
-parameters. Everyone else has no gradient, unless asked for, and the attacker looks at that entry alone: with z the
+A *Dirac* canary is the worst-case record: its gradient is one huge entry in each part of the release, which is clipped
+to the full bound. It passes through the real clipping, because its loss is replaced by a multiple of those parameters.
+All other records have no gradient, unless `others` is set, and the attacker looks at that entry alone. With z the
 joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
-N(1 / z, 1) with it, and the log-likelihood ratios of all releases add up.
+N(1 / z, 1) with it. The log-likelihood ratios of all releases add up.
 
-What is left "out" follows the adjacency: nobody under zero-out, a canary of the opposite sign under replace-one. Where
-whole mini-sets are clipped, all others pull in the opposite direction, and the canary turns the clipped mean round.
+The "out" world follows the adjacency: no record under zero-out, a canary of the opposite sign under replace-one. If
+whole microbatches are clipped, all other records have the opposite gradient, and the canary flips the clipped mean.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ if TYPE_CHECKING:
     from clipwise.engine.context import StepContext
     from clipwise.sampling.loader import Piece
 
-_LOUD = 1e4  # times the sensitivity: the size of a canary's gradient before it is clipped
-_OPPOSED = 1e-4  # the part of it that everyone else of a mini-set has, in the opposite direction
+_LOUD = 1e4  # times the sensitivity: the norm of a canary's gradient before clipping
+_OPPOSED = 1e-4  # the share of it that all other records of a microbatch have, with the opposite sign
 
 
 @dataclass
 class Planted(RunWatch, ABC):
-    """A run with canaries in some of its records' places."""
+    """A run with canaries in place of some of its records."""
 
     key: NoiseKey
     records: NDArray[np.int64]  # the canaries' indices in the data set
     inside: NDArray[np.bool_]  # which of them take part
-    again: Sequence[NoiseKey] = ()  # further keys, with which every release is noised once more and scored
-    more: list[Array] = field(default_factory=list)  # the scores of those, one row a key
+    again: Sequence[NoiseKey] = ()  # further keys; every release is noised again with each and scored
+    more: list[Array] = field(default_factory=list)  # the scores of those, one row per key
     scores: Array = field(default_factory=lambda: np.zeros(0))
 
     def begins(self, run: StepContext) -> NoiseKey:
         self.follow(run)
         if run.event.unit is Unit.USER:
             raise ConfigurationError(
-                "Canaries are single records: check a run that protects users by neighbours()."
+                "Canaries are single records: use neighbours() for a run that protects users."
             )
         if run.event.noise_multiplier == 0:
-            raise ConfigurationError("The run has no noise, so it promises nothing that could be measured.")
+            raise ConfigurationError("The run has no noise, so it has no guarantee to measure.")
         self.scores = np.zeros(len(self.records))
         return self.key
 
     def trained(self, make_run: MakeRun, dataset: Any, seed: int) -> list[Entry]:
-        """Train once under this watch; returns what the run charged."""
+        """Train once under this watch; returns the charged events."""
         history = train(make_run, dataset, self, seed).ledger.history()
         if not history:
             raise AuditError("make_run made no step: there is nothing to measure.")
@@ -74,7 +74,7 @@ class Planted(RunWatch, ABC):
 
     @property
     def delta(self) -> float:
-        """Of the run."""
+        """The delta of the run."""
         assert self.run is not None
         return self.run.plan.delta
 
@@ -95,12 +95,12 @@ class Planted(RunWatch, ABC):
 
     @abstractmethod
     def scored(self, run: StepContext, values: Sums) -> Array:
-        """What one release says for each canary: larger is "in"."""
+        """The score of one release for each canary: larger means "in"."""
 
 
 @dataclass
 class Dirac(Planted):
-    """Dirac canaries, each with an entry of its own in every part; `canary` explains `parameter` and `others`."""
+    """Dirac canaries, each with its own entry in every part; `canary` documents `parameter` and `others`."""
 
     parameter: str | None = None
     others: bool = False
@@ -110,17 +110,17 @@ class Dirac(Planted):
         key = super().begins(run)
         if run.strategy.has_local_update:
             raise ConfigurationError(
-                "A local update has no losses to put a Dirac canary into: use neighbours()."
+                "A local update has no losses in which to insert a Dirac canary: use neighbours()."
             )
         if run.strategy.bounds_inside:
             raise ConfigurationError(
                 f"{type(run.strategy).__name__} bounds gradients inside the network, and a Dirac canary is a loss "
-                "that goes past it: use canary(kind='mislabelled', loss=...), kind='record' with a record of your "
+                "that bypasses it: use canary(kind='mislabelled', loss=...), kind='record' with a record of your "
                 "own, or neighbours()."
             )
         if run.strategy.is_coupled and len(self.records) > 1:
             raise ConfigurationError(
-                "Where whole mini-sets are clipped there is one canary a run: use canary()."
+                "If whole microbatches are clipped, there is one canary per run: use canary()."
             )
         self._places = {
             part.name: _entries_for(len(self.records), self._home(part, run), run)
@@ -147,7 +147,7 @@ class Dirac(Planted):
         return self._with_canaries(run, losses, torch.from_numpy(canary_B), torch.from_numpy(weight_B))
 
     def _with_canaries(self, run: StepContext, losses: Tensor, canary_B: Tensor, weight_B: Tensor) -> Tensor:
-        """The losses, with a multiple of its own entries as that of each canary."""
+        """Replace the loss of each canary by a multiple of its own entries."""
         own_B: Tensor | float = 0.0
         for part in run.current_parts():
             if part.name in self._places:
@@ -157,7 +157,7 @@ class Dirac(Planted):
                 own_B = own_B + loud * _picked(p, self._places[part.name][canary_B].to(p.device))
         weight_B = weight_B.to(losses.device, losses.dtype)
         own_B = weight_B * own_B
-        if losses.dim() == 0:  # of a mini-set as a whole
+        if losses.dim() == 0:  # of a microbatch as a whole
             return 0 * losses + own_B.mean()
         is_replaced_B = weight_B != 0 if self.others else torch.ones_like(weight_B, dtype=torch.bool)
         return losses.masked_fill(is_replaced_B, 0) + own_B
@@ -177,9 +177,9 @@ class Dirac(Planted):
 
 
 def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
-    """For each example one entry of a parameter: y^T W x with units x and y, a use that is as cheap as a layer.
+    """One entry of a parameter for each example: y^T W x with unit vectors x and y, as cheap as a layer.
 
-    (To index the parameter would do, but by an index data can move rows, and every step would be probed for that.)
+    Indexing the parameter would also work, but data-dependent indices would make every step be probed for coupling.
     """
     W_pd = p.reshape(len(p), -1) if p.dim() > 1 else p.reshape(1, -1)
     x_Bd = F.one_hot(entry_B % W_pd.shape[1], W_pd.shape[1]).to(p.dtype)
@@ -188,17 +188,16 @@ def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
 
 
 def _says_in(x: Array, shift: float, run: StepContext) -> Array:
-    """The log-likelihood ratio of "in" against "out", for what one release shows of each canary."""
+    """The log-likelihood ratio of "in" against "out" for each canary, from one release."""
     rate = run.event.sample_rate
-    if run.strategy.is_coupled:  # from -C to C, past k - 1 others that say -C
+    if run.strategy.is_coupled:  # from -C to C, among k - 1 others at -C
         return log_ratio(x + run.clipper.divisor * shift / 2, shift, rate)
-    if run.event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, past 0 where it is not drawn
+    if run.event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, among 0 for those not drawn
         return log_ratio(x, shift / 2, rate) - log_ratio(x, -shift / 2, rate)
     return log_ratio(x, shift, rate)
 
 
 def _entries_for(canaries: int, name: str, run: StepContext) -> Tensor:
-    """An entry of a parameter for each canary."""
     size = run.parameters[name].numel()
     if size < canaries:
         raise ConfigurationError(
@@ -209,25 +208,25 @@ def _entries_for(canaries: int, name: str, run: StepContext) -> Tensor:
 
 @dataclass
 class Record(Planted):
-    """A canary that is an ordinary record, such as a mislabelled one, known by its gradient.
+    """A canary that is an ordinary record, such as a mislabelled one, detected by its gradient.
 
-    The attacker computes it at the parameters of each release and looks along it. What the others release along
-    that direction is noise to the attacker, so scores are only ordered: larger says "in".
+    The attacker computes this gradient at the parameters of each release and projects the release onto it. The other
+    records act as noise in this direction, so scores are only ordered: larger means "in".
     """
 
-    loss: Callable[..., Tensor] | None = None  # `loss(model, *batch)` gives one loss an example
-    home: Any = None  # a data set that has the canary in its place, whether or not this run has
+    loss: Callable[..., Tensor] | None = None  # `loss(model, *batch)` returns one loss per example
+    home: Any = None  # a data set with the canary, whether or not this run includes it
     _direction: dict[str, Tensor] = field(default_factory=dict)
 
     def released(self, run: StepContext, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
-        self._direction = self._looked_along(run)  # the same for all that is noised once more
+        self._direction = self._looked_along(run)  # the same for all repeated noisings
         return super().released(run, sums, noised)
 
     def scored(self, run: StepContext, values: Sums) -> Array:
         return np.array([sum(float((d * values[n].double()).sum()) for n, d in self._direction.items())])
 
     def _looked_along(self, run: StepContext) -> dict[str, Tensor]:
-        """S_k m^2 g / (|m g|_k s_k^2) times the divisor: what tells best a shift by S_k along the canary's gradient."""
+        """S_k m^2 g / (|m g|_k s_k^2) times the divisor: the best test for a shift S_k along its gradient."""
         assert self.loss is not None
         names = list(run.parameters)
         with torch.enable_grad():

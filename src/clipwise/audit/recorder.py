@@ -1,9 +1,8 @@
-"""What a run released, kept so that a second run can be made to go the same way.
+"""Records the releases of a run, so that a second run can replay them.
 
-After the first step the parameters of two neighbouring runs differ, and comparing their later sums would say
-nothing about one release. So the second run *replays*: it computes its own sums, and then gets the first run's
-released values in the place of its own. At every step both stand at the same parameters, as in the definition of
-adaptive composition.
+After the first step the parameters of two neighbouring runs differ, so their later sums would not be comparable.
+Therefore the second run computes its own sums, and then uses the released values of the first run instead of its own.
+Both runs have the same parameters at every step, as in the definition of adaptive composition.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 class Release:
     """One release: its sums and values, what the run declared about it, and the state of the model before it."""
 
-    sums: Sums  # bounded, without noise
-    values: Sums  # what was released: (sum + noise) / divisor
+    sums: Sums  # clipped, without noise
+    values: Sums  # the released values: (sum + noise) / divisor
     parts: tuple[Part, ...]
     event: Event
     divisor: float
     state: Mapping[str, Tensor]  # parameters and buffers, by name
-    drawn: tuple[int, ...]  # the records that it was computed from, where the loader handed losses back
+    drawn: tuple[int, ...]  # the records it was computed from, if known from the loader
 
     def noise(self) -> dict[str, Tensor]:
-        """What was added to each (scaled) sum, in float64."""
+        """The noise added to each (scaled) sum, in float64."""
         return {
             name: m * (self.values[name].double() * self.divisor - self.sums[name].double())
             for part in self.parts
@@ -55,7 +54,7 @@ def entries(part: Part) -> list[tuple[str, float]]:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All that leaves with a model, and what it keeps besides."""
+    """All parameters and buffers of a model, including buffers that are not saved."""
     return {
         name: t.detach().clone()
         for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -65,16 +64,16 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class Recorder(RunWatch):
-    """Keeps the releases of a run."""
+    """Records the releases of a run."""
 
     seed: int  # of the key
-    missing: tuple[int, ...] = ()  # units that are left out of every draw
-    tape: list[Release] | None = None  # releases to put in the place of this run's own
+    missing: tuple[int, ...] = ()  # units that are left out of every batch
+    tape: list[Release] | None = None  # releases that replace those of this run
     releases: list[Release] = field(default_factory=list)
     _drawn: list[int] = field(default_factory=list)
 
     def key(self) -> NoiseKey:
-        """The key of the run at its first step: the same in both runs, whatever their data are."""
+        """The key of the run at its first step: the same in both runs."""
         return NoiseKey.from_seed(self.seed, b"clipwise.audit/0")
 
     def begins(self, run: StepContext) -> NoiseKey:
@@ -98,7 +97,7 @@ class Recorder(RunWatch):
         self.releases.append(Release(kept, _copy(values), *declared, state, drawn))
         self._drawn = []
         place = len(self.releases) - 1
-        # What was drawn for one example more must not move the random numbers of the next step.
+        # One example more must not shift the random numbers of the next step.
         torch.default_generator.manual_seed(self.seed + place + 1)
         if self.tape is None or place >= len(self.tape):
             return values

@@ -1,4 +1,4 @@
-"""One record of a data set in an adversary's hands."""
+"""Changes to one record of a data set, as an adversary makes them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.utils.data import Dataset, TensorDataset
 
 from clipwise.sampling.batch_structure import map_tensors
 
-Change = Callable[[Any], Any]  # from a record to another one
+Change = Callable[[Any], Any]  # maps a record to another one
 
 
 def _of_floats(change: Callable[[Tensor], Tensor]) -> Change:
-    """Changes what is a floating point tensor in a record; ids and labels stay."""
+    """Change the floating point tensors of a record; ids and labels stay."""
     return lambda record: map_tensors(lambda t: change(t) if t.is_floating_point() else t, record)
 
 
 def _alternating(x: Tensor) -> Tensor:
-    """The same row over and over, with signs that alternate along the first axis: positions that cancel."""
+    """One row repeated with alternating signs along the first axis, so that positions cancel."""
     if x.dim() == 0:
         return x
     signs = 1 - 2 * (torch.arange(x.shape[0], dtype=x.dtype) % 2)
     return 100 * x[:1] * signs.view(-1, *[1] * (x.dim() - 1))
 
 
-# What is done to a record by default: most mistakes show on one of these.
+# The default changes of a record: most mistakes show on one of these.
 CHANGES: Mapping[str, Change] = {
     "as it is": lambda record: record,
     "outlier": _of_floats(lambda x: 1e4 * x),
@@ -36,7 +36,7 @@ CHANGES: Mapping[str, Change] = {
 
 
 def with_record(dataset: Any, index: int, record: Any) -> Any:
-    """The data set with another record in one place. A plain `TensorDataset` stays one."""
+    """The data set with one record replaced. A plain `TensorDataset` stays one."""
     if type(dataset) is TensorDataset:
         tensors = [t.clone() for t in dataset.tensors]
         for tensor, value in zip(tensors, record, strict=True):
@@ -46,8 +46,6 @@ def with_record(dataset: Any, index: int, record: Any) -> Any:
 
 
 class _Changed(Dataset[Any]):
-    """A data set some of whose records are others."""
-
     def __init__(self, dataset: Any, records: Mapping[int, Any]) -> None:
         self._dataset, self._records = dataset, records
 

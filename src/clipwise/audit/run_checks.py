@@ -1,6 +1,6 @@
-"""Checks of one run: the size of its noise, its independence, its key, and what was drawn.
+"""Checks of a single run: the size and independence of its noise, its key, and its batches.
 
-One run is enough for these. Where chance plays a part, a finding has a probability below 1e-9 if all is well.
+Statistical checks report a false finding with probability below 1e-9.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Part, Sampling
 
 CHANCE = 1e-9
-_PREFIX = 8  # numbers of a stream that are compared: two that agree so far are one
-_ALIKE = 0.9999  # cosine; of eight independent normals it is larger with probability 1e-13
+_PREFIX = 8  # compared numbers of a stream: two streams that agree this far are the same
+_ALIKE = 0.9999  # cosine; eight independent normals exceed it with probability 1e-13
 
 
 def of_noise(releases: Sequence[Release]) -> Iterator[Finding]:
-    """Is every sum noised as its part declares, and do the parts come to the event that is charged?"""
+    """Check that every sum has the declared noise, and that the parts together match the charged event."""
     for number, release in enumerate(releases, start=1):
         z, joint = release.event.noise_multiplier, _joint_multiplier(release.parts)
         if z > 0 and joint < z * (1 - 1e-6):
             yield Finding(
                 number,
                 "joint",
-                f"the parts come to a noise multiplier of {joint:.4g} together and {z:.4g} is charged: K parts of one "
+                f"the parts together have a noise multiplier of {joint:.4g} and {z:.4g} is charged: K parts of one "
                 "sample need sqrt(K) times the noise each.",
             )
             break
@@ -51,12 +51,12 @@ def of_noise(releases: Sequence[Release]) -> Iterator[Finding]:
         if counts[what] and stats.chi2.cdf(square, counts[what]) < CHANCE:
             share = math.sqrt(square / counts[what])
             yield Finding(
-                0, "noise", f"the noise on {what} has {share:.3g} of the standard deviation that is declared."
+                0, "noise", f"the noise on {what} has {share:.3g} of the declared standard deviation."
             )
 
 
 def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
-    """Does any noise serve twice? The same noise on two sums reveals their difference."""
+    """Check that no noise is used twice. The same noise on two sums reveals their difference."""
     names, rows = [], []
     for number, release in enumerate(releases, start=1):
         noise = release.noise()
@@ -75,34 +75,32 @@ def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
         yield Finding(
             b,
             "key",
-            f"the noise on part {other!r} is that of step {a} on part {one!r}: a key served twice, and the difference "
-            "of two releases has no noise.",
+            f"the noise on part {other!r} is that of step {a} on part {one!r}: a key was used twice, and the "
+            "difference of two releases has no noise.",
         )
 
 
 def _in_memory(noise: Tensor, released: Tensor) -> Tensor:
-    """Numbers in the order in which they were drawn: that of the memory of what was released."""
+    """Numbers in the order of the memory of the released tensor, in which they were drawn."""
     return noise.permute(sorted(range(noise.dim()), key=released.stride, reverse=True)).flatten()
 
 
 def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding]:
-    """Could draws such as these come from the scheme that is charged? Asked of Poisson sampling."""
+    """Check that the batches are plausible under the charged scheme. Only Poisson sampling is checked."""
     draws = [r.drawn for r in releases if r.event.sampling is Sampling.POISSON]
     if not draws or not any(draws):
         return
     rate = releases[0].event.sample_rate
     T, total = len(draws), sum(map(len, draws))
     if stats.binom.sf(total - 1, T * dataset_size, rate) < CHANCE:
-        yield Finding(
-            0, "sampling", f"records are drawn more often than at the rate {rate:.4g} that is charged."
-        )
+        yield Finding(0, "sampling", f"records are drawn more often than at the charged rate {rate:.4g}.")
     taken = np.bincount(np.concatenate([np.asarray(d, np.int64) for d in draws]), minlength=dataset_size)
     if len(set(taken.tolist())) == 1 and _chance_of_one_value(T, rate, dataset_size) < CHANCE:
         yield Finding(
             0,
             "sampling",
             f"every record takes part exactly {taken[0]} times in {T} steps, as in shuffled epochs, and Poisson "
-            "sampling is charged: nothing is amplified.",
+            "sampling is charged: there is no amplification.",
         )
     if len({len(d) for d in draws}) == 1 and _chance_of_one_value(dataset_size, rate, T) < CHANCE:
         yield Finding(
@@ -113,7 +111,7 @@ def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding
 
 
 def of_secrets(state: Mapping[str, Any], key: NoiseKey, steps: int) -> Iterator[Finding]:
-    """Is a secret of the run in what may be published? Looked for as bytes and as hex, at every step."""
+    """Check that `state_dict()` contains no secret of the run, as bytes or as hex, of any step."""
     file = io.BytesIO()
     torch.save(_without_graphs(state), file)
     content = file.getvalue()
@@ -123,7 +121,7 @@ def of_secrets(state: Mapping[str, Any], key: NoiseKey, steps: int) -> Iterator[
             yield Finding(
                 step,
                 "key",
-                "the secret of the noise is in what state_dict() returns: who reads it can take the noise off.",
+                "the secret of the noise is in what state_dict() returns: a reader of it can remove the noise.",
             )
             return
         key.advance()
@@ -138,7 +136,7 @@ def _without_graphs(value: Any) -> Any:
 
 
 def _joint_multiplier(parts: Sequence[Part]) -> float:
-    """(sum_k (S_k / s_k)^2)^(-1/2), written down a second time; of parts that a unit moves alone the largest counts."""
+    """(sum_k (S_k / s_k)^2)^(-1/2), computed independently; the largest if a unit is in only one part."""
     moved = [p for p in parts if p.sensitivity]
     squares = [(p.sensitivity / p.noise_std) ** 2 if p.noise_std > 0 else math.inf for p in moved]
     together = sum(square for square, p in zip(squares, moved, strict=True) if not p.alone)
@@ -147,5 +145,4 @@ def _joint_multiplier(parts: Sequence[Part]) -> float:
 
 
 def _chance_of_one_value(trials: int, rate: float, copies: int) -> float:
-    """The probability that so many independent binomial numbers are all equal."""
     return float(np.sum(stats.binom.pmf(np.arange(trials + 1), trials, rate) ** copies))

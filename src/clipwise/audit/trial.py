@@ -1,4 +1,4 @@
-"""A short private run of any model, to be audited."""
+"""A short private run of any model, for audits."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def run_of(
 
     Args:
         model: is copied before each run.
-        loss: `loss(model, *batch)` gives one loss an example, or `loss(model, batch)` for a mapping.
-        batch: tensors whose first dimension counts the examples, in a tuple, list or mapping.
+        loss: `loss(model, *batch)` returns one loss per example, or `loss(model, batch)` for a mapping.
+        batch: tensors with the examples along their first dimension, in a tuple, list or mapping.
         clipping: the strategy; `PerExample(max_norm=1.0)` by default, `Backprop()` for a model that is clipped for it.
-        step: `step(private, model, *batch)`, for a strategy that needs more than losses. It returns what
-            `private.step` does, which is called by default.
+        step: `step(private, model, *batch)`, for a strategy that needs more than losses. It returns the result of
+            `private.step`, which is called by default.
         options: further arguments of `make_private`.
     """
     columns = batch.values() if isinstance(batch, Mapping) else batch
     tensors = [t for t in columns if isinstance(t, Tensor) and t.dim()]
     if len(tensors) < len(batch) or len({len(t) for t in tensors}) != 1 or len(tensors[0]) < 4:
         raise ConfigurationError(
-            "batch must hold tensors whose first dimension counts the same examples, at least 4, to make neighbouring "
-            "data sets of it: write a function for clipwise.audit.neighbours otherwise."
+            "batch must hold tensors with the same examples, at least 4, along their first dimension, to make "
+            "neighbouring data sets: otherwise write a function for clipwise.audit.neighbours."
         )
 
     def train(dataset: Any) -> None:

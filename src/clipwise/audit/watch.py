@@ -1,4 +1,4 @@
-"""One private run under a watch: what all audits share."""
+"""Observes one private run: shared by all audits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeRun = Callable[[Any], Any]  # trains on a data set
 
 
 class RunWatch(Observer):
-    """Follows a single run; `run` is that run, once it was made."""
+    """Observes a single run; `run` is that run, once it exists."""
 
     run: StepContext | None = None
 

@@ -22,7 +22,7 @@ from clipwise.errors import ClipwiseError
 
 
 class _Commands(TyperGroup):
-    """Ends what clipwise refuses as one clean line: a traceback helps nobody there."""
+    """Prints errors raised by clipwise as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""`clipwise audit`: attack a run, and compare what is found with what its ledger claims."""
+"""`clipwise audit`: attack a run and compare the result with the guarantee in its ledger."""
 
 from __future__ import annotations
 
@@ -34,34 +34,33 @@ def audit(
         typer.Option(
             help="path/to/file.py:function or package.module:function. The function takes no arguments and returns "
             "(make_run, dataset), or (make_run, dataset, loss) for --kind mislabelled: make_run(dataset) trains as the "
-            "run did, and loss(model, *batch) gives one loss an example. By default subject.py:subject in the folder."
+            "run did, and loss(model, *batch) returns one loss per example. By default subject.py:subject in the "
+            "folder."
         ),
     ] = None,
     runs: Annotated[
         int,
-        typer.Option(
-            min=0, help="How often to train with a canary, and as often again without; 0 for no such attack."
-        ),
+        typer.Option(min=0, help="Runs with a canary, and as many again without; 0 for no such attack."),
     ] = 100,
     kind: Annotated[
         str,
         typer.Option(
-            help="The canary: dirac, the worst gradient there is, or mislabelled, the first record with another label "
-            "(for Lipschitz and Backprop)."
+            help="The canary: dirac (the worst-case gradient) or mislabelled (the first record with another label, for "
+            "Lipschitz and Backprop)."
         ),
     ] = "dirac",
     canaries: Annotated[
-        int, typer.Option(min=0, help="How many canaries to plant in a further, single run; 0 for none.")
+        int, typer.Option(min=0, help="How many canaries to plant in one further run; 0 for none.")
     ] = 0,
-    confidence: Annotated[float, typer.Option(help="With which each attack's bounds hold.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence of each attack's bounds.")] = 0.95,
     delta: Annotated[float | None, typer.Option(help="The delta of epsilon; by default the run's.")] = None,
-    seed: Annotated[int, typer.Option(help="Of canaries and noise: the same seed, the same result.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the canaries and the noise.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the claimed and the measured curve to this file: .png or .svg.")
+        Path | None, typer.Option(help="Plot the claimed and the measured curve to this file: .png or .svg.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Attack a run, and compare what an attacker reaches with what the run's ledger claims.
+    """Attack a run and compare what the attacks achieve with the guarantee in its ledger.
 
     For example:
 
@@ -72,19 +71,19 @@ def audit(
         def subject():
             return train, dataset    # train(dataset) trains as the run did
 
-    First two neighbouring runs are compared release by release. Then the model is trained again and again, with and
-    without a canary (a planted record, by default the worst there is); how well the two can be told apart bounds
-    epsilon and mu from below. A lower bound above the claim shows a bug; one below it proves nothing. Use synthetic or
-    public records: audits see sums without noise.
+    The audit first compares two neighbouring runs release by release. It then trains the model many times, with and
+    without a canary (a planted record, by default the worst case). How well an attacker distinguishes the two gives
+    lower bounds on epsilon and mu. A lower bound above the claim shows a bug; one below it proves nothing. Use
+    synthetic or public records: audits see sums without noise.
 
-    Exit code 0: within the claim. 1: more than claimed. 2: the audit could not be made.
+    Exit code 0: within the claim. 1: more than claimed. 2: the audit could not run.
     """
     file = run / LEDGER if run.is_dir() else run
     claimed = ledger.read(file)
     usual = file.parent / SUBJECT
     if subject is None and not usual.is_file():
         raise ConfigurationError(
-            f"There is no file {usual}: name by --subject path/to/file.py:function a function that returns "
+            f"There is no file {usual}: give --subject path/to/file.py:function, a function that returns "
             "(make_run, dataset)."
         )
     target = f"{usual}:subject" if subject is None else subject
@@ -92,15 +91,15 @@ def audit(
         raise ConfigurationError(f"--kind {kind} is not known: use one of {', '.join(KINDS)}.")
     if 0 < runs < least_runs(kind):
         raise ConfigurationError(
-            f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 for no such "
+            f"--runs={runs} is not possible with --kind {kind}: give at least {least_runs(kind)}, or 0 to skip this "
             "attack."
         )
     number("--confidence", confidence, least=0.5, below=1)
     require_picture(plot)
     if plot is not None and not (runs or canaries):
         raise ConfigurationError(
-            "--plot draws what an attack measured, and --runs 0 without --canaries makes none: give more runs or "
-            "canaries, or leave out --plot."
+            "--plot needs an attack, and --runs 0 without --canaries runs none: give --runs or --canaries, or leave "
+            "out --plot."
         )
     if delta is not None:
         number("--delta", delta, above=0, below=1)
@@ -110,7 +109,7 @@ def audit(
     if kind == "mislabelled" and runs and loss is None:
         raise ConfigurationError(
             f"--kind mislabelled needs a loss: let {target} return (make_run, dataset, loss), where "
-            "loss(model, *batch) gives one loss an example."
+            "loss(model, *batch) returns one loss per example."
         )
     reports: list[AuditReport] = []
     common: dict[str, Any] = {"delta": delta, "confidence": confidence, "seed": seed}
@@ -125,7 +124,7 @@ def audit(
             reports.append(auditing.one_run(make_run, dataset, canaries=canaries, **common))
     if plot is not None:
         max(reports, key=lambda report: report.measured.mu).draw(plot)
-        remark(f"Drawn to {plot}")
+        remark(f"Plot written to {plot}")
     ok = compared.ok and all(report.ok for report in reports)
     if as_json:
         content: dict[str, Any] = {"format": 1, "run": claimed.run, "ok": ok}
@@ -143,16 +142,15 @@ def audit(
             )
             stdout().print(_table(report))
         say(
-            "Within the claim: no attack did better than it allows, which is no proof."
+            "Within the claim: no attack exceeded what the guarantee allows. This is no proof."
             if ok
-            else "MORE THAN CLAIMED: the run is not as private as its ledger says.",
+            else "MORE THAN CLAIMED: the run is less private than its ledger states.",
             style="" if ok else "red",
         )
     raise typer.Exit(0 if ok else 1)
 
 
 def _subject(target: str) -> tuple[Any, Any, Any]:
-    """make_run, the data set, and the loss or None."""
     function = load(target, "--subject")
     with running(target):
         made = function()
@@ -161,21 +159,21 @@ def _subject(target: str) -> tuple[Any, Any, Any]:
         if callable(make_run) and (loss is None or callable(loss)):
             return make_run, dataset, loss
     raise ConfigurationError(
-        f"{target} must return (make_run, dataset): a function that trains on the data set that it is given, as the "
-        "run did, and such a data set; or (make_run, dataset, loss)."
+        f"{target} must return (make_run, dataset) or (make_run, dataset, loss), where make_run trains on the data "
+        "set it is given, as the run did."
     )
 
 
 def _require_same_run(ours: Sequence[Entry], theirs: Sequence[Entry], target: str) -> None:
-    """What is attacked must claim just what the ledger claims."""
+    """The attacked run must charge exactly the events of the ledger."""
     counts: list[Counter[str]] = [Counter(), Counter()]
     for count, history in zip(counts, (ours, theirs), strict=True):
         for entry in history:
             count[json.dumps(entry.event.to_dict(), sort_keys=True)] += entry.count
     if counts[0] != counts[1]:
         raise ConfigurationError(
-            f"{target} makes another run than the ledger's: it must charge the same events equally often (sampling, "
-            "rate, noise multiplier, number of steps, size of the data set)."
+            f"{target} makes a different run from the one in the ledger: it must charge the same events the same "
+            "number of times (sampling, rate, noise multiplier, number of steps, size of the data set)."
         )
 
 

@@ -1,4 +1,4 @@
-"""`clipwise check`: can this model and this loss be trained privately?"""
+"""`clipwise check`: test whether a model and a loss can be trained privately."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def check(
         str,
         typer.Argument(
             help="path/to/file.py:function or package.module:function. The function takes no arguments and "
-            "returns (model, loss, batch), where loss(model, *batch) gives one loss an example, or loss(model, batch) "
-            "if the batch is a mapping."
+            "returns (model, loss, batch), where loss(model, *batch) returns one loss per example, or "
+            "loss(model, batch) if the batch is a mapping."
         ),
     ],
     neighbours: Annotated[
         bool,
         typer.Option(
-            help="Also train a copy for a few steps on neighbouring data sets made of the batch, and check that one "
-            "example moves no release by more than is declared."
+            help="Also train a copy for a few steps on neighbouring data sets made from the batch, and check that one "
+            "example changes no release by more than its declared sensitivity."
         ),
     ] = False,
 ) -> None:
-    """Say whether a model and a loss can be trained privately, and if not, why.
+    """Test whether a model and a loss can be trained privately, and explain why if not.
 
     For example:
 
@@ -44,12 +44,12 @@ def check(
         def example():
             return Net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"), (x, y)
 
-    Use synthetic or public rows for the batch: what a check says depends on them. It runs your code with examples
-    replaced, taken out and in another order, and looks whether any other example's loss or gradient moves. With
-    --neighbours it also trains a copy privately, with and without an example, and compares every release. It is a lint
-    and no proof.
+    Use synthetic or public rows for the batch, because the output depends on them. The check runs your code with
+    examples replaced, removed and reordered, and tests whether the loss or gradient of any other example changes. With
+    --neighbours it also trains a copy privately, with and without one example, and compares every release. It is a
+    lint and no proof.
 
-    Exit code 0: accepted. 1: refused. 2: the check could not be made.
+    Exit code 0: accepted. 1: refused. 2: the check could not run.
     """
     function = load(target)
     with running(target):
@@ -71,5 +71,5 @@ def _parts(made: object, target: str) -> tuple[nn.Module, Callable[..., Any], An
             return model, loss, batch
     raise ConfigurationError(
         f"{target} must return (model, loss, batch): a torch.nn.Module, a function loss(model, *batch) and a "
-        "tuple of its further arguments, such as (x, y), or a mapping that is one argument."
+        "tuple of the remaining arguments, such as (x, y), or a mapping that is the only argument."
     )

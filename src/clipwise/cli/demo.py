@@ -1,4 +1,4 @@
-"""`clipwise demo`: see what privacy costs, on real data, in a minute."""
+"""`clipwise demo`: compare training with and without privacy on real data, in a minute."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from clipwise.recipes.demo import DELTA, NOTE, RECIPES, Moment, Recipe, Result, 
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Where the runs go. If it is in use, the next of OUT-2, OUT-3, ... is taken.")
+        Path, typer.Option(help="Folder for the runs. If it exists, OUT-2, OUT-3, ... is used.")
     ] = Path("runs/demo"),
     seed: Annotated[
         int | None,
-        typer.Option(help="Repeat a demo exactly. No guarantee is claimed for a run with a given seed."),
+        typer.Option(help="Make the demo reproducible. A run with a given seed claims no guarantee."),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Train all three runs for so many epochs, in place of what suits each."),
+        typer.Option(min=1, help="Train all three runs for this many epochs instead of their defaults."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One epoch each: shows that it works, not how well.")
@@ -36,12 +36,12 @@ def demo(
 
         clipwise demo --out runs/longer --epochs 60
 
-    A small network learns 1437 handwritten digits and is tested on 360 others. Epsilon says how much the
-    result may tell about any single one of the 1437: smaller is more private. While a run goes on you see a
-    quick upper bound on what is spent so far (RDP); the table at the end has the tight one (PLD). It also
-    shows what privacy costs: accuracy, and time per step relative to training without it.
+    A small network trains on 1437 handwritten digits and is tested on 360 others. Epsilon bounds how much the
+    result reveals about any single one of the 1437: smaller is more private. During a run you see a quick upper
+    bound on the epsilon spent so far (RDP); the table at the end has the tight bound (PLD). It also shows the cost
+    of privacy: accuracy, and time per step relative to training without it.
 
-    Each run leaves a folder with its weights and metrics and, if it is private, its ledger, a checkpoint and
+    Each run writes a folder with its weights and metrics and, if it is private, its ledger, a checkpoint and
     its privacy statement. Nothing is downloaded.
     """
     if quick and epochs is None:
@@ -60,17 +60,17 @@ def demo(
 
 
 def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) -> Result:
-    """One run under a live bar; or, without a terminal, with a line when it is done."""
+    """Trains one run with a live progress display, or prints one line at the end without a terminal."""
     if not console.is_terminal:
         result = run(recipe, folder, seed=seed, watch=lambda _: None)
         say(
-            f"{recipe.name}: {result.steps} steps, {result.accuracy:.1%} of the test part right",
+            f"{recipe.name}: {result.steps} steps, test accuracy {result.accuracy:.1%}",
             console=console,
         )
         return result
     columns = (TextColumn("{task.description:<15}"), BarColumn(), TextColumn("{task.fields[figures]}"))
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(recipe.name, total=None, figures="")
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(recipe.name, total=None, figures="")
 
         def watch(moment: Moment) -> None:
             figures = f"step {moment.step} of {moment.steps}"
@@ -78,16 +78,16 @@ def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) ->
                 figures += f"  test accuracy {moment.accuracy:.1%}"
             if moment.rdp_epsilon is not None:
                 figures += f"  epsilon so far (RDP) {rounded_up(moment.rdp_epsilon, 3)}"
-            bar.update(task, completed=moment.step, total=moment.steps, figures=figures)
+            progress.update(task, completed=moment.step, total=moment.steps, figures=figures)
 
         return run(recipe, folder, seed=seed, watch=watch)
 
 
 def _table(results: list[Result]) -> Table:
-    """The runs side by side; the first one, without privacy, is what times are measured by."""
+    """The runs side by side; times are relative to the first run, which is not private."""
     table = Table("run", title="What privacy costs", title_justify="left")
     epsilon = f"epsilon (PLD)\nat delta {DELTA:g}"
-    for heading in ("test accuracy", epsilon, "median time\na step", "relative\ntime"):
+    for heading in ("test accuracy", epsilon, "median time\nper step", "relative\ntime"):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(

@@ -1,4 +1,4 @@
-"""`clipwise epsilon`: what a run costs, planned or in a ledger."""
+"""`clipwise epsilon`: the privacy cost of a run, planned or recorded in a ledger."""
 
 from __future__ import annotations
 
@@ -33,58 +33,56 @@ class Picture(str, Enum):
 def epsilon(
     options: RunOptions,
     ledger: Ledgers = None,
-    at_epsilon: Annotated[float | None, typer.Option(help="Tell the delta for this epsilon as well.")] = None,
+    at_epsilon: Annotated[float | None, typer.Option(help="Also print the delta at this epsilon.")] = None,
     repetitions: Annotated[
         float | None,
         typer.Option(
-            help="The run is tried so many times on average, a random number, and the best result kept."
+            help="The run is repeated a random number of times with this mean, and only the best result is kept."
         ),
     ] = None,
     repetitions_shape: Annotated[
         float | None,
         typer.Option(
-            help="How that number is drawn: 1 is geometric (the default), 0 logarithmic, inf Poisson."
+            help="The distribution of that number: 1 is geometric (the default), 0 logarithmic, inf Poisson."
         ),
     ] = None,
     second_opinion: SecondOpinion = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw to this file, which ends in .png or .svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot to this file, which ends in .png or .svg.")] = None,
     plot_kind: Annotated[
         Picture | None,
-        typer.Option(
-            help="With --plot: draw epsilon over the steps, or delta for every epsilon; steps if left out."
-        ),
+        typer.Option(help="With --plot: plot epsilon over the steps (the default), or delta over epsilon."),
     ] = None,
 ) -> None:
-    """What a training run costs: the smallest epsilon at the given delta.
+    """The privacy cost of a training run: the smallest epsilon at the given delta.
 
-    For a run that you plan:
+    For a planned run:
 
         clipwise epsilon --noise-multiplier 1.1 --batch-size 256 --dataset-size 60000 --epochs 60
 
-    For a run that has happened (the file is only read, never changed, and may be in use), or for several on the
-    same data, whose costs add up:
+    For a recorded run (the ledger is only read and may be in use), or for several runs on the same data, which
+    compose:
 
         clipwise epsilon --ledger runs/demo/epsilon-8/ledger --ledger runs/demo/epsilon-3/ledger
 
-    Smaller is more private: below 1 is strong, 1 to 10 is usual for trained models, and far above that little
-    is promised. All figures are upper bounds but the one in brackets. PLD is the tight one and the one that
-    counts for a single run; RDP is looser and cheap, which is why progress bars show it. Of several runs the Renyi
-    filter counts: it holds also where a run was configured after releases of another one were seen.
+    Smaller is more private: below 1 is strong, 1 to 10 is usual for trained models, and far above 10 the guarantee
+    is weak. All figures are upper bounds except the one in brackets. PLD is tight, and is the figure to report for a
+    single run. RDP is looser and cheap, so progress bars show it. For several runs report the Renyi filter: it also
+    holds if a run was configured after releases of another run were seen.
     """
     require_picture(plot)
     if plot is None and plot_kind is not None:
-        raise ConfigurationError("--plot-kind needs --plot: the file to draw to.")
+        raise ConfigurationError("--plot-kind needs --plot, the file to write.")
     _require_search(repetitions, repetitions_shape)
     if at_epsilon is not None:
         number("--at-epsilon", at_epsilon, least=0)
     delta = options.delta
     about = releases_of(ledger, options)
-    if plot is not None:  # first, because a file that cannot be drawn is refused at once
+    if plot is not None:  # first, so that an invalid file is refused at once
         if plot_kind is Picture.PROFILE:
             plots.delta_profile(about.history, plot)
         else:
             plots.epsilon_over_steps(about.history, delta, plot)
-        remark(f"Drawn to {plot}")
+        remark(f"Plot written to {plot}")
     about.describe()
     stdout().print(table_of(about.history, delta, second_opinion, about.plan))
     about.explain_runs()
@@ -104,7 +102,7 @@ def epsilon(
 
 
 def _require_search(mean: float | None, shape: float | None) -> None:
-    """Refuse --repetitions and its shape where there is no such number of runs."""
+    """Refuses an invalid --repetitions-shape, or one without --repetitions."""
     if mean is None:
         if shape is not None:
             raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
@@ -125,6 +123,6 @@ def _print_search(history: list[Entry], delta: float, mean: float, given_shape: 
         raise ConfigurationError(f"--repetitions: {error}") from error
     say(
         f"The whole search, {mean:g} such runs on average of which only the best is released: epsilon "
-        f"{rounded_up(whole)} (RDP). It holds if accounting.Repetitions({mean:g}, {shape:g}).draw() says how many runs "
-        "there are, and each takes its hyper-parameters at random."
+        f"{rounded_up(whole)} (RDP). It holds if the number of runs is drawn by "
+        f"accounting.Repetitions({mean:g}, {shape:g}).draw() and each run draws its hyper-parameters at random."
     )

@@ -1,4 +1,4 @@
-"""`clipwise noise`: whichever of noise, length and batch size is left out, for a budget."""
+"""`clipwise noise`: compute the noise, the length or the batch size that fits a budget."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from clipwise.report import plots
 
 @takes_run_options
 def noise(
-    epsilon: Annotated[float, typer.Option(help="The privacy budget: what the whole run may cost.")],
+    epsilon: Annotated[float, typer.Option(help="The privacy budget: the most that the whole run may cost.")],
     options: RunOptions,
     second_opinion: SecondOpinion = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw epsilon over the steps of that run to this file: .png or .svg.")
+        Path | None, typer.Option(help="Plot epsilon over the run's steps to this file: .png or .svg.")
     ] = None,
 ) -> None:
-    """What keeps a run within a budget: the noise, the number of steps, or the batch size.
+    """Compute the noise, the number of steps or the batch size that keeps a run within a budget.
 
-    Give the budget and two of the three; the one that is left out is computed. The least noise:
+    Give the budget and two of the three; the command computes the third. The least noise:
 
         clipwise noise --epsilon 3 --batch-size 256 --dataset-size 60000 --epochs 20
 
@@ -49,8 +49,9 @@ def noise(
         clipwise noise --epsilon 3 --noise-multiplier 1.1 --steps 5000 --dataset-size 60000
 
     The noise multiplier is the standard deviation of the noise over the sensitivity of the clipped sum. With
-    clipping at norm C and Poisson sampling, each coordinate of the sum gets noise of that times C. The
-    answer is checked with the PLD accountant; `make_private(epsilon=...)` asks the first question.
+    clipping norm C and Poisson sampling, the noise on each coordinate of the sum has standard deviation
+    noise multiplier times C. The PLD accountant confirms the answer. `make_private(epsilon=...)` computes the noise
+    in the same way.
     """
     require_picture(plot)
     with naming_options():
@@ -59,16 +60,14 @@ def noise(
     reached = accounting.epsilon_of(history, options.delta)
     if plot is not None:
         plots.epsilon_over_steps(history, options.delta, plot)
-        remark(f"Drawn to {plot}")
+        remark(f"Plot written to {plot}")
     say(f"{run}, noise multiplier {multiplier:g}")
     say(answer, style="bold")
     stdout().print(table_of(history, options.delta, second_opinion))
     say(in_words(reached, options.delta, run.adjacency, run.unit, accounting.tradeoff_of(history)))
 
 
-Solved = tuple[
-    str, Plan, float
-]  # the answer in words, the run that it makes definite, and its noise multiplier
+Solved = tuple[str, Plan, float]  # the answer in words, the resulting run, and its noise multiplier
 
 
 def _solve(options: RunOptions, epsilon: float) -> Solved:
@@ -80,13 +79,13 @@ def _solve(options: RunOptions, epsilon: float) -> Solved:
     missing = [name for name, is_given in given.items() if not is_given]
     if not missing:
         raise ConfigurationError(
-            "Noise, length and batch size are all given: leave out the one that --epsilon shall decide, or ask "
-            "`clipwise epsilon` what they cost."
+            "Noise, length and batch size are all given: leave out the one to compute from --epsilon, or use "
+            "`clipwise epsilon` for their cost."
         )
     if len(missing) > 1:
         raise ConfigurationError(
-            f"Give all but one of noise, length and batch size. Left out are {' and '.join(missing)}; the batch "
-            "size may be given as --sample-rate, or as --batch-size with --dataset-size."
+            f"Give all but one of noise, length and batch size. Missing are {' and '.join(missing)}; give the batch "
+            "size as --sample-rate, or as --batch-size with --dataset-size."
         )
     if options.noise_multiplier is None:
         return _least_noise(options, epsilon)
@@ -100,7 +99,7 @@ def _least_noise(options: RunOptions, epsilon: float) -> Solved:
     found = accounting.noise_multiplier(
         epsilon=epsilon, delta=options.delta, steps=run.steps, **run.arguments()
     )
-    shown = rounded_up(found, 6)  # more noise than found, if anything
+    shown = rounded_up(found, 6)  # the printed value is at least the one found
     return f"Least noise: a multiplier of {shown}", run, float(shown)
 
 
@@ -108,7 +107,7 @@ def _most_steps(options: RunOptions, epsilon: float, z: float) -> Solved:
     run = plan_of(options, steps=1)
     found = accounting.steps(epsilon=epsilon, delta=options.delta, noise_multiplier=z, **run.arguments())
     run = replace(run, steps=found)
-    # Rounded down: so many epochs fit.
+    # Rounded down, so that this many epochs fit.
     epochs = math.floor(100 * found / run.scheme.steps_per_epoch) / 100
     return f"Most steps: {found}, which is {epochs:g} epochs", run, z
 
@@ -133,7 +132,7 @@ def _largest_batches(options: RunOptions, epsilon: float, z: float) -> Solved:
     if options.dataset_size is None:
         if options.sampling is Sampling.FIXED_SIZE:
             raise ConfigurationError(
-                "--sampling fixed-size needs --dataset-size: its batches have whole sizes."
+                "--sampling fixed-size needs --dataset-size, because its batch size is a whole number."
             )
         if options.epochs is not None:
             rate = 1 / math.ceil(1 / rate)  # an epoch has a whole number of steps
@@ -144,7 +143,7 @@ def _largest_batches(options: RunOptions, epsilon: float, z: float) -> Solved:
 
 
 def _of_whole_size(options: RunOptions, epsilon: float, z: float, rate: float) -> Plan:
-    """The run with the largest batch size near `rate` that fits: sizes are whole, and so are steps in an epoch."""
+    """The run with the largest whole batch size near `rate` that fits the budget."""
     assert options.dataset_size is not None
 
     def of_size(size: int) -> Plan:
@@ -158,7 +157,7 @@ def _of_whole_size(options: RunOptions, epsilon: float, z: float, rate: float) -
         size -= 1
     if size == 0:
         raise ConfigurationError(
-            f"--epsilon {epsilon:g} allows a rate of {rate:.3g} at most: less than one record in a batch. Give more "
+            f"--epsilon {epsilon:g} allows a rate of at most {rate:.3g}: less than one record per batch. Give more "
             "noise, fewer steps or a larger budget."
         )
     while size < options.dataset_size and fits(size + 1):

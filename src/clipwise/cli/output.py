@@ -1,4 +1,4 @@
-"""What commands print: tables and plain lines on stdout, warnings and errors on stderr."""
+"""Output of the commands: tables and plain lines on stdout, warnings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _CHANGES = {
 
 
 def stdout() -> Console:
-    """Where results go. Without a terminal there are no colours and nothing moves."""
+    """The console for results. Without a terminal it has no colours and no live display."""
     return Console(highlight=False)
 
 
 def say(text: str, *, console: Console | None = None, style: str = "") -> None:
-    """Print text as it is: no markup in it, and no line breaks that a pipe would keep."""
+    """Print text without markup and without wrapping."""
     (console or stdout()).print(Text(text, style=style), soft_wrap=True)
 
 
 def remark(text: str, style: str = "") -> None:
-    """A line on stderr: stdout holds results, which may be read by a machine."""
+    """Print a line on stderr, because programs may parse stdout."""
     say(text, console=Console(stderr=True, highlight=False), style=style)
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """An upper bound for people: rounded, but never below what was proven."""
+    """An upper bound for display, rounded up."""
     if not math.isfinite(value):
         return "infinite"
     short = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(value))
@@ -48,17 +48,17 @@ def in_words(
     unit: Unit = Unit.RECORD,
     curve: Tradeoff | None = None,
 ) -> str:
-    """What (epsilon, delta) promises, in words.
+    """The meaning of (epsilon, delta) in words.
 
     From P(S) <= e^epsilon Q(S) + delta for every outcome S and both orders of the neighbours: a test with
-    false alarms at rate a detects at most min(e^epsilon a + delta, 1 - e^-epsilon (1 - delta - a)). The whole
-    trade-off curve, where it is known, bounds that better.
+    false-positive rate a detects at most min(e^epsilon a + delta, 1 - e^-epsilon (1 - delta - a)). The full
+    trade-off curve, where it is known, gives a better bound.
     """
     if not math.isfinite(epsilon):
-        return "No noise, or too little of it: nothing is promised."
+        return "No noise, or too little of it: there is no guarantee."
     alarms = 0.01
     power = min(math.exp(min(epsilon, 700)) * alarms + delta, 1 - math.exp(-epsilon) * (1 - delta - alarms))
-    # Beyond this e^epsilon has no float: it is not written out then.
+    # e^epsilon overflows a float above this.
     factor = f" = {rounded_up(math.exp(epsilon), 3)}" if epsilon < 700 else ""
     if curve is not None:
         power = min(power, curve.power(alarms))

@@ -1,4 +1,4 @@
-"""Files and folders that options name, looked at before anything else is done."""
+"""Checks of the files and folders given as options, made before any other work."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from clipwise.report.plots import METADATA
 
 
 def require_picture(file: Path | None) -> None:
-    """Refuse a file for --plot that could not be written in the end."""
+    """Refuse a --plot file that cannot be written."""
     if file is None:
         return
     if file.suffix.lower() not in METADATA:
-        raise ConfigurationError(f"--plot {file} is not possible: pictures end in {' or '.join(METADATA)}.")
+        raise ConfigurationError(f"--plot {file} is not possible: plot files end in {' or '.join(METADATA)}.")
     if not file.parent.is_dir():
         raise ConfigurationError(
-            f"--plot {file} cannot be written: there is no folder {file.parent}. Make it first."
+            f"--plot {file} cannot be written: there is no folder {file.parent}. Create it first."
         )
     if file.is_dir():
         raise ConfigurationError(f"--plot {file} is a folder: name a file.")
 
 
 def require_folder(folder: Path) -> None:
-    """Refuse a folder for --out that is none, or that cannot be made or written."""
+    """Refuse an --out that is not a folder, or that cannot be created or written."""
     whole = Path(os.path.abspath(folder))
     place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
     if not os.path.isdir(place):
@@ -33,7 +33,7 @@ def require_folder(folder: Path) -> None:
             f"--out {folder} cannot be a folder: {place.name} is a file. Give another name."
         )
     try:
-        # To ask for the permission is not enough: a system may grant it and still refuse, as /proc does.
+        # Testing the permission is not enough: /proc grants it and still refuses to write.
         with tempfile.TemporaryDirectory(dir=place) as trial:
             (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
     except OSError as error:

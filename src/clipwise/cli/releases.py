@@ -1,4 +1,4 @@
-"""The releases that a command is about, of a planned run or in ledgers, and a table of what accountants say of them."""
+"""The releases of a planned run or of ledgers, and a table of their cost by every accountant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clipwise.privacy import Entry, Event
 from clipwise.report.wording import NO_GUARANTEE
 from clipwise.validation.arguments import number
 
-# Beside PLD: name, heading, what its bound is good for, and why it has none where it has none.
+# Accountants besides PLD: name, heading, remark on the bound, and the remark if there is no bound.
 OTHERS = (
     ("rdp", "RDP", "looser, shown while training", "no bound for this kind of step"),
     ("zcdp", "zCDP", "looser", "no bound: batches are sampled"),
@@ -28,20 +28,20 @@ OTHERS = (
 SECOND = (
     "dp-accounting",
     "dp-accounting",
-    "its own PLD: a second opinion",
-    "no bound: batches of fixed size",
+    "PLD of that library: a second opinion",
+    "no bound: fixed-size batches",
 )
 
 
-COUNTS = "the one that counts"
+COUNTS = "report this one"
 
-# A change of key begins a new entry: a run that was broken off often has many of the same kind.
+# A new key begins a new entry, so a run that was interrupted often has many entries of the same kind.
 MOST_LINES = 12
 
 
 @dataclass(frozen=True)
 class Releases:
-    """Releases of a run or of several, and a heading for them."""
+    """Releases of one or several runs, and a heading for them."""
 
     history: list[Entry]
     heading: str
@@ -49,27 +49,27 @@ class Releases:
 
     @property
     def event(self) -> Event:
-        """One of the events: all have the same adjacency and unit, or no accountant takes them."""
+        """One of the events. All have the same adjacency and unit, or the accountants refuse them."""
         return self.history[0].event
 
     @property
     def is_seeded(self) -> bool:
-        """Whether any of the runs had a given seed, so that no guarantee is claimed."""
+        """Whether any run had a given seed, so that it claims no guarantee."""
         return multi_run.are_seeded(self.runs)
 
     @property
     def is_shared(self) -> bool:
-        """Whether these are the releases of several runs."""
+        """Whether these are releases of several runs."""
         return multi_run.is_shared(self.history)
 
     @property
     def plan(self) -> Mapping[str, Any] | None:
-        """That of the ledger that was named first."""
+        """The plan in the first ledger."""
         return self.runs[0].found.plan if self.runs else None
 
     @property
     def assumption(self) -> str:
-        """What figures other than that of the Renyi filter rest on; "" for a single run."""
+        """The assumption of all figures other than the Renyi filter; "" for a single run."""
         return multi_run.assumption_of(self.history, "pld")
 
     def explain_runs(self) -> None:
@@ -77,47 +77,47 @@ class Releases:
         if not self.is_shared:
             return
         order = multi_run.order_of(self.history, self.plan)
-        named = ", with ledgers named in the order in which they were begun" if len(self.runs) > 1 else ""
+        named = ", with ledgers given in the order in which the runs began" if len(self.runs) > 1 else ""
         say(
-            f"The Renyi filter (order {order:g}, from the first plan{named}) holds also for runs that were "
+            f"The Renyi filter (order {order:g}, from the first plan{named}) also holds for runs that were "
             f"configured after releases of others were seen. All other figures hold {self.assumption}."
         )
 
     def describe(self) -> None:
-        """Print what there is in ledgers, and then the heading."""
+        """Print the contents of the ledgers, then the heading."""
         for run in self.runs:
             if len(self.runs) > 1:
                 say(f"{run.path}: {run.found.position} releases of run {run.found.run}")
             _print_kinds(run.found.history)
             if run.found.torn:
                 say(
-                    "The last line of the ledger is torn, by a crash or by damage. The most it can stand for is "
+                    "The last line of the ledger is incomplete, after a crash or damage. The most it can stand for is "
                     "counted."
                 )
             elif not run.found.clean:
                 say(
-                    "The run is still going on, or did not end cleanly. All that it may have released is counted."
+                    "The run is in progress or did not end cleanly. All that it may have released is counted."
                 )
         if self.is_seeded:
-            say(
-                f"Guarantee: {NO_GUARANTEE}. All figures are those that the same runs would have with fresh keys."
-            )
+            say(f"Guarantee: {NO_GUARANTEE}. All figures are those of the same runs with fresh keys.")
         say(self.heading)
 
 
 def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases:
-    """Of the one of the two that was given."""
+    """The releases in the ledgers, or of the planned run if there are none."""
     number("--delta", options.delta, above=0, below=1)
     if ledgers:
         if not options.is_empty:
-            raise ConfigurationError("--ledger knows the run: give it alone, or together with --delta.")
+            raise ConfigurationError("--ledger already describes the run: combine it only with --delta.")
         found = multi_run.read_files(ledgers)
         history = multi_run.joint_history(found)
         count = len({entry.run for entry in history})
         what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
         return Releases(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
     if options.noise_multiplier is None:
-        raise ConfigurationError("Give --noise-multiplier and the run, or --ledger and a file.")
+        raise ConfigurationError(
+            "Describe a run with --noise-multiplier and the other options, or give --ledger."
+        )
     plan = plan_of(options)
     with naming_options():
         history = plan.history(options.noise_multiplier)
@@ -143,9 +143,9 @@ def table_of(
     second_opinion: bool = False,
     plan: Mapping[str, Any] | None = None,
 ) -> Table:
-    """Every accountant's epsilon at `delta`. The central limit is shown for comparison, and named for what it is.
+    """A table of the epsilon of every accountant at `delta`, and of the central limit, which is no bound.
 
-    Of several runs the Renyi filter counts, at the order that follows from the `plan` of the first.
+    For several runs the Renyi filter is the figure to report. Its order follows from the `plan` of the first.
     """
     table = Table("accountant", f"epsilon at delta {delta:g}", "")
     is_shared = multi_run.is_shared(history)
@@ -167,7 +167,7 @@ def table_of(
             table.add_row(heading, "-", why_not)
         except ImportError:
             table.add_row(heading, "-", "needs the package dp-accounting")
-    if "gdp" not in bounded:  # else the run is a Gaussian itself, and nothing is approximated
+    if "gdp" not in bounded:  # otherwise the run is one Gaussian mechanism, and nothing is approximated
         approximate = accounting.central_limit_of(history).epsilon_if_it_were_true(delta)
         table.add_row("central limit", f"({approximate:.4g})", "no guarantee: may be too low")
     return table

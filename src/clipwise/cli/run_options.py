@@ -1,6 +1,6 @@
-"""The options that describe a run, shared by `epsilon`, `noise` and `tradeoff`, and the run that they make definite.
+"""The options that describe a run, shared by `epsilon`, `noise` and `tradeoff`, and the run that they resolve to.
 
-The library names arguments in its errors (`batch_size=3`). Here they came from options, so errors name those.
+Errors of the library name arguments (`batch_size=3`). Here they are rewritten to name the options.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ Ledgers = Annotated[
     list[Path] | None,
     typer.Option(
         "--ledger",
-        help="In place of a plan: count what is in this ledger file. Given several times, the runs add up.",
+        help="Read the releases from this ledger file instead of planning a run. Repeat it to compose several runs.",
     ),
 ]
 SecondOpinion = Annotated[
     bool,
-    typer.Option("--second-opinion", help="Ask the library dp-accounting as well; it may take some seconds."),
+    typer.Option(
+        "--second-opinion",
+        help="Also compute the figure of the library dp-accounting; it may take some seconds.",
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a planned run, as they were given. None is "left out"."""
+    """The options of a planned run. None means that the option was left out."""
 
     noise_multiplier: Annotated[
         float | None,
         typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum."),
     ] = None
     sample_rate: Annotated[
-        float | None, typer.Option(help="The chance that a given record is in a batch, between 0 and 1.")
+        float | None, typer.Option(help="The probability that a given record is in a batch, between 0 and 1.")
     ] = None
     batch_size: Annotated[
         int | None,
-        typer.Option(help="The (expected) number of records in a batch; goes with --dataset-size."),
+        typer.Option(help="The (expected) number of records per batch; needs --dataset-size."),
     ] = None
     dataset_size: Annotated[
         int | None, typer.Option(help="The number of records in the data set, which is public.")
     ] = None
     steps: Annotated[int | None, typer.Option(help="The number of batches to train on.")] = None
     epochs: Annotated[
-        float | None, typer.Option(help="In place of --steps: how often the data set is gone through.")
+        float | None, typer.Option(help="Instead of --steps: the number of passes over the data set.")
     ] = None
     delta: Annotated[
-        float, typer.Option(help="The delta of (epsilon, delta); choose it well below 1/records.")
+        float, typer.Option(help="The delta of (epsilon, delta); choose it well below 1 / number of records.")
     ] = 1e-5
     sampling: Annotated[
         Sampling,
@@ -69,28 +72,32 @@ class RunOptions:
     ] = Sampling.POISSON
     adjacency: Annotated[
         Adjacency | None,
-        typer.Option(help="Which data sets shall look alike; by default what the sampling goes with."),
+        typer.Option(help="Which data sets count as neighbours; by default that of the sampling scheme."),
     ] = None
-    unit: Annotated[Unit, typer.Option(help="What one item of the data set stands for.")] = Unit.RECORD
+    unit: Annotated[
+        Unit, typer.Option(help="The unit of privacy: what one item of the data set stands for.")
+    ] = Unit.RECORD
     max_batch_size: Annotated[
         int | None,
         typer.Option(
-            help="For truncated-poisson: the most records in a batch; by default so many that it costs nothing."
+            help="For truncated-poisson: the most records per batch; by default large enough to cost nothing."
         ),
     ] = None
     mini_sets: Annotated[
         int | None,
-        typer.Option(help="For partition and fixed-size: how many mini-sets make a batch; 1 by default."),
+        typer.Option(
+            help="For partition and fixed-size: the number of microbatches per batch; 1 by default."
+        ),
     ] = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether all but delta was left out."""
+        """Whether every option except delta was left out."""
         return replace(self, delta=RunOptions.delta) == RunOptions()
 
     @property
     def has_rate(self) -> bool:
-        """Whether the size of a batch is given."""
+        """Whether the batch size or the rate is given."""
         return self.sampling is Sampling.FULL or self.sample_rate is not None or self.batch_size is not None
 
     @property
@@ -100,7 +107,7 @@ class RunOptions:
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of `RunOptions` in place of its parameter `options`."""
+    """Replace the parameter `options` of a command by one option per field of `RunOptions`."""
     kinds, hints = (get_type_hints(of, include_extras=True) for of in (RunOptions, command))
     parameters = []
     for parameter in inspect.signature(command).parameters.values():
@@ -126,7 +133,7 @@ def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is definite but for its noise."""
+    """A resolved run without its noise."""
 
     scheme: Scheme
     adjacency: Adjacency
@@ -134,11 +141,11 @@ class Plan:
     steps: int
 
     def history(self, noise_multiplier: float) -> list[Entry]:
-        """The releases of the run with that much noise."""
+        """The releases of the run with this noise multiplier."""
         return [Entry(self.scheme.event(noise_multiplier, self.adjacency, self.unit), self.steps)]
 
     def arguments(self) -> dict[str, Any]:
-        """The kind of step, as the functions of `clipwise.accounting` take it."""
+        """The step as keyword arguments of the functions of `clipwise.accounting`."""
         found = {
             "sampling": str(self.scheme.sampling),
             "adjacency": str(self.adjacency),
@@ -170,11 +177,11 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
     """Resolve the options by the rules of `make_private`, or refuse them. `steps` is for options without a length."""
     if options.dataset_size is None and options.batch_size is not None:
         raise ConfigurationError(
-            "--batch-size needs --dataset-size: what counts is the rate between the two."
+            "--batch-size needs --dataset-size, because the cost depends on the rate between the two."
         )
     if options.dataset_size is None and options.sampling is Sampling.TRUNCATED_POISSON:
         raise ConfigurationError(
-            "--sampling truncated-poisson needs --dataset-size: how often a batch is cut depends on it."
+            "--sampling truncated-poisson needs --dataset-size, because it decides how often a batch is truncated."
         )
     if not options.has_rate:
         raise ConfigurationError("Give --sample-rate, or --batch-size and --dataset-size.")
@@ -185,20 +192,19 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
     extras: dict[str, Any] = {"max_batch_size": options.max_batch_size}
     if options.mini_sets is not None:
         extras["mini_sets"] = options.mini_sets
-    # A rate alone is enough for the cost: the number of records then plays no part.
+    # A rate is enough for the cost; the number of records does not matter then.
     size = 1 if options.dataset_size is None else options.dataset_size
     with naming_options():
         scheme = make_scheme(options.sampling, size, options.batch_size, options.sample_rate, **extras)
         _require_epochs(scheme)
-        if options.dataset_size is not None:  # for its warning: delta may be too large for so many records
+        if options.dataset_size is not None:  # warns if delta is too large for this many records
             delta_of(options.delta, None, options.dataset_size)
         planned = _length(options, scheme) if options.has_length else steps
-    assert planned is not None  # one of them was given
+    assert planned is not None
     return Plan(scheme, adjacency_of(options.adjacency, scheme.sampling), options.unit, planned)
 
 
 def _length(options: RunOptions, scheme: Scheme) -> int:
-    """The number of steps, if it can be counted."""
     try:
         planned = planned_steps(options.epochs, options.steps, scheme)
     except OverflowError:
@@ -213,13 +219,13 @@ def _length(options: RunOptions, scheme: Scheme) -> int:
 def _require_epochs(scheme: Scheme) -> None:
     try:
         _ = scheme.steps_per_epoch
-    except OverflowError as error:  # 1 / rate is beyond every number
+    except OverflowError as error:  # 1 / rate overflows
         raise ConfigurationError(
             f"--sample-rate {scheme.sample_rate:g} is too small: an epoch would never end."
         ) from error
 
 
-# Names that are no words of a sentence, and names that are: those stand for an argument only beside a value.
+# _NAMES are never English words. _WORDS may be, so they count as arguments only next to a value.
 _NAMES = "sample_rate|max_batch_size|batch_size|dataset_size|mini_sets|noise_multiplier"
 _WORDS = "sampling|adjacency|unit|steps|epochs|delta|epsilon"
 _WITH_VALUE = re.compile(rf"\b({_NAMES}|{_WORDS})=('[^']*'|[^\s:,;]*[^\s:,;.])")
@@ -234,7 +240,7 @@ def in_options(message: str) -> str:
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Errors of the library name options in this block."""
+    """Errors raised by the library in this block name options."""
     try:
         yield
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""A function of the user's, named on the command line."""
+"""Loading and running a user's function that is named on the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clipwise.errors import ClipwiseError, ConfigurationError
 
 
 def load(target: str, argument: str = "TARGET") -> Callable[[], Any]:
-    """The function that `path/to/file.py:function` or `package.module:function` names, given as `argument`."""
+    """Load the function named by `path/to/file.py:function` or `package.module:function`; errors name `argument`."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigurationError(
@@ -38,7 +38,7 @@ def load(target: str, argument: str = "TARGET") -> Callable[[], Any]:
 
 @contextmanager
 def running(target: str) -> Iterator[None]:
-    """The user's code runs here: what it raises is reported in one line, with the place where it happened."""
+    """Report an error of the user's code in one line, with its file and line."""
     try:
         yield
     except ClipwiseError:
@@ -62,7 +62,7 @@ def _from_file(path: Path, argument: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{argument}: {path} cannot be loaded as Python.")
     module = importlib.util.module_from_spec(spec)
-    _look_in(path.parent)  # as python does for a script, so that the file finds its neighbours
+    _look_in(path.parent)  # as python does for a script, so that the file can import its neighbours
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""`clipwise tradeoff`: what a run leaves to an attacker."""
+"""`clipwise tradeoff`: the best that an attacker can do against a run."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def tradeoff(
     options: RunOptions,
     ledger: Ledgers = None,
     second_opinion: SecondOpinion = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .png or .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures for machines.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot the curve to this file: .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """What a run leaves to an attacker who knows all records but one.
+    """The best that an attacker who knows all records but one can do.
 
-    For a run that you plan, or for one that has happened:
+    For a planned run, or for a recorded one:
 
         clipwise tradeoff --noise-multiplier 1.1 --batch-size 256 --dataset-size 60000 --epochs 60
 
         clipwise tradeoff --ledger runs/demo/epsilon-3/ledger --plot curve.png
 
-    The attacker sees every release and decides whether the one record took part. Who accepts more false alarms
-    detects more; the trade-off curve bounds how much more. Every figure is the most that any attacker can reach,
-    whatever the attack. 1% detected at 1% false alarms is blind guessing.
+    The attacker sees every release and decides whether the one record took part. A higher false-positive rate allows
+    a higher detection rate; the trade-off curve bounds it. Every figure is an upper bound over all attacks. 1%
+    detected at 1% false alarms is a random guess.
     """
     require_picture(plot)
     about = releases_of(ledger, options)
-    if plot is not None:  # first, because a file that cannot be drawn is refused at once
+    if plot is not None:  # first, so that an invalid file is refused at once
         plots.tradeoff_curve(about.history, plot)
-        remark(f"Drawn to {plot}")
+        remark(f"Plot written to {plot}")
     risk = Risk.of(about.history, sorted({options.delta, 1e-3, 1e-7}, reverse=True))
     event = about.event
     if as_json:
@@ -53,14 +53,14 @@ def tradeoff(
             "steps": sum(entry.count for entry in about.history),
             "adjacency": str(event.adjacency),
             "unit": str(event.unit),
-            "seeded": about.is_seeded,  # then no guarantee is claimed, and these are the figures with fresh keys
+            "seeded": about.is_seeded,  # a seeded run claims no guarantee: these are the figures with fresh keys
             **risk.to_dict(),
             **({"assumption": about.assumption} if about.assumption else {}),
         }
         say(json.dumps(plain(content), indent=2))
     else:
         about.describe()
-        say(f"Two data sets to tell apart: {neighbours(event.adjacency, event.unit)}.")
+        say(f"The two data sets to distinguish: {neighbours(event.adjacency, event.unit)}.")
         stdout().print(_table(risk))
         stdout().print(table_of(about.history, options.delta, second_opinion, about.plan))
         about.explain_runs()
@@ -69,15 +69,15 @@ def tradeoff(
 
 def _in_terms_of_mu(mu: float) -> str:
     if math.isinf(mu):
-        return "No mu describes it: an attack may succeed without any false alarm."
+        return "No mu describes it: an attack may succeed without any false positive."
     return (
         f"About as private as one Gaussian release with mu = {rounded_up(mu)}: its curve, lowered by 1e-5, is nowhere "
-        "above this one. 0 is perfect, 1 is moderate, from 3 on little is promised."
+        "above this one. 0 is perfect privacy, 1 is moderate, and from 3 on the guarantee is weak."
     )
 
 
 def _table(risk: Risk) -> Table:
-    table = Table("an attacker", "at most", "a blind guess")
+    table = Table("an attacker", "at most", "a random guess")
     for rate, power in risk.power:
         table.add_row(f"detects, at {100 * rate:g}% false alarms", _percent(power), f"{100 * rate:g}%")
     table.add_row("detects more often than falsely alarms by", _percent(risk.advantage), "0%")

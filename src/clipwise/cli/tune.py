@@ -1,4 +1,4 @@
-"""`clipwise tune`: settings for a recipe or a script, and the privacy cost of the search."""
+"""`clipwise tune`: search the settings of a recipe or a script, and account for the search."""
 
 from __future__ import annotations
 
@@ -26,35 +26,39 @@ def tune(
         typer.Argument(help="A recipe (digits), or a script: path/to/file.py or path/to/file.py:function."),
     ],
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Finished runs that the study shall have; 30 if left out.")
+        int | None, typer.Option(min=1, help="The number of finished runs of the study; 30 if left out.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the search and of first weights, not of any noise.")
+        int, typer.Option(min=0, help="The seed of the search and of initial weights, never of noise.")
     ] = 0,
     is_accounted: Annotated[
         bool,
         typer.Option(
-            "--accounted", help="A random, secret number of runs; only the best is shown, and counted."
+            "--accounted",
+            help="Draw a random, secret number of runs, release only the best, and account for the search.",
         ),
     ] = False,
     epsilon: Annotated[
-        float | None, typer.Option(help="With --accounted: what the whole search may cost; 3 if left out.")
+        float | None, typer.Option(help="With --accounted: the budget of the whole search; 3 if left out.")
     ] = None,
     mean_runs: Annotated[
-        float | None, typer.Option(help="With --accounted: runs on average, more than 1; 10 if left out.")
+        float | None,
+        typer.Option(help="With --accounted: the mean number of runs, more than 1; 10 if left out."),
     ] = None,
     sample_rate: Annotated[
-        float | None, typer.Option(help="With --accounted: of every run; 0.05 if left out.")
+        float | None, typer.Option(help="With --accounted: the sampling rate of every run; 0.05 if left out.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="With --accounted: of every run; 10 if left out.")
+        int | None, typer.Option(min=1, help="With --accounted: the epochs of every run; 10 if left out.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder of the study; runs/tune if left out. A study there goes on."),
+        typer.Option(
+            help="The folder of the study; runs/tune if left out. An existing study there continues."
+        ),
     ] = None,
 ) -> None:
-    """Search settings for high accuracy and a small epsilon at once, and show the Pareto front.
+    """Search settings for high accuracy and small epsilon, and show the Pareto front.
 
     For example, the demo's network on the digits that ship with clipwise:
 
@@ -68,15 +72,15 @@ def tune(
 
         clipwise tune digits --accounted --epsilon 3 --mean-runs 10
 
-    The folder gets study.db, results.json, front.md and front.svg; a command that was stopped goes on there.
-    Where it has results of another study, the last three go into a folder below, named after the study. With
-    --accounted it gets best.safetensors, the weights of the best run, if --out is given.
+    The command writes study.db, results.json, front.md and front.svg to the folder, and continues a study that was
+    stopped there. If the folder has results of another study, the last three go into a subfolder named after the
+    study. With --accounted and --out it writes best.safetensors, the weights of the best run.
     """
     path, _, function = what.partition(".py:")
     is_script = bool(function) or what.endswith(".py")
     if not is_script and what not in RECIPES:
         raise ConfigurationError(
-            f"{what!r} is no recipe and no script: give {', '.join(RECIPES)}, or a file that ends in .py."
+            f"{what!r} is not a recipe or a script: give {', '.join(RECIPES)}, or a file that ends in .py."
         )
     of_accounted = {
         "epsilon": epsilon,
@@ -87,7 +91,7 @@ def tune(
     given = {name: value for name, value in of_accounted.items() if value is not None}
     if is_accounted and is_script:
         raise ConfigurationError(
-            "--accounted takes a recipe: it has to know what every run releases. For a script of your own, "
+            "--accounted takes a recipe, because it must know what every run releases. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
     if is_accounted:
@@ -104,11 +108,11 @@ def tune(
 
 
 def require_no_options_of_accounted(given: dict[str, float]) -> None:
-    """Refuse options that would be ignored."""
+    """Refuse options that an ordinary search would ignore."""
     for name in given:
         raise ConfigurationError(
-            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and length "
-            "by itself."
+            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and "
+            "length."
         )
 
 
@@ -127,16 +131,18 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
 def search_accounted(
     recipe: Recipe, given: dict[str, float], trials: int | None, out: Path | None, seed: int
 ) -> None:
-    """Search with a secret number of runs, and print and keep the best."""
+    """Search with a secret number of runs; print and save the best."""
     if trials is not None:
         raise ConfigurationError(
             "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
-            "--mean-runs, how many there are on average."
+            "--mean-runs, their mean number."
         )
     options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types
     if out is not None:
         require_folder(out)
-        out.mkdir(parents=True, exist_ok=True)  # before the search, whose result cannot be found again
+        out.mkdir(
+            parents=True, exist_ok=True
+        )  # before the search, because its result cannot be computed again
     found = selection.search(recipe, options, seed)
     for sentence in found.in_words():
         say(sentence)

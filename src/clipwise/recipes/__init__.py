@@ -1,1 +1,1 @@
-"""Models and data that the command line knows."""
+"""Models and data for the command line."""

@@ -1,6 +1,6 @@
 """The demo: one small network on real digits, trained without privacy and at two privacy budgets.
 
-All three runs share one loop, so that what privacy costs, in accuracy and in time, is seen side by side.
+All three runs share one loop, so that their accuracy and time are comparable.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from clipwise.report.statement import Statement
 
 DELTA = 1e-5
 NOTE = (
-    "The network, learning rate, clipping norm, batch size and number of epochs were chosen by looking at these "
-    "digits, which are public. On private data such a choice costs privacy too: make it on public data, or count it."
+    "The network, learning rate, clipping norm, batch size and number of epochs were tuned on these digits, which are "
+    "public. On private data tuning costs privacy too: tune on public data, or account for it."
 )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a run trains. `epsilon` and `max_norm` are None without privacy."""
+    """The settings of a run. `epsilon` and `max_norm` are None without privacy."""
 
     name: str
     epsilon: float | None
@@ -56,7 +56,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Moment:
-    """What may be shown while a run goes on: all of it public, or noised already."""
+    """Progress of a run that may be shown: all of it is public or noised."""
 
     step: int
     steps: int
@@ -69,7 +69,7 @@ Watch = Callable[[Moment], None]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. `epsilon` is that of the PLD accountant."""
+    """The result of a run. `epsilon` is that of the PLD accountant."""
 
     name: str
     accuracy: float
@@ -87,7 +87,7 @@ def shortened(recipe: Recipe, epochs: int | None) -> Recipe:
 
 
 def fresh_folder(wanted: Path) -> Path:
-    """`wanted`, or the next `wanted-2`, `wanted-3`, ... that is not there: no ledger is ever written over."""
+    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that does not exist: no ledger is overwritten."""
     number = 1
     folder = wanted
     while True:
@@ -104,18 +104,14 @@ def fresh_folder(wanted: Path) -> Path:
 
 
 def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Result:
-    """Train by a recipe and leave what came of it in `folder`.
+    """Train a recipe; write metrics and weights and, if private, ledger, checkpoint and statement to `folder`.
 
-    Args:
-        recipe: what to do.
-        folder: gets metrics and weights and, from a private run, ledger, checkpoint and statement.
-        seed: for a run that can be repeated; its privacy statement then claims no guarantee.
-        watch: told after every step.
+    A seed makes the run reproducible; its statement then claims no guarantee. `watch` is called after every step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with one_thread(), torch.random.fork_rng(devices=[]):
         if seed is None:
-            torch.seed()  # else every process would begin with the same weights
+            torch.seed()  # otherwise every process would start with the same weights
         else:
             torch.manual_seed(seed)
         model = small_cnn()
@@ -131,7 +127,7 @@ def run(recipe: Recipe, folder: Path, *, seed: int | None, watch: Watch) -> Resu
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The network is so small that threads would wait for each other longer than they compute."""
+    """Use one thread: the network is so small that several threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -144,7 +140,7 @@ def _train_plainly(
     recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch
 ) -> Result:
     data = digits(train=True)
-    # Whole batches by index, as the private loader fetches them: else the comparison would be unfair.
+    # Whole batches by index, as the private loader fetches them, for a fair comparison.
     batches = BatchSampler(RandomSampler(data), recipe.batch_size, drop_last=False)
     loader = DataLoader(data, batch_size=None, sampler=batches)
 
@@ -193,7 +189,7 @@ def _train_privately(
             folder / "checkpoint.pt", {"private": private.state_dict(), "model": model.state_dict()}
         )
         statement = private.statement()
-    # The run is complete and its budget spent. Nobody will go on with it, so its secrets need not stay.
+    # The run is complete and its budget is spent. It will not be resumed, so its secrets can be deleted.
     (folder / "ledger.resume").unlink()
     _write_statement(folder, statement)
     return Result(
@@ -217,13 +213,13 @@ def _train(
     watch: Watch,
     rdp_epsilon: Callable[[], float | None],
 ) -> list[float]:
-    """Train, and return how long each step took, from fetching its batch to the update."""
+    """Train, and return the duration of each step, from fetching its batch to the update."""
     seconds: list[float] = []
     reached: float | None = None
     for _ in range(epochs):
         begin = time.perf_counter()
         for images, labels in loader:
-            # One loss per example. A sampled batch may be empty, and needs no forward pass then.
+            # One loss per example. A sampled batch may be empty and then needs no forward pass.
             step(F.cross_entropy(model(images), labels, reduction="none") if len(images) else None)
             seconds.append(time.perf_counter() - begin)
             if len(seconds) % steps_per_epoch == 0:
@@ -235,13 +231,12 @@ def _train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """The share of the test part that the model gets right. No test record is ever trained on."""
+    """Accuracy on the test part, which is never trained on."""
     images, labels = digits(train=False).tensors
     return float((model(images).argmax(1) == labels).float().mean())
 
 
 def _write_statement(folder: Path, statement: Statement) -> None:
-    """The privacy statement for people and for machines, with the demo's own note."""
     (folder / "statement.txt").write_text(f"{statement}\n  note         {NOTE}\n")
     content = {**statement.to_dict(), "notes": [NOTE]}
     (folder / "statement.json").write_text(json.dumps(content, indent=2) + "\n")

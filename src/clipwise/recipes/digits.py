@@ -20,11 +20,11 @@ def digits(train: bool) -> TensorDataset:
     (UCI Machine Learning Repository, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0), as scikit-learn
     distributes it. Images and labels are unchanged and in their original order.
 
-    Every fifth record, beginning with the first, is a test record. The split goes by position alone: it
-    looks at no image and no label, so it costs no privacy.
+    Every fifth record, beginning with the first, is a test record. The split depends on the position alone, so it
+    costs no privacy.
 
     Args:
-        train: which part to give.
+        train: whether to return the training part.
 
     Returns:
         Images, float32 [N, 1, 8, 8] from 0 to 1, and labels, int64 [N] from 0 to 9.

@@ -8,10 +8,10 @@ from torch import nn
 def small_cnn(classes: int = 10, *, image_size: int = 8, width: int = 16) -> nn.Sequential:
     """Two convolutions with tanh, then a linear layer.
 
-    What suits private training: tanh, whose bounded outputs keep the gradients of different examples at similar
-    lengths, so that clipping distorts them less (Papernot et al. 2021); few parameters, as each gets its
-    share of noise; and no batch normalization, which mixes examples. Instead, each image is brought to mean
-    0 and variance 1 by its own pixels alone.
+    It suits private training: tanh has bounded outputs, so gradients of different examples have similar norms and
+    clipping distorts them less (Papernot et al. 2021); there are few parameters, each of which gets noise; and there
+    is no batch normalization, which mixes examples. Instead, each image is normalized to mean 0 and variance 1 by
+    its own pixels.
 
     Args:
         classes: the number of outputs.
@@ -23,7 +23,7 @@ def small_cnn(classes: int = 10, *, image_size: int = 8, width: int = 16) -> nn.
         nn.Conv2d(width, width, kernel_size=3, padding=1),
     )
     for convolution in convolutions:
-        # torch's default suits other activations: under it this network begins nearly linear.
+        # torch's default initialization suits other activations: with it this network starts nearly linear.
         nn.init.xavier_uniform_(convolution.weight, gain=nn.init.calculate_gain("tanh"))
     return nn.Sequential(
         nn.GroupNorm(1, 1, affine=False),

@@ -1,4 +1,4 @@
-"""What `clipwise tune` knows by name: the demo's network on the digits."""
+"""The recipes of `clipwise tune`: the demo's network on the digits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _VALIDATION_EVERY = 5
 
 
 def _train(settings: Settings, seed: int) -> Run:
-    """One private run, judged once by every fifth record of the training part, which it is not trained on.
+    """One private run, scored on every fifth record of the training part, which it is not trained on.
 
-    The seed is of the first weights only. It is published, so noise and batches do not come from it.
+    The seed is for the initial weights only. It is published, so noise and batches do not use it.
     """
     train, validation = _parts()
     rate, epochs = settings["sample_rate"], settings["epochs"]
@@ -53,7 +53,7 @@ def _train(settings: Settings, seed: int) -> Run:
 
 
 def _parts() -> tuple[TensorDataset, TensorDataset]:
-    """Cut by position alone, which costs no privacy."""
+    """Split by position alone, which costs no privacy."""
     tensors = digits(train=True).tensors
     is_validation = torch.arange(len(tensors[0])) % _VALIDATION_EVERY == 0
     return TensorDataset(*(t[~is_validation] for t in tensors)), TensorDataset(

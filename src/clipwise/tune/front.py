@@ -1,4 +1,4 @@
-"""The Pareto front: runs that no other run beats in accuracy and in epsilon."""
+"""The Pareto front: the runs that no other run beats in both accuracy and epsilon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Point:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that none beats, by epsilon; of equal ones the first."""
+    """The points that no other point beats, sorted by epsilon; the first of equal ones."""
     found: list[Point] = []
     for p in sorted(points, key=lambda p: (p.epsilon, -p.accuracy, p.number)):
         if not found or p.accuracy > found[-1].accuracy:

@@ -1,4 +1,4 @@
-"""A search as a page, a file of results and a picture."""
+"""The report of a search: a Markdown page, a JSON file and a plot."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RESULTS = "results.json"
 
 
 def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Path]:
-    """Write results.json, front.md and, where matplotlib is, front.svg; returns the files.
+    """Write results.json, front.md and, if matplotlib is installed, front.svg; returns the files.
 
-    Where the folder has results of something else, they stay: those of this study go into a folder below.
+    Results of another study in the folder are kept: those of this study then go into a subfolder.
     """
     out = _place(name, out)
     points = [p for p, _ in found]
@@ -40,25 +40,25 @@ def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Pa
 
 
 def _place(name: str, folder: Path) -> Path:
-    """The folder, or the first below it, named after the study, where no other results would be lost."""
-    below = folder / re.sub(r"[^\w-]", "-", name)  # without dots, which the files here have, and `..`
+    """The folder, or the first subfolder named after the study that holds no results of another study."""
+    below = folder / re.sub(r"[^\w-]", "-", name)  # without the dots of the files here and of `..`
     numbered = (below.with_name(f"{below.name}-{number}") for number in count(2))
     return next(place for place in chain([folder, below], numbered) if _is_free(name, place))
 
 
 def _is_free(name: str, folder: Path) -> bool:
-    """Whether there are no results, or earlier ones of the same study."""
+    """Whether the folder has no results, or only those of the same study."""
     try:
         stored = json.loads((folder / RESULTS).read_bytes())
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):  # not a folder, or not a file of ours
+    except (OSError, ValueError):  # not a folder, or not a results file
         return False
     return isinstance(stored, dict) and stored.get("study") == name
 
 
 def markdown(name: str, found: Sequence[tuple[Point, Score]]) -> str:
-    """The front as a table, and what the search costs."""
+    """The front as a table, and the cost of the search."""
     points = [p for p, _ in found]
     best = front(points)
     names = list(best[0].settings) if best else []
@@ -72,17 +72,17 @@ def markdown(name: str, found: Sequence[tuple[Point, Score]]) -> str:
 
 
 def cost_in_words(scores: Sequence[Score]) -> list[str]:
-    """What the search costs, in sentences."""
+    """The cost of the search in sentences."""
     lines = [
         "Epsilon is that of one run. The scores are accuracies on held-out records, without noise, and the search "
-        "followed them. On public data that costs nothing. On private records this choice has no guarantee: tune on "
+        "depends on them. On public data that costs nothing. On private records this choice has no guarantee: tune on "
         "public data, or use `clipwise tune --accounted`.",
     ]
     runs, cost = len(scores), composed_epsilon(scores)
     if cost is not None:
         epsilon, delta = cost
         lines.append(
-            f"If the settings of all {runs} runs had been fixed beforehand, to show all {runs} models would cost "
+            f"If the settings of all {runs} runs had been fixed in advance, releasing all {runs} models would cost "
             f"epsilon {rounded_up(epsilon)} at delta {delta:.3g}."
         )
     return lines
@@ -107,5 +107,5 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
 
 
 def short(value: Any) -> str:
-    """A setting in a table."""
+    """Formats a setting for a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,16 +1,16 @@
-"""What a search costs in privacy, and a search whose cost is small and accounted for.
+"""The privacy cost of a search, and a search with a small cost that is accounted for.
 
-Each run of a search is private by itself. To look at many of them and keep one costs more than one run, since the
-choice depends on the records through all of them.
+Each run of a search is private. Selecting one of many runs costs more than one run, because the choice depends on the
+records through all of them.
 
-*All runs shown.* Runs on the same records compose. This holds if the settings that decide privacy (noise, rate, steps)
-were fixed beforehand and each score is a part of what was released. A search that follows scores of private
-records without noise has no guarantee at all.
+*All runs released.* Runs on the same records compose. This holds if the settings that decide privacy (noise, rate,
+steps) were fixed in advance and each score is part of the releases. A search that uses scores of private records
+without noise has no guarantee.
 
-*Only the best shown.* With a random, secret number of runs, each with settings drawn by itself, the best one costs
-little more than a single run (Papernot and Steinke, 2022; `accounting.search`). Scores are noised: a validation
-record changes the number of right answers by at most 1. A record is trained on or validated on, never both, so the
-search costs the larger of the two.
+*Only the best released.* With a random, secret number of runs and independently drawn settings, the best run costs
+little more than a single run (Papernot and Steinke, 2022; `accounting.search`). Scores are noised: one validation
+record changes the number of right answers by at most 1. Each record is used for training or for validation, never for
+both, so the search costs the larger of the two.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from clipwise.tune.subject import Recipe, Score, Settings
 from clipwise.validation.arguments import number
 
 _DIGITS = 4
-_MOST_KINDS = 8  # beyond this many different runs RDP bounds their composition: PLD would take minutes
+_MOST_KINDS = 8  # with more different runs RDP bounds their composition: PLD would take minutes
 _LARGEST = 1e6
 
 
 def composed_epsilon(scores: Sequence[Score]) -> tuple[float, float] | None:
-    """Epsilon and delta of showing all runs, as if their noise had been fixed beforehand; None if not known."""
+    """Epsilon and delta of releasing all runs, as if their noise had been fixed in advance; None if unknown."""
     if not scores or any(s.release is None or s.delta is None for s in scores):
         return None
     delta = max(s.delta for s in scores if s.delta is not None)
@@ -51,15 +51,15 @@ def composed_epsilon(scores: Sequence[Score]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class SelectionPlan:
-    """A search that is accounted for.
+    """The noise of a search that is accounted for.
 
     Attributes:
-        epsilon, delta: of the whole search, for one record.
-        mean: how many runs it has on average. The number itself is drawn, and stays secret.
-        shape: of the distribution of that number; 1 for a geometric one.
-        noise_multiplier: of every run.
+        epsilon, delta: the guarantee of the whole search, for one record.
+        mean: the mean number of runs. The number itself is drawn and stays secret.
+        shape: the shape of its distribution; 1 for a geometric one.
+        noise_multiplier: the noise multiplier of every run.
         score_noise: the standard deviation of the noise on the number of right answers.
-        epsilon_of_a_run: what one run would cost if there were no other.
+        epsilon_of_a_run: epsilon of one run without a search.
     """
 
     epsilon: float
@@ -78,7 +78,7 @@ def plan(
 
     Args:
         epsilon, delta: the budget of the search.
-        sample_rate, steps: of every run. They decide privacy, so they are the same for all.
+        sample_rate, steps: of every run. They decide privacy, so all runs share them.
         mean: the mean number of runs, above 1.
         shape: see `accounting.Repetitions`.
     """
@@ -97,7 +97,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Released:
-    """What a search shows: the settings of the best run, and its noised score. Not how many runs there were."""
+    """The release of a search: the settings of the best run and its noised score, without the number of runs."""
 
     settings: dict[str, Any]
     noised_accuracy: float
@@ -107,15 +107,15 @@ class Released:
 def select(
     plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
 ) -> Released | None:
-    """The best of a secret number of runs, by its noised score; None if there was no run at all.
+    """The best of a secret number of runs, by its noised score; None if no run was drawn.
 
     Args:
         plan: the noise.
-        space: what settings are drawn from, each run by itself. Nothing in it may change what a run costs.
-        run: from settings to right answers on the validation part, the size of that part, which is public, and
-            whatever else the run gives, such as its weights. It must use `plan.noise_multiplier`.
+        space: the settings are drawn from it independently for each run. They must not change the cost of a run.
+        run: maps settings to the right answers on the validation part, the size of that part, which is public, and
+            any other result of the run, such as its weights. It must use `plan.noise_multiplier`.
     """
-    random = np.random.default_rng()  # from the operating system: the number of runs is a secret
+    random = np.random.default_rng()  # seeded by the operating system, because the number of runs is secret
     key = NoiseKey.fresh()
     best: tuple[float, Released] | None = None
     for _ in range(Repetitions(plan.mean, plan.shape).draw(random)):
@@ -132,13 +132,7 @@ def select(
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Of a search over a recipe that is accounted for.
-
-    Attributes:
-        epsilon: of the whole search, at the delta of the recipe.
-        mean_runs: runs on average.
-        sample_rate, epochs: of every run.
-    """
+    """Options of an accounted search over a recipe; `epsilon` is the budget of the whole search."""
 
     epsilon: float = 3.0
     mean_runs: float = 10.0
@@ -150,28 +144,28 @@ class SearchOptions:
         number("mean_runs", self.mean_runs, above=1, below=LARGEST_MEAN)
         from_arguments.event(
             1.0, self.sample_rate, Sampling.POISSON
-        )  # of the two only the rate can be refused
+        )  # of the two, only the rate can be invalid
 
 
 @dataclass(frozen=True)
 class Found:
-    """The plan of a search over a recipe, and the best run, if there was one."""
+    """The plan of a search over a recipe, and the best run if there was one."""
 
     plan: SelectionPlan
     released: Released | None
 
     def in_words(self) -> list[str]:
-        """What may be shown. The number of runs may not."""
+        """The result in sentences. They do not reveal the number of runs."""
         p = self.plan
         lines = [
             f"The whole search costs epsilon {rounded_up(p.epsilon)} at delta {p.delta:.3g} for one record (zero-out), "
-            "if only these lines and the best model are shown and the number of runs stays secret. The duration of "
-            "the search reveals that number too.",
+            "if only these lines and the best model are released and the number of runs stays secret. The duration "
+            "of the search reveals that number too.",
             f"A single run with this noise (multiplier {p.noise_multiplier:g}) would cost epsilon "
             f"{rounded_up(p.epsilon_of_a_run)}; there were {p.mean:g} runs on average.",
         ]
         if self.released is None:
-            return [*lines, "This time there was no run, so nothing was found."]
+            return [*lines, "No run was drawn this time, so there is no result."]
         chosen = ", ".join(f"{name} {value:.3g}" for name, value in self.released.settings.items())
         lines.append(f"Best: {chosen}; noised validation accuracy {self.released.noised_accuracy:.1%}.")
         return lines
@@ -197,7 +191,6 @@ def search(recipe: Recipe, options: SearchOptions, seed: int = 0) -> Found:
 
 
 def _smallest(cost: Callable[[float], float], budget: float) -> float:
-    """The smallest noise within a budget, rounded up to four digits."""
     low, high = 0.0, 1.0
     while cost(high) > budget:
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""What a search may choose from: ranges and lists."""
+"""The space of a search: ranges and lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clipwise.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Range:
-    """Every number from low to high; evenly on a logarithmic scale if `log`; whole numbers if `whole`."""
+    """All numbers from low to high; log-uniform if `log`; whole numbers if `whole`."""
 
     low: float
     high: float
@@ -33,7 +33,7 @@ class Range:
             )
 
     def at(self, u: float) -> float | int:
-        """The number at u of the way, u in [0, 1]."""
+        """The number at the fraction u in [0, 1] of the range."""
         value: float
         if self.log:
             value = self.low * (self.high / self.low) ** float(u)
@@ -54,7 +54,7 @@ class Choice:
             raise ConfigurationError("Choice(()) is empty: give at least one value.")
 
     def at(self, u: float) -> Any:
-        """The value at u of the way, u in [0, 1]."""
+        """The value at the fraction u in [0, 1] of the list."""
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
 
 
@@ -63,12 +63,12 @@ Space = Mapping[str, Dimension]
 
 
 def point(space: Space, u: Sequence[float]) -> dict[str, Any]:
-    """The point of a space at coordinates in [0, 1], one a dimension, in the order of the space."""
+    """The point of a space at coordinates in [0, 1], one per dimension, in the order of the space."""
     return {name: dimension.at(at) for (name, dimension), at in zip(space.items(), u, strict=True)}
 
 
 def described(space: Space) -> dict[str, dict[str, Any]]:
-    """A space in plain types, as a file can keep it."""
+    """A space in plain types, for a file."""
     return {name: _described(dimension) for name, dimension in space.items()}
 
 
@@ -80,9 +80,9 @@ def _described(dimension: Dimension) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value of a list, as a file can keep it; in a later process it is the same."""
+    """A value of a list in plain types, the same in every process."""
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))  # the order of a set changes from process to process
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # so does where a function lies
+        return sorted(map(str, value))  # the order of a set changes between processes
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # so does the address of a function

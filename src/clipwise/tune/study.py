@@ -1,4 +1,4 @@
-"""A search for accuracy and for a small epsilon at once, with Optuna. It is kept in a file and can go on."""
+"""A search for high accuracy and small epsilon, with Optuna. It is saved in a file and can be continued."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ Say = Callable[[str], None]
 
 
 def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0) -> list[tuple[Point, Score]]:
-    """Run until the study has so many finished trials; returns all of them, of earlier commands too.
+    """Run until the study has `trials` finished trials; returns all of them, including earlier ones.
 
-    Args:
-        subject: what is tuned.
-        trials: how many finished trials the study shall have.
-        out: the folder of its file.
-        say: called with a line for each run.
-        seed: of the search. What runs draw does not come from it.
+    `say` is called with one line per run. The runs do not use `seed`.
     """
     if trials < 1:
         raise ConfigurationError(f"trials={trials} is not possible: give 1 or more.")
@@ -40,7 +35,7 @@ def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0)
         failed = [t for t in study.trials[before:] if t.state.name == "FAIL"]
         if len(failed) == missing:
             raise ConfigurationError(
-                f"Every run of {subject.name} failed; the last one said: {failed[-1].user_attrs.get('reason', '')}"
+                f"Every run of {subject.name} failed; the last error was: {failed[-1].user_attrs.get('reason', '')}"
             )
     return [_found(t) for t in _finished(study)]
 
@@ -60,12 +55,12 @@ def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
 
 
 def suggested(trial: Any, space: Space) -> dict[str, Any]:
-    """A point of the space, as the sampler of a trial draws it."""
+    """A point of the space, drawn by the sampler of a trial."""
     found: dict[str, Any] = {}
     for name, d in space.items():
         try:
             found[name] = _drawn(trial, name, d)
-        except ValueError as error:  # only in a study of an earlier version, which does not keep its space
+        except ValueError as error:  # only in a study of an earlier version, which did not store its space
             raise _another_space([f"{name!r} is another dimension"]) from error
     trial.set_user_attr("settings", {name: plain(value) for name, value in found.items()})
     return found
@@ -73,7 +68,7 @@ def suggested(trial: Any, space: Space) -> dict[str, Any]:
 
 def _drawn(trial: Any, name: str, d: Dimension) -> Any:
     if isinstance(d, Choice):
-        # By its place: a list may hold what the file cannot.
+        # By index: a list may hold values that the file cannot store.
         return d.values[trial.suggest_categorical(name, list(range(len(d.values))))]
     if d.whole:
         return trial.suggest_int(name, math.ceil(d.low), math.floor(d.high), log=d.log)
@@ -92,7 +87,7 @@ def _found(trial: Any) -> tuple[Point, Score]:
 
 
 def _space_of(study: Any, now: dict[str, Any]) -> dict[str, Any]:
-    """The description that a study keeps. One of an earlier version has none: it tells no more than names."""
+    """The description stored in a study. A study of an earlier version has none, only the names."""
     kept: dict[str, Any] | None = study.user_attrs.get(SPACE)
     if kept is not None:
         return kept
@@ -120,34 +115,33 @@ def _in_words(dimension: dict[str, Any]) -> str:
 
 def _another_space(differences: list[str]) -> ConfigurationError:
     return ConfigurationError(
-        f"SPACE is not what it was when this study began: {'; '.join(differences)}. "
-        "Give another folder with --out."
+        f"SPACE has changed since this study began: {'; '.join(differences)}. Give another folder with --out."
     )
 
 
 def _study(subject: Subject, out: Path, seed: int) -> Any:
-    """The study of that name in a folder, new or as it was left; one with another space is refused."""
+    """Create or open the study of this name in a folder; refuse one with another space."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError as error:
         raise ConfigurationError(
             "`clipwise tune` needs Optuna, which is not installed: run `pip install 'clipwise-dp[tune]'`."
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # we report why a trial failed, in one line
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # the reason of a failed trial is reported in one line
     out.mkdir(parents=True, exist_ok=True)
     now = described(subject.space)
     storage = f"sqlite:///{out / FILE}"
     study = _opened(optuna, subject.name, storage)
     differences = _differences(_space_of(study, now), now)
     if differences and all(t.state.name == "FAIL" for t in study.trials):
-        # As after a mistake in a script that is fixed now: no finished run could be mixed with others.
+        # After a fixed mistake in a script, for example: there is no finished run to mix with others.
         optuna.delete_study(study_name=subject.name, storage=storage)
         study = _opened(optuna, subject.name, storage)
     elif differences:
         raise _another_space(differences)
     if not study.trials:
         study.set_user_attr(SPACE, now)
-    # A study that goes on must not draw its first points again.
+    # A continued study must not draw its first points again.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     return study
 
@@ -157,7 +151,7 @@ def _opened(optuna: Any, name: str, storage: str) -> Any:
         return optuna.create_study(
             study_name=name, storage=storage, directions=["maximize", "minimize"], load_if_exists=True
         )
-    except Exception as error:  # of Optuna, of SQLAlchemy or of SQLite
+    except Exception as error:  # an error of Optuna, SQLAlchemy or SQLite
         raise ConfigurationError(
             f"{storage.removeprefix('sqlite:///')} cannot be opened as a study ({type(error).__name__}): give another "
             "folder with --out."

@@ -22,7 +22,7 @@ DECIDE_PRIVACY = ("noise_multiplier", "sample_rate", "batch_size", "epochs")
 class Score:
     """Accuracy of a run on held-out records, from 0 to 1, and its epsilon at delta.
 
-    `release`, where it is known, is (noise multiplier, sampling rate, steps). Runs with it can be composed.
+    `release` is (noise multiplier, sampling rate, steps) if known. Runs with it can be composed.
     """
 
     accuracy: float
@@ -33,13 +33,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to tune.
-
-    Attributes:
-        name: of the study. A study goes on under the same name.
-        space: what may be chosen.
-        score: one run.
-    """
+    """Something to tune. A study continues under the same name."""
 
     name: str
     space: Space
@@ -64,13 +58,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Data, a network and a space, of which clipwise knows what every run releases.
+    """Data, a network and a space, for which clipwise knows what every run releases.
 
     Attributes:
-        space: what may be chosen.
-        delta: of every run.
-        train: one run, from settings and the seed of the first weights. It takes `sample_rate`, whether or not the
-            space has it.
+        space: the settings to choose from.
+        delta: the delta of every run.
+        train: trains one run, from settings and the seed of the initial weights. It takes `sample_rate`, even if the
+            space does not have it.
     """
 
     name: str
@@ -96,8 +90,7 @@ class Recipe:
 def of_script(file: Path, function: str = "train") -> Subject:
     """A Python file with `SPACE`, from names to `Range` or `Choice`, and `train(settings)` -> (accuracy, epsilon).
 
-    Accuracy is a share, from 0 to 1.
-    The file runs in this process under the name "clipwise_tune", so its "__main__" block does not run.
+    Accuracy is from 0 to 1. The file runs in this process as "clipwise_tune", so its "__main__" block does not run.
     """
     if not file.is_file():
         raise ConfigurationError(f"The script {str(file)!r} does not exist.")
@@ -124,12 +117,12 @@ def _checked(given: Any, where: str) -> Score:
         raise ConfigurationError(f"{where} must return (accuracy, epsilon).") from None
     if not 0 <= accuracy <= 1:
         raise ConfigurationError(
-            f"{where} returned an accuracy that is no number from 0 to 1: return the share of right answers, 0.95 for "
-            "95%."
+            f"{where} returned an accuracy that is not a number from 0 to 1: return the share of right "
+            "answers, 0.95 for 95%."
         )
     if not epsilon >= 0:
         raise ConfigurationError(
-            f"{where} returned an epsilon that is no number of at least 0: return the cost of the run, "
+            f"{where} returned an epsilon that is not a number of at least 0: return the cost of the run, "
             "private.spent().epsilon."
         )
     return Score(accuracy, epsilon)

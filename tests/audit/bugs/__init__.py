@@ -1,4 +1,4 @@
-"""Bugs that published code has had, one a file, planted by patching. The registry is the list of the table."""
+"""Bugs found in published code, one per file, planted by patching. The registry is the source of the table."""
 
 from __future__ import annotations
 

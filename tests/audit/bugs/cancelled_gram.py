@@ -21,7 +21,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions(steps: int) -> Subject:
-    """A product at each of 16 positions, and a linear loss of what they add up to."""
+    """A product at each of 16 positions, and a linear loss of their sum."""
     torch.manual_seed(0)
     x = torch.randn(8, T, WIDTH)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -36,7 +36,7 @@ def positions(steps: int) -> Subject:
 
 
 def cancelling(record: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Huge positions of alternating sign, with something small on top."""
+    """Huge values of alternating sign, plus small ones."""
     (x,) = record
     signs = 1 - 2 * (torch.arange(T) % 2)
     return (3e4 * x[:1] * signs[:, None] + x,)

@@ -10,7 +10,7 @@ from clipwise.noise.gaussian import gaussian
 from clipwise.noise.key import NoiseKey
 from tests.audit.bug import Bug
 
-# Found by trying one seed after the other: the first draw of this one goes out to 6.25 standard deviations.
+# Found by trying seeds in turn: the first draw of this one reaches 6.25 standard deviations.
 FAR_OUT, FURTHEST = 6612, 6.25
 
 

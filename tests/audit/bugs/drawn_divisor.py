@@ -1,4 +1,4 @@
-"""The noised sum is divided by the number that was drawn, which is secret and moves with a record."""
+"""The noised sum is divided by the realised batch size, which is secret and changes with a record."""
 
 import pytest
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The checkpoint holds the key of the noise, for a comfortable way to go on."""
+"""The checkpoint holds the noise key, to make resuming easy."""
 
 from typing import Any
 

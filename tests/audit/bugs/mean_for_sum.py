@@ -1,4 +1,4 @@
-"""Norms are those of the mean loss, a batch size too small, and the sum is not."""
+"""Norms are computed from the mean loss, so they are too small by the batch size, but the sum is not."""
 
 import pytest
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""K parts are noised as if each were alone, and counted as one: sqrt(K) is missing."""
+"""Each of K parts is noised as if it were the only one, and one release is charged: sqrt(K) is missing."""
 
 import math
 from collections.abc import Sequence

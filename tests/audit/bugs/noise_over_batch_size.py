@@ -1,4 +1,4 @@
-"""The noise of a mean on a sum: its standard deviation is divided by the batch size."""
+"""The sum gets the noise of a mean: its standard deviation is divided by the batch size."""
 
 from typing import Any
 

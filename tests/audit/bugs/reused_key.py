@@ -1,4 +1,4 @@
-"""The key does not move on: every step has the same noise."""
+"""The key does not advance: every step has the same noise."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Batch clipping bounds the gradient, and the running statistics of batch norm leave beside it."""
+"""Batch clipping bounds the gradient, but the running statistics of batch norm are released without noise."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from clipwise import Batch
 from clipwise.audit.trial import run_of
-from clipwise.validation import forward_changes
+from clipwise.validation import forward_changes, step_inputs
 from clipwise.validation.model_state import ModelState
 from tests.audit.bug import Bug, Subject, losses, rows
 

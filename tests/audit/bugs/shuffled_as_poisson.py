@@ -1,4 +1,4 @@
-"""Shuffled epochs are counted as Poisson sampling: everybody takes part for sure, and that is not what is charged."""
+"""Shuffled epochs are charged as Poisson sampling, although every record takes part with certainty."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_epoch() -> Subject:
-    """Four steps of a tiny model, with little noise: who is never drawn cannot be found, whatever the noise."""
+    """Four steps of a tiny model, with little noise: a record that is never drawn cannot be detected."""
     return run_of(
         nn.Linear(2, 2, bias=False),
         losses,

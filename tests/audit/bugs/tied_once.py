@@ -1,4 +1,4 @@
-"""A table that is looked up and is the output layer as well: its norm counts the output layer alone."""
+"""An embedding table that is also the output layer: its norm counts only the output layer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Batch norm over the whole lot, each example clipped: one record moves everybody's gradient."""
+"""Batch norm over the whole batch with per-example clipping: one record changes the gradients of all others."""
 
 from functools import partial
 
