@@ -99,9 +99,7 @@ class Outline:
         # Each place before its inputs: the order in which graphs are compared, from the losses on.
         self.backwards = [(i, e.name, e.inputs) for i, e in reversed(list(enumerate(entries)))]
         self.trust = Trust()
-        self.fits: dict[
-            tuple[object, ...], bool
-        ] = {}  # batch sizes that book-keeping has memory for, or not
+        self.fits: dict[tuple[object, ...], bool] = {}  # batch sizes that book-keeping has memory for, or not
         self._hash = hash((entries, output))
         self._plan: Plan | None = None
 
