@@ -110,7 +110,7 @@ def batch(positions: int, examples: int, seed: int = 1) -> Tensor:
 
 
 def probe_refuses(model: nn.Module, ids: Tensor, kernel: str, arithmetic: str) -> bool:
-    """The checks that a run makes on its first batch."""
+    """Whether the checks of a run on its first batch refuse the model."""
     probe = IndependenceProbe()
     probe.mark(ids)
     try:

@@ -125,7 +125,7 @@ def with_same_padding() -> nn.Module:
 
 
 def coupled() -> nn.Module:
-    """With batch norm, and weights of sizes that tensor cores support."""
+    """With batch norm, and weights in the channels-last format."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -243,7 +243,7 @@ def run(
 
 
 def difference(name: str, **options: Any) -> tuple[float, CompiledStep]:
-    """The distance between compiled and ordinary results, relative to the length of training."""
+    """The distance between compiled and ordinary results, relative to the change of the ordinary ones in training."""
     (model, step), (expected, _) = (run(name, is_compiled, **options) for is_compiled in (True, False))
     assert step is not None
     ours, theirs, start = (
@@ -254,7 +254,6 @@ def difference(name: str, **options: Any) -> tuple[float, CompiledStep]:
 
 
 def compared(what: str, name: str, updates_too: bool = True, **options: Any) -> Verdicts:
-    """Verdicts on one pair of runs."""
     found, step = difference(name, **options)
     yield f"{what}: compiled steps end {found:.1e} away", found <= TOLERANCE
     yield f"{what}: it was not captured", step._captured is not None
@@ -545,7 +544,6 @@ CHECKS = (
 
 
 def main() -> int:
-    """Run all."""
     if REHEARSED:
         can = mock.patch.object(compiled, "_can_capture", lambda device: True)
         with can, mock.patch.object(cuda_graphs, "capture", recorded):

@@ -68,7 +68,6 @@ def operands(layer: tuple[int, int, int, int, int], B: int) -> tuple[Tensor, Ten
 
 
 def channels_last(t_BkCHW: Tensor) -> Tensor:
-    """The same numbers with channels last."""
     return t_BkCHW.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
@@ -192,7 +191,6 @@ def times(layer: tuple[int, int, int, int, int]) -> dict[str, float]:
 
 
 def times_of_tiles(layer: tuple[int, int, int, int, int]) -> None:
-    """The kernel alone, for several tile sizes."""
     x, g, geometry = operands(layer, BATCH)
     chosen = kernel._tiles
     try:
@@ -205,7 +203,6 @@ def times_of_tiles(layer: tuple[int, int, int, int, int]) -> None:
 
 @torch.no_grad()
 def main() -> int:
-    """Time, then check."""
     start = time.perf_counter()
     if "--check" not in sys.argv:
         print(f"milliseconds at a batch of {BATCH}, tf32, on {torch.cuda.get_device_name()}:")

@@ -41,7 +41,6 @@ def error_of(case: Case, method: str, dtype: torch.dtype) -> float:
 
 
 def main() -> int:
-    """Run the table."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     begin, failed, slow = time.monotonic(), [], Counter[str]()
     cases = [c for c in CASES if not sys.argv[1:] or any(part in c.name for part in sys.argv[1:])]

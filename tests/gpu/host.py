@@ -79,7 +79,6 @@ def check_switches() -> None:
 
 
 def step_of(model: nn.Module, shape: tuple[int, ...]) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A private step and a plain one."""
     data = TensorDataset(torch.randn(64, *shape, device=DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     private = make_private(model, optimizer, data, batch_size=8, sampling="shuffled", noise_multiplier=1.0)

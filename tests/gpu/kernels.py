@@ -315,7 +315,6 @@ def time_all() -> None:
 
 
 def main() -> int:
-    """Time, then check."""
     if not usable(torch.zeros(1, device=DEVICE)):
         print("there is no Triton for this device")
         return 1

@@ -119,7 +119,6 @@ def check_statistics_follow() -> Verdicts:
 
 
 def main() -> int:
-    """Run all checks."""
     if DEVICE == "cuda":
         print(torch.cuda.get_device_name())
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -103,7 +103,6 @@ def check_costs() -> Verdicts:
 
 
 def costs(batch: int, positions: int) -> Verdicts:
-    """A table for one shape."""
     torch.manual_seed(0)
     model = Language(positions).cuda()
     ids = torch.randint(0, VOCABULARY, (batch, positions + 1), device="cuda")
@@ -201,7 +200,6 @@ def check_errors() -> Verdicts:
 
 
 def main() -> int:
-    """Everything."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     return 1 if failures_of((check_errors, check_choices, check_costs)) else 0

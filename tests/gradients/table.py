@@ -57,7 +57,6 @@ was used or consulted.
 
 
 def main() -> None:
-    """Measure, and write the page."""
     head = HEAD.format(
         torch=torch.__version__.split("+")[0],
         methods=", ".join(METHODS),
@@ -67,7 +66,6 @@ def main() -> None:
 
 
 def row(case: Case) -> str:
-    """One line of the table."""
     rules: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)

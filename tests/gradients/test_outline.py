@@ -31,7 +31,6 @@ class Two(nn.Module):
 
 
 def require_exact(model: nn.Module, losses: Callable[[], Tensor], memory: Memory) -> None:
-    """Gradients from plain autograd."""
     found = per_example_gradients(losses(), trainable(model), memory).instantiate(slice(0, B))
     expected = by_loop(losses(), trainable(model)).instantiate(slice(0, B))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 
 def most_bytes(method: str) -> int:
-    """The number of output gradients alive at once, on a batch with a known graph."""
+    """The peak bytes of output gradients alive at once, on a batch with a known graph."""
     torch.manual_seed(0)
     model, memory = Deep(), Memory()
     for _ in range(3):
@@ -105,7 +105,6 @@ def known(model: nn.Module, x: Tensor, memory: Memory) -> None:
 
 
 def test_no_hook_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later pass over the same graph calls no hook."""
     calls: list[object] = []
     honest = stream.Stream._arrives
 

@@ -196,7 +196,6 @@ MOVES = {
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("move", MOVES)
 def test_rows_that_the_data_move_are_followed(move: str) -> None:
-    """The graph looks the same as before; only the values differ."""
     torch.manual_seed(0)
     before, after, rows = MOVES[move]
     model, memory = Weights(w=(4, 3)).double(), Memory()

@@ -93,7 +93,7 @@ class Outline:
     def __init__(
         self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool
     ) -> None:
-        """`output`: the output of the last place that is the losses. `cutting`: the places with `cuts` to compare."""
+        """`output`: which output of the last place the losses are. `cutting`: the places with `cuts` to compare."""
         self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
         self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
         # Each place before its inputs: the order in which graphs are compared, from the losses on.

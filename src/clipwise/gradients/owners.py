@@ -42,7 +42,7 @@ class Ragged(Layout):
         return cls(axis, most, batch, 1, owner_N, index_BT)
 
     @classmethod
-    def of_nobody(cls, shape: torch.Size, batch: int, device: torch.device) -> Ragged | None:
+    def without_owners(cls, shape: torch.Size, batch: int, device: torch.device) -> Ragged | None:
         """A layout in which no row has an owner: no gradient arrives, or there are no rows."""
         if not shape:
             return None

@@ -122,8 +122,8 @@ class Prober:
             if regular:
                 return regular, True
         if self.is_silent(edge):
-            nobody = Ragged.of_nobody(plain.shape, batch, plain.device)
-            return [nobody] if nobody else [], False
+            ownerless = Ragged.without_owners(plain.shape, batch, plain.device)
+            return [ownerless] if ownerless else [], False
         left = self.layouts(edge)
         if not left:
             ragged = self.ragged(edge)

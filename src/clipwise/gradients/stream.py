@@ -73,7 +73,6 @@ class Stream:
         self._take(memory.resolver.resolve(self._graph))
 
     def _take(self, resolved: Resolved) -> None:
-        """Use these layouts from now on."""
         graph, plan = self._graph, self._graph.plan
         self._resolved = resolved
         # From the pass that found the layouts; None for a graph that was known already.
@@ -119,7 +118,7 @@ class Stream:
     def collected(self) -> PerExampleGradients:
         """All gradients as forms, from one pass that frees the graph.
 
-        Tensors that a form no longer needs (a normalization's output gradient after its sums) are freed on the way.
+        Tensors no longer needed by a form (a normalization's output gradient after its sums) are freed during the pass.
         """
         found: dict[str, Contribution] = {}
         self.each(found.update, retain=False)
@@ -181,7 +180,6 @@ class Stream:
         return not (now.untried and self._memory.rare.any(torch.stack(now.untried)))
 
     def _backward(self, retain: bool) -> dict[Edge, Tensor]:
-        """The gradients at all uses."""
         uses = self._graph.uses
         found = self._backward_to(uses, retain)
         wrong = self._are_wrong([flag for use in uses for flag in self._doubts(use, _at(use, found))])
@@ -244,9 +242,8 @@ class Stream:
             return None
 
     def _slow_forms(self, use: Use, outputs: Outputs) -> dict[int, Form]:
-        """The forms of an operation without a rule."""
         layouts, batch = self._resolved.layouts[use.index], len(self._graph.losses)
-        if all(_is_nobodys(g, layouts[k]) for k, g in outputs.items()):
+        if all(_is_unreached(g, layouts[k]) for k, g in outputs.items()):
             device = next(iter(outputs.values())).device
             return {
                 j: Written.zeros(batch, shape, dtype_at(*use.operands[j]), device)
@@ -284,7 +281,6 @@ class Stream:
         return joined(name, self._parameters[name], uses)
 
     def _live(self, use: Use, outputs: Outputs) -> Tensor:
-        """Which examples have a gradient at a use."""
         live_B = has_gradient(outputs, self._resolved.layouts[use.index])
         return live_B.to(self._graph.losses.device)
 
@@ -323,6 +319,6 @@ def _at(use: Use, found: Mapping[Edge, Tensor]) -> dict[int, Tensor]:
     return {k: found[(use.node, k)] for k in use.outputs}
 
 
-def _is_nobodys(g: Tensor, layout: Layout) -> bool:
+def _is_unreached(g: Tensor, layout: Layout) -> bool:
     """Whether no example has a gradient here: none arrives, or an expert got no rows."""
     return not bool(g.any()) or bool((layout.owners(g.device) < 0).all())

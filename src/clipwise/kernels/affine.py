@@ -71,7 +71,6 @@ def position_sums_in_torch(g_BTp: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Sums run in float32 or better."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

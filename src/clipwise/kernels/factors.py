@@ -125,7 +125,6 @@ def _write_input_factors(
     B: int, bound: float, aimed: float, smallest: float,
     EXAMPLES: constexpr,
 ) -> None:  # fmt: skip
-    """The factors of EXAMPLES examples."""
     b = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
     norm = tl.sqrt(tl.load(square_B + b, mask=b < B, other=0.0))
     scale = tl.where(norm <= bound, 1.0, aimed / norm)
@@ -142,7 +141,6 @@ def _write_gradient_factors(
     HAS_FIRST: constexpr, HAS_SECOND: constexpr, HAS_SQUARES: constexpr, TAKES_LARGER: constexpr,
     TIMES: constexpr, CLIPS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """The factors of ROWS examples."""
     b_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     first_RK = tl.zeros([ROWS, COLUMNS], tl.float64)
     second_RK = tl.zeros([ROWS, COLUMNS], tl.float64)

@@ -55,7 +55,6 @@ def _copy(
     stride_h: int, stride_w: int, padding_h: int, padding_w: int, dilation_h: int, dilation_w: int,
     KERNEL_H: constexpr, KERNEL_W: constexpr, UNROLLED: constexpr, PLACES: constexpr, LINE: constexpr,
 ) -> None:  # fmt: skip
-    """Some positions, and some channels of all their offsets."""
     place_P = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     channel_L = tl.program_id(1) * LINE + tl.arange(0, LINE)
     is_there = (place_P < total)[:, None] & (channel_L < channels)[None, :]

@@ -58,7 +58,6 @@ def _write_tangent(
     B: int, length: int, dx_B: int, x_B: int,
     RESTORED: constexpr, IS_HELD: constexpr, TILE: constexpr,
 ) -> None:  # fmt: skip
-    """Some examples, one after the other."""
     for example in range(tl.program_id(0), B, tl.num_programs(0)):
         b = tl.zeros([], tl.int64) + example
         scale = tl.load(scale_B + b)

@@ -211,7 +211,6 @@ def test_inner_products_of_many_positions_come_in_blocks(T: int, monkeypatch: py
 
 
 def test_written_gradients_keep_their_memory_while_they_are_used() -> None:
-    """The next form's gradients do not overwrite those that an earlier one has kept."""
     torch.manual_seed(0)
     first, second = (Outer(torch.randn(4, 9, 6), torch.randn(4, 9, 5)) for _ in range(2))
     expected = first.instantiate(slice(0, 4)).clone()

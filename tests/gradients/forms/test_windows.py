@@ -67,7 +67,6 @@ def test_norms_sums_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_products_of_windows(name: str) -> None:
-    """Against copied windows."""
     x, _, geometry = operands(name, dtype=torch.float64)
     if geometry.groups > 1:
         x = x[:, :, : geometry.weight[1]]

@@ -69,7 +69,7 @@ class Product(Form):
     def _bound(
         self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None
     ) -> Tensor:
-        """(n + c u M)^2; or (n + c u M) with e M stored separately, where e M may be that of a part of the product."""
+        """(n + c u M)^2. Below IEEE precision, stores (e M)^2 too; M may be that of `rounded_mass_B` there."""
         slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
         bound_B = (norm_B + slack_B).square()
         if budget.arithmetic is not IEEE:
@@ -96,7 +96,6 @@ class Product(Form):
         return w_B
 
     def _add_exact(self, total: Tensor, w_B: Tensor) -> Tensor:
-        """Add the examples that are summed separately."""
         for i, kept in self._exact.items():
             total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
         return total

@@ -98,7 +98,6 @@ class Written(Form):
             self._kept = [zeroed(piece, muted) for piece, muted in pairs]
 
     def _split(self, per_example_B: Tensor) -> list[Tensor]:
-        """Split like the kept pieces."""
         assert self._kept is not None
         return list(torch.split(per_example_B, [len(piece) for piece in self._kept]))
 
@@ -148,8 +147,8 @@ def _made_before(examples: slice) -> Tensor:
 def written_products(left_bTm: Tensor, right_bTn: Tensor) -> Tensor:
     """sum_t left_t right_t^T of each example, [b, m, n]; on a CPU in reused memory."""
     size = torch.Size((len(left_bTm), left_bTm.shape[2], right_bTn.shape[2]))
-    room = _blocks.take(size, left_bTm.dtype) if left_bTm.device.type == "cpu" else None
-    return torch.bmm(left_bTm.mT, right_bTn, out=room)
+    out = _blocks.take(size, left_bTm.dtype) if left_bTm.device.type == "cpu" else None
+    return torch.bmm(left_bTm.mT, right_bTn, out=out)
 
 
 def _flat(gradients: Tensor) -> Tensor:
