@@ -1,9 +1,9 @@
-"""Attention on a GPU is not taken for coupling, and coupling is: `python -m tests.gpu.attention`.
+"""Attention on a GPU is not mistaken for coupling, and coupling is detected: `python -m tests.gpu.attention`.
 
-With names of checks (published, exact, accepted, refused) only those. Every attention kernel that torch has, in
-bfloat16 and in TF32, up to 24 layers and 4096 positions. Several of them add atomically, so that two passes differ.
-Networks without coupling must pass the independence probe and have per-example gradients; networks with a planted
-coupling, of a hundredth and less, must be refused by the probe.
+Arguments select checks by name (published, exact, accepted, refused). Covers every attention kernel of torch, in
+bfloat16 and in TF32, up to 24 layers and 4096 positions. Several kernels add atomically, so that two passes differ.
+Networks without coupling must pass the independence probe and have per-example gradients. The probe must refuse
+networks with a planted coupling of a hundredth or less.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ALL = ("published", "exact", "accepted", "refused")
 
 
 class Block(nn.Module):
-    """A layer of a small GPT. `across` lets attention see the whole batch as one sequence."""
+    """A layer of a small GPT. With `across`, attention sees the whole batch as one sequence."""
 
     def __init__(self, width: int, heads: int, apart: bool, across: bool) -> None:
         super().__init__()
         self.heads, self.across = heads, across
         self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # One projection for all of queries, keys and values; or three, in which rows of queries can be all rounding.
+        # One projection for queries, keys and values; or three, where query rows can be pure rounding error.
         self.into = nn.ModuleList(
             nn.Linear(width, width if apart else 3 * width) for _ in range(3 if apart else 1)
         )
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """A language model. `leak` of the batch's mean is taken off after one of its layers."""
+    """A language model. `leak` times the batch's mean is subtracted after one of its layers."""
 
     def __init__(
         self, layers: int, *, apart: bool = False, leak: float = 0.0, leaks_at: int = 0, across: bool = False
@@ -93,7 +93,7 @@ class SmallGPT(nn.Module):
 
 
 def losses_of(model: nn.Module, ids: Tensor, kernel: str, arithmetic: str) -> Tensor:
-    """The mean over its positions, of each example."""
+    """The mean loss over the positions of each example."""
     torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
     autocast: AbstractContextManager[object] = nullcontext()
     if arithmetic == "bf16":
@@ -110,7 +110,7 @@ def batch(positions: int, examples: int, seed: int = 1) -> Tensor:
 
 
 def probe_refuses(model: nn.Module, ids: Tensor, kernel: str, arithmetic: str) -> bool:
-    """What a run does on its first batch."""
+    """Whether the checks of a run on its first batch refuse the model."""
     probe = IndependenceProbe()
     probe.mark(ids)
     try:
@@ -121,7 +121,7 @@ def probe_refuses(model: nn.Module, ids: Tensor, kernel: str, arithmetic: str) -
 
 
 def has_gradients(model: nn.Module, ids: Tensor, kernel: str, arithmetic: str) -> bool:
-    """Whether examples are told apart at every use."""
+    """Whether examples are separated at every use."""
     losses = losses_of(model, ids, kernel, arithmetic)
     try:
         found = per_example_gradients(
@@ -141,7 +141,7 @@ def kinds() -> Iterator[tuple[str, str]]:
 
 
 def accepted() -> Verdicts:
-    """Networks without coupling, by the probe and where uses are laid out; several times, for chance is in it."""
+    """Networks without coupling pass the probe and have layouts; repeated, because weights are random."""
     for kernel, arithmetic in kinds():
         for layers, positions, examples in SIZES:
             for apart in (False, True) if layers == 12 else (True,):
@@ -158,7 +158,7 @@ def accepted() -> Verdicts:
 
 
 def exact() -> Verdicts:
-    """Norms are those of plain autograd, up to the rounding of the passes."""
+    """Norms equal those of plain autograd, up to the rounding of the passes."""
     for kernel, arithmetic in kinds():
         model, ids = SmallGPT(4, apart=True).to(DEVICE), batch(1024, 4)
         parameters, memory = dict(model.named_parameters()), Memory()
@@ -171,7 +171,7 @@ def exact() -> Verdicts:
 
 
 def refused() -> Verdicts:
-    """Planted couplings, early and late; also where few examples are there to show them."""
+    """Planted couplings, early and late; also with few examples."""
     for kernel, arithmetic in kinds():
         for layers, positions, examples in ((12, 1024, 8), (24, 1024, 2), (24, 1024, 32)):
             ids = batch(positions, examples)
@@ -182,14 +182,14 @@ def refused() -> Verdicts:
                     plants["0.001 of the mean"] = {"leak": 1e-3}
                 for name, plant in plants.items():
                     if "across" in plant and examples == 32 and kernel == "math":
-                        continue  # scores of the whole batch would fill the memory
+                        continue  # scores of the whole batch would exceed the memory
                     model = SmallGPT(layers, leaks_at=leaks_at, **plant).to(DEVICE)  # type: ignore[arg-type]
                     what = f"{name} at layer {leaks_at} of {layers}, {kernel} {arithmetic} B={examples}"
                     yield what, probe_refuses(model, ids, kernel, arithmetic)
 
 
 def published() -> Verdicts:
-    """GPT-2 as transformers has it, 12 layers and 1024 positions, where that is installed."""
+    """GPT-2 from transformers, if installed, with 12 layers and 1024 positions."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
@@ -207,6 +207,4 @@ if __name__ == "__main__":
     checks = [
         check for check in (published, exact, accepted, refused) if check.__name__ in (sys.argv[1:] or ALL)
     ]
-    sys.exit(
-        1 if sum(failures_of([check]) for check in checks) else 0
-    )  # one after another, to show how far it got
+    sys.exit(1 if sum(failures_of([check]) for check in checks) else 0)  # sequential, to show progress

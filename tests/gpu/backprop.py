@@ -1,8 +1,8 @@
 """Clipped layers on a GPU, against float64 on a CPU: `python -m tests.gpu.backprop [--device cuda]`.
 
-The kernels beside their twins; sums of a batch; what one example adds at most (in IEEE arithmetic and in TF32);
-layouts, examples that are not finite, empty batches; long gradients where images are blank; and that a step of a small
-network does not make the host wait. Exit code 1 if a check fails. `--device cpu` is a rehearsal.
+Compares the kernels with their twins. Checks sums of a batch; the largest contribution of one example (in IEEE
+arithmetic and in TF32); layouts, non-finite examples and empty batches; large gradients where images are blank; and
+that a step of a small network does not make the host wait. Exit code 1 if a check fails. `--device cpu` is a rehearsal.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def sums(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 
 
 def at_the_device(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
-    """Every layer and way: the same sums as in float64, and within their bounds."""
+    """Every layer and mode: the same sums as in float64, within their bounds."""
     for name, case in CASES.items():
-        # With C1 = 1 the bounds of weights and bias are one number, and their norms are not.
+        # With C1 = 1 the bounds of weights and bias are equal, and their norms are not.
         for (mode, bound), (input_norm, scale) in itertools.product(WAYS, ((1.5, 3.0), (1.0, 0.05))):
             model = clipped(case, mode=mode, bound=bound, input_norm=input_norm)
             there = copy.deepcopy(model).float().to(device)
@@ -89,7 +89,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kernels_and_twins(device: torch.device) -> Verdicts:
-    """Every kernel gives what its twin gives in float64 on a CPU."""
+    """Every kernel equals its twin in float64 on a CPU."""
     for shape in SHAPES:
         for layout, lay in LAYOUTS.items():
             for what, found, expected in _of_kernels(shape, lay, device):
@@ -158,7 +158,7 @@ MAPS = ["linear", "linear over positions", "conv1d", "conv2d", "conv3d", "paddin
 
 
 def layouts_and_what_is_not_finite(device: torch.device) -> Verdicts:
-    """Sums over the other examples, and gradients of their inputs, whatever the layout and whoever is not finite."""
+    """Sums over the other examples, and their input gradients, for any layout and any non-finite example."""
     for name in MAPS:
         for mode, bound in WAYS:
             for where in ("nowhere", "input", "gradient"):
@@ -206,10 +206,10 @@ def _with_input(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 
 
 def blank_places(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
-    """A long gradient where an image is blank adds nothing, also beside places that are not.
+    """A large gradient where an image is blank adds nothing, also next to places that are not blank.
 
-    The bound by input and gradient together says 0 and does not clip: a product that is no sum of products, such as
-    Winograd's, would leave the rounding of all of the image, times a gradient of any length.
+    The bound from input and gradient is 0 there and does not clip. An algorithm that is not a sum of products, such as
+    Winograd's, would leave rounding errors of the whole image, times a gradient of any size.
     """
     random = torch.Generator().manual_seed(3)
     for kernel, channels, examples in itertools.product((3, 5), (16, 64), (1, 256)):
@@ -234,7 +234,7 @@ def blank_places(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
 
 
 def without_waiting(device: torch.device) -> Verdicts:
-    """Forward and backward of a clipped network ask the device nothing."""
+    """Forward and backward of a clipped network do not synchronize with the device."""
     if device.type != "cuda":
         return
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)).to(

@@ -1,11 +1,11 @@
 """Compiled steps on a GPU, without pytest: `python -m tests.gpu.compiled [--rehearse]`.
 
-Steps replayed from CUDA graphs against ordinary ones: the same sums for several models, samplings, optimizers and
-sizes, for per-example, batch and backpropagation clipping, also where bounds change now and then; the same noise from
-the same key, another at each step, of the stated size; an example that is not finite; and sums in TensorFloat-32 within
-the stated sensitivity where positions cancel. Exit code 1 if anything fails.
+Compares steps replayed from CUDA graphs with ordinary ones: the same sums for several models, samplings, optimizers and
+sizes, for per-example, batch and backpropagation clipping, also with changing bounds; the same noise from the same key,
+new noise at each step, with the stated size; non-finite examples; and sums in TensorFloat-32 within the stated
+sensitivity where positions cancel. Exit code 1 if anything fails.
 
---rehearse runs on a CPU what can be: a graph is then a function that is called again, and TF32 is IEEE.
+--rehearse runs on a CPU, with a repeated function call in place of a graph, and IEEE in place of TF32.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.soundness.neighbours import attach
 REHEARSED = "--rehearse" in sys.argv[1:]
 DEVICE = "cpu" if REHEARSED else "cuda"
 SIZE, BATCH, CLASSES, VOCABULARY = 160, 16, 5, 40
-UPDATES = 14  # four ordinary ones, then captured ones; the update itself is captured a few later
-TOLERANCE = 1e-3  # of how far training moved the parameters
+UPDATES = 14  # four ordinary ones, then captured ones; the optimizer's update is captured a few later
+TOLERANCE = 1e-3  # relative to the change of the parameters in training
 STATED = 1 + TF32.slack
 SLACK = 1 + 1e-4
 PLENTY = 2**34
@@ -48,7 +48,7 @@ PLENTY = 2**34
 
 
 class Recurrent(nn.Module):
-    """An LSTM, whose last state is classified."""
+    """A classifier on the last state of an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Language(nn.Module):
 
 
 class Untied(nn.Module):
-    """A table, a layer of attention as torch has it, and a head of its own."""
+    """A table, one of torch's attention layers, and a separate head."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def convolutional() -> nn.Module:
 
 
 def with_same_padding() -> nn.Module:
-    """Even kernels, which pad on one side alone; no bias; a pool that leaves odd sizes."""
+    """Even kernels, which pad on one side only; no bias; pooling with odd sizes."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 2, padding="same", bias=False),
         nn.ReLU(),
@@ -125,7 +125,7 @@ def with_same_padding() -> nn.Module:
 
 
 def coupled() -> nn.Module:
-    """With batch norm, and its weights as tensor cores take them."""
+    """With batch norm, and weights in the channels-last format."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -165,7 +165,7 @@ def records(name: str) -> TensorDataset:
 
 
 def loss_with(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """The cross entropy of each example: the mean over its positions, where it has several."""
+    """The cross entropy of each example: the mean over its positions, if it has several."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         scores = model(x)
@@ -179,7 +179,7 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name][0]().to(DEVICE)
     with torch.no_grad():
-        model(records(name).tensors[0][:2].to(DEVICE))  # gives lazy layers their sizes
+        model(records(name).tensors[0][:2].to(DEVICE))  # initialises the sizes of lazy layers
     return model
 
 
@@ -187,7 +187,7 @@ def build(name: str) -> nn.Module:
 
 
 class Recorded:
-    """Stands for a CUDA graph where there is none."""
+    """Replaces a CUDA graph on a CPU."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.replay = act
@@ -202,7 +202,7 @@ def recorded(act: Callable[[], Any], device: torch.device, warm: bool = True) ->
 def go(
     private: Private, step: Callable[..., bool], updates: int, after: Callable[[], object] | None = None
 ) -> None:
-    """So many updates, over as many epochs as that takes."""
+    """Makes so many updates, in as many epochs as needed."""
     while updates > 0:
         for batch in private.loader.pieces():
             if step(*(t.to(DEVICE) for t in batch)):
@@ -224,7 +224,7 @@ def run(
     clipped: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, CompiledStep | None]:
-    """Train one model; the two kinds of steps see the same batches. `clipped`: how layers are, for Backprop."""
+    """Train one model; both kinds of steps see the same batches. `clipped`: the layers' mode, for Backprop."""
     model = build(name)
     if clipped is not None:
         model = layers.clip_inputs(model, **clipped)
@@ -243,7 +243,7 @@ def run(
 
 
 def difference(name: str, **options: Any) -> tuple[float, CompiledStep]:
-    """How far compiled steps end from ordinary ones, over how far those went."""
+    """The distance between compiled and ordinary results, relative to the change of the ordinary ones in training."""
     (model, step), (expected, _) = (run(name, is_compiled, **options) for is_compiled in (True, False))
     assert step is not None
     ours, theirs, start = (
@@ -254,7 +254,6 @@ def difference(name: str, **options: Any) -> tuple[float, CompiledStep]:
 
 
 def compared(what: str, name: str, updates_too: bool = True, **options: Any) -> Verdicts:
-    """Verdicts on one pair of runs."""
     found, step = difference(name, **options)
     yield f"{what}: compiled steps end {found:.1e} away", found <= TOLERANCE
     yield f"{what}: it was not captured", step._captured is not None
@@ -269,7 +268,7 @@ def compared(what: str, name: str, updates_too: bool = True, **options: Any) -> 
 
 
 def check_models() -> Verdicts:
-    """Poisson draws of all sizes, filled up to one."""
+    """Poisson batches of all sizes, padded to one size."""
     for name in MODELS:
         if name != "coupled":
             yield from compared(name, name)
@@ -290,7 +289,7 @@ def check_sizes() -> Verdicts:
 
 
 def check_optimizers() -> Verdicts:
-    """With state on the device, and a rate that a scheduler changes."""
+    """With state on the device, and a learning rate that a scheduler changes."""
     optimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, weight_decay=0.01),
         "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, capturable=not REHEARSED),
@@ -306,7 +305,7 @@ def check_optimizers() -> Verdicts:
 
 
 def check_not_finite() -> Verdicts:
-    """An example that is not finite counts nothing, in whatever batch it is drawn."""
+    """An example that is not finite adds nothing, in any batch."""
     for value in (math.nan, math.inf):
         x, y = records("perceptron").tensors
         x = x.clone()
@@ -317,14 +316,14 @@ def check_not_finite() -> Verdicts:
 
 
 def check_batch() -> Verdicts:
-    """Batch clipping: mini-sets of one size, by graphs; one that is not finite."""
+    """Batch clipping: microbatches of one size, by graphs; one that is not finite."""
     for sampling, mini_sets, parts in (
         ("fixed-size", 1, "all"),
         ("fixed-size", 4, "tensor"),
         ("partition", 1, "layer"),
         ("shuffled", 1, "all"),
     ):
-        what = f"batch, {sampling}, {mini_sets} mini-sets, {parts}"
+        what = f"batch, {sampling}, {mini_sets} microbatches, {parts}"
         clipping = Batch(0.5, mini_sets=mini_sets, parts=parts)
         yield from compared(what, "coupled", sampling=sampling, clipping=clipping)
     x, y = records("coupled").tensors
@@ -335,7 +334,7 @@ def check_batch() -> Verdicts:
 
 
 def check_lasting() -> Verdicts:
-    """Bounds that change every seven releases: steps are captured anew."""
+    """Bounds that change every seven releases: steps are captured again."""
     with mock.patch.object(compiled, "_LASTING", 7):
         for name, of in (("convolutional", "example"), ("coupled", "mini-set")):
             public = Public(
@@ -381,8 +380,8 @@ def check_backprop() -> Verdicts:
 
 
 def check_noise() -> Verdicts:
-    """That of the same key, which is another one at each step; of the stated size."""
-    if not REHEARSED:  # a CPU draws otherwise
+    """The noise is that of the key, with a new key at each step, and of the stated size."""
+    if not REHEARSED:  # a CPU uses another generator
         yield from compared("noise", "perceptron", noise_multiplier=0.5)
         yield from compared(
             "noise of parts", "convolutional", noise_multiplier=0.5, clipping=PerExample(1.0, parts="layer")
@@ -392,7 +391,7 @@ def check_noise() -> Verdicts:
         model,
         torch.optim.SGD(model.parameters(), 0.0),
         records("perceptron"),
-        noise_multiplier=1e5,  # beside which the clipped sum is nothing
+        noise_multiplier=1e5,  # makes the clipped sum negligible
         batch_size=BATCH,
         clipping=PerExample(1.0),
     )
@@ -423,7 +422,7 @@ def check_noise() -> Verdicts:
 
 
 class Given(nn.Module):
-    """Whose gradient is sum_t g_t x_t^T, for any rows."""
+    """Its gradient is sum_t g_t x_t^T, for any rows."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -434,9 +433,9 @@ class Given(nn.Module):
 
 
 def cancelling(T: int, m: int, n: int, left_over: float) -> tuple[Tensor, Tensor]:
-    """Two examples: pairs of positions that cancel but for a share, no two of them cut alike; and one of no sum.
+    """Two examples: pairs of positions that cancel up to a share, all truncated differently; and one with sum 0.
 
-    The loss of both has a gradient at the inputs, or the probe would not settle and no step would be captured.
+    The losses of both have a gradient at the inputs; otherwise the probe would not settle, and no step be captured.
     """
     left, right = torch.randn(T // 2, m), torch.randn(T // 2, n)
     spread = 1 + torch.rand(T // 2, 1)
@@ -446,7 +445,7 @@ def cancelling(T: int, m: int, n: int, left_over: float) -> tuple[Tensor, Tensor
 
 
 def check_tf32() -> Verdicts:
-    """What one example adds in TensorFloat-32 stays within the stated sensitivity."""
+    """The contribution of one example in TensorFloat-32 stays within the stated sensitivity."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -471,7 +470,7 @@ def _tf32() -> Verdicts:
 
 
 def _tf32_compiled(norm: float) -> Verdicts:
-    """The same through whole steps: the gradient of a batch of all, times its size, is the sum."""
+    """The same through whole steps: the gradient of a full batch, times its size, is the sum."""
     torch.manual_seed(0)
     model, rows = Given(256, 512).to(DEVICE), cancelling(64, 256, 512, 1e-2)
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
@@ -488,9 +487,9 @@ def _tf32_compiled(norm: float) -> Verdicts:
 
 
 def _tf32_tied() -> Verdicts:
-    """A product, and a row that takes all but a share of it away: a tied table."""
+    """A product, and a row that cancels all but a share of it: a tied table."""
     T, V, n = 16, 64, 64
-    loses_most = 1 + 2.0**-10 - 2.0**-23  # is cut to 1
+    loses_most = 1 + 2.0**-10 - 2.0**-23  # truncated to 1
     for share in (0.0, 2.0**-9, 2.0**-6, 2.0**-5, 2.0**-4, 0.2, 1.0):
         left = torch.zeros(1, T, V, device=DEVICE)
         left[..., 0] = loses_most
@@ -507,7 +506,7 @@ def _tf32_tied() -> Verdicts:
 
 
 def check_resumed() -> Verdicts:
-    """After the state of the optimizer was loaded, the captured update works on the new state."""
+    """After the optimizer's state was loaded, the captured update uses the new state."""
     ends = []
     for is_compiled in (True, False):
         model = build("perceptron")
@@ -545,7 +544,6 @@ CHECKS = (
 
 
 def main() -> int:
-    """Run all."""
     if REHEARSED:
         can = mock.patch.object(compiled, "_can_capture", lambda device: True)
         with can, mock.patch.object(cuda_graphs, "capture", recorded):

@@ -1,8 +1,8 @@
 """Convolutions on a GPU, without pytest: `python -m tests.gpu.convolution [--check] [--tiles]`.
 
-Times, in TensorFloat-32, for ResNet-18's layers at 32 x 32 and a batch of 512, beside cuDNN's forward pass and its
-summed weight gradient; then the kernel and the sums over windows against float64 on the same device.
---check leaves the times out; --tiles adds those of other sizes of the kernel's tiles. Exit code 1 if a check fails.
+Measures times, in TensorFloat-32, for ResNet-18's layers at 32 x 32 and a batch of 512, next to cuDNN's forward pass
+and summed weight gradient. Then compares the kernel and the sums over windows with float64 on the same device.
+--check skips the timing; --tiles adds times for other tile sizes of the kernel. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.gpu.verdicts import Verdicts, failures_of
 
 BATCH = 512
 SECONDS = 80.0  # no further layer is timed after this
-ENOUGH = 200.0  # milliseconds for one figure
+ENOUGH = 200.0  # milliseconds per measurement
 LARGEST = 2**31  # bytes of gradients that are written out by grouped convolutions
 PLENTY = 2**40
-SUMMED = 1e-5  # of the terms' sizes: more than float32 sums of these lengths err
+SUMMED = 1e-5  # relative to the sizes of the terms: above the error of float32 sums of these lengths
 
 # (c, p, size of the image, kernel, stride)
 LAYERS = [
@@ -68,18 +68,17 @@ def operands(layer: tuple[int, int, int, int, int], B: int) -> tuple[Tensor, Ten
 
 
 def channels_last(t_BkCHW: Tensor) -> Tensor:
-    """The same numbers, channels next to each other."""
     return t_BkCHW.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
 def by_kernel(x: Tensor, g: Tensor, at: Geometry, arithmetic: Arithmetic) -> Tensor:
-    """Every example's gradient from our own kernel."""
+    """Every example's gradient from clipwise's kernel."""
     tf32 = arithmetic is TF32
     return kernel.weight_gradients(x, g, at.kernel, at.stride, at.padding, at.dilation, tf32=tf32)
 
 
 def check_kernel() -> Verdicts:
-    """No entry is further from the truth than rounding allows."""
+    """No entry has more than the rounding error allowed."""
     for layer in LAYERS + ODD:
         x, g, geometry = operands(layer, 4)
         with IEEE.products():
@@ -100,7 +99,7 @@ def check_kernel() -> Verdicts:
 
 
 def check_windows() -> Verdicts:
-    """Bounds are above what is released, and errors of the summed product within c u M."""
+    """Bounds are at least the released norms, and errors of the summed product are within c u M."""
     for layer in [(128, 256, 16, 3, 2), (256, 256, 8, 3, 1), (512, 512, 4, 3, 1)]:
         x, g, geometry = operands(layer, 4)
         x[0] = x[0, :, :, :1, :1]  # constant images, and gradients that cancel over positions
@@ -129,7 +128,7 @@ def check_windows() -> Verdicts:
 
 
 def milliseconds(act: Act, rounds: int = 15) -> float:
-    """The median time of an act on the device; of fewer rounds, where one is long."""
+    """The median device time of a call; fewer rounds for a long one."""
     for _ in range(3):
         act()
     taken: list[float] = []
@@ -144,7 +143,7 @@ def milliseconds(act: Act, rounds: int = 15) -> float:
 
 
 def norms_and_sum(make: Callable[[], Form], w_B: Tensor) -> Act:
-    """Everything that a private step does with a layer, instead of the summed weight gradient."""
+    """All work of a private step for a layer, in place of the summed weight gradient."""
 
     def act() -> None:
         form = make()
@@ -155,7 +154,7 @@ def norms_and_sum(make: Callable[[], Form], w_B: Tensor) -> Act:
 
 
 def times(layer: tuple[int, int, int, int, int]) -> dict[str, float]:
-    """Milliseconds of each way, for one layer."""
+    """Milliseconds of each method, for one layer."""
     x, g, geometry = operands(layer, BATCH)
     weight = torch.randn(geometry.weight, device="cuda")
     w_B = torch.rand(BATCH, device="cuda", dtype=torch.float64)
@@ -192,7 +191,6 @@ def times(layer: tuple[int, int, int, int, int]) -> dict[str, float]:
 
 
 def times_of_tiles(layer: tuple[int, int, int, int, int]) -> None:
-    """The kernel alone, with tiles of several sizes."""
     x, g, geometry = operands(layer, BATCH)
     chosen = kernel._tiles
     try:
@@ -205,7 +203,6 @@ def times_of_tiles(layer: tuple[int, int, int, int, int]) -> None:
 
 @torch.no_grad()
 def main() -> int:
-    """Time, then check."""
     start = time.perf_counter()
     if "--check" not in sys.argv:
         print(f"milliseconds at a batch of {BATCH}, tf32, on {torch.cuda.get_device_name()}:")

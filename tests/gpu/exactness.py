@@ -1,7 +1,7 @@
 """The exactness table on a GPU, without pytest: `python -m tests.gpu.exactness [PART OF A NAME ...]`.
 
-Every case, by every method, in float32 and float64, against a forward and backward pass for each example in
-float64 on the same device. Prints what fails and what takes the slow way; exit code 1 if anything does.
+Compares every case, with every method, in float32 and float64, with a forward and backward pass per example in float64
+on the same device. Prints failures and uses of the fallback; exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def error_of(case: Case, method: str, dtype: torch.dtype) -> float:
 
 
 def main() -> int:
-    """Run the table."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     begin, failed, slow = time.monotonic(), [], Counter[str]()
     cases = [c for c in CASES if not sys.argv[1:] or any(part in c.name for part in sys.argv[1:])]

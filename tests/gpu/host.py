@@ -1,7 +1,7 @@
-"""What a private step costs the host, on a machine with CUDA: `python -m tests.gpu.host`.
+"""The cost of a private step on the host, on a machine with CUDA: `python -m tests.gpu.host`.
 
-Checks first that what is remembered of graphs changes no result there (sizes that change, TF32, autocast), then
-counts launches and times steps that the device does not hold up.
+Checks first that cached graph data changes no result (changing sizes, TF32, autocast). Then counts launches and times
+steps in which the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda")
 
 
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
-    """Small ones, with the shape of an input."""
+    """Small models, with the shape of an input."""
     mlp = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     cnn = nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -47,7 +47,7 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def check_gradients(name: str, model: nn.Module, shape: tuple[int, ...]) -> None:
-    """As plain autograd gives them, at sizes that change, from the first batch to well after graphs are known."""
+    """Results equal plain autograd at changing sizes, from the first batch until graphs are known."""
     memory, parameters = Memory(), dict(model.named_parameters())
     for b in (6, 6, 6, 9, 6, 3, 9):
         x = torch.randn(b, *shape, device=DEVICE)
@@ -61,8 +61,8 @@ def check_gradients(name: str, model: nn.Module, shape: tuple[int, ...]) -> None
 
 
 def check_switches() -> None:
-    """Every block has its arithmetic, inside any other, and puts the switches back."""
-    torch.cuda.init()  # before, cuDNN's switch is left alone
+    """Every block sets its arithmetic, inside any other block, and restores the switches."""
+    torch.cuda.init()  # cuDNN's switch is ignored before
     for before in ("highest", "high"):
         torch.set_float32_matmul_precision(before)
         allowed = torch.backends.cudnn.allow_tf32
@@ -79,7 +79,6 @@ def check_switches() -> None:
 
 
 def step_of(model: nn.Module, shape: tuple[int, ...]) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A private step and a plain one."""
     data = TensorDataset(torch.randn(64, *shape, device=DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     private = make_private(model, optimizer, data, batch_size=8, sampling="shuffled", noise_multiplier=1.0)
@@ -98,7 +97,7 @@ def step_of(model: nn.Module, shape: tuple[int, ...]) -> tuple[Callable[[], obje
 
 
 def launches(step: Callable[[], object]) -> int:
-    """Kernels and copies that one step starts."""
+    """Kernels and copies launched by one step."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step()
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """The Triton kernels on a GPU, without pytest: `python -m tests.gpu.kernels [--check]`.
 
-Every kernel timed against torch's own way, then checked against float64 on fresh data and in a CUDA graph. Prints
-a table of times and what fails; exit code 1 if anything fails. `--check` leaves the timing out.
+Times every kernel against torch's implementation, then checks it against float64 on fresh data and in a CUDA graph.
+Prints a table of times and the failures; exit code 1 if there are any. `--check` skips the timing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def cut_to_tf32(x: Tensor) -> Tensor:
-    """The same numbers with 11 significant bits: the tensor cores read these as they are."""
+    """The same numbers with 11 significant bits: the tensor cores read these exactly."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
@@ -53,7 +53,7 @@ def norm_and_mass(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def check_gram() -> Verdicts:
     for shape in GRAM_SHAPES:
         B, T, m, n = shape
-        plain = normal(B, T, m), normal(T, n, B).permute(2, 0, 1)  # the second in no order that memory likes
+        plain = normal(B, T, m), normal(T, n, B).permute(2, 0, 1)  # the second with unfavourable strides
         left, right = normal(B, max(1, T // 2), m), normal(B, max(1, T // 2), n)
         cancelling = torch.cat([left, left], 1), torch.cat([right, -right * (1 + 1e-4)], 1)
         cases = {
@@ -64,7 +64,7 @@ def check_gram() -> Verdicts:
             "bfloat16": tuple(x.bfloat16() for x in plain),
             "positive bfloat16": tuple(
                 x.abs().bfloat16() for x in plain
-            ),  # truncated sums all fall short here
+            ),  # truncated sums are all too small here
             "mixed": (plain[0].half(), plain[1]),
             "small": (plain[0] * 1e-21, plain[1]),
         }
@@ -78,7 +78,7 @@ def check_gram() -> Verdicts:
                 yield f"{what}: norm below the true one", bool((square_B.sqrt() + slack_B >= norm_B).all())
                 yield f"{what}: mass below the true one", bool((bound_B >= mass_B).all())
                 loose_B = square_B.sqrt() - norm_B - 1e-12 - slack_B
-                # What cancels is bounded by the mass alone: sqrt(2 gamma) of it, which is 2% for 4096 features a chunk.
+                # Cancelling terms: the bound is sqrt(2 gamma) of the mass, 2% for 4096 features per chunk.
                 spare_B = 0.02 * mass_B if name == "cancelling" else 0.01 * norm_B
                 yield f"{what}: loose norm", bool((loose_B <= spare_B).all())
                 yield f"{what}: loose mass", bool((bound_B <= mass_B * 1.003 + 1e-9).all())
@@ -156,7 +156,7 @@ def check_noise() -> Verdicts:
 
 
 def check_graph() -> Verdicts:
-    """Nothing waits for the device, all can be captured, a replay reads a new key and repeats all else."""
+    """Nothing synchronizes, all can be captured, and a replay reads a new key and repeats everything else."""
     key, left, right = new_key(), normal(8, 197, 64), normal(8, 197, 96)
     mean, rstd = normal(8, 197), normal(8, 197)
 
@@ -198,7 +198,7 @@ def check_graph() -> Verdicts:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The same from a CUDA graph: what the device takes, without the time that Python takes to launch it."""
+    """The same from a CUDA graph: the device time, without Python's launch overhead."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -208,7 +208,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def milliseconds(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
-    """Medians of both, taken in turns; the cache is cleared by a large write before each."""
+    """Medians of both, alternating; a large write clears the cache before each."""
     flush = torch.empty(2**27, dtype=torch.int8, device=DEVICE)
     taken: tuple[list[float], list[float]] = ([], [])
     for turn in range(ROUNDS + 3):
@@ -236,7 +236,7 @@ def row(
     work: float,
     unit: str,
 ) -> None:
-    """`work` is what one run does, in units of the rate times a millisecond."""
+    """`work` is the work of one run, in units of the rate times a millisecond."""
     mine, other = milliseconds(captured(ours), captured(theirs))
     print(f"{name:<44}{mine:>9.3f} ms{other:>10.3f} ms {work / mine:>9.1f} {unit}")
 
@@ -315,7 +315,6 @@ def time_all() -> None:
 
 
 def main() -> int:
-    """Time, then check."""
     if not usable(torch.zeros(1, device=DEVICE)):
         print("there is no Triton for this device")
         return 1

@@ -1,8 +1,8 @@
 """Public statistics on a GPU, without pytest: `python -m tests.gpu.normalization [--rehearse]`.
 
-Gradients through the public statistics of convolutional and of recurrent networks (cuDNN does not go back through a
-recurrent layer in .eval(), where public rows run) against those of the same run on the CPU; and statistics that follow
-fused optimizers, whose updates torch does not count. Exit code 1 if anything fails.
+Compares gradients through the public statistics of convolutional and recurrent networks with those of the same run on
+the CPU (cuDNN has no backward pass for a recurrent layer in .eval(), where public rows run). Checks that statistics
+follow fused optimizers, whose updates torch does not count. Exit code 1 if anything fails.
 
 --rehearse runs the same on a CPU.
 """
@@ -23,7 +23,7 @@ from tests.gpu.verdicts import Verdicts, failures_of
 
 DEVICE = "cpu" if "--rehearse" in sys.argv[1:] else "cuda"
 SIZE, ROWS, CLASSES = 24, 12, 3
-TOLERANCE = 1e-4  # of the longest gradient, in float32
+TOLERANCE = 1e-4  # relative to the largest gradient, in float32
 FUSED: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), 0.1, fused=True),
     "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.1, fused=True),
@@ -32,7 +32,7 @@ FUSED: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 class Recurrent(nn.Module):
-    """Recurrent layers of two kinds, and batch normalization behind them."""
+    """Recurrent layers of two kinds, followed by batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def gradients(name: str, kind: str, device: str) -> dict[str, Tensor]:
 
 
 def check_gradients() -> Verdicts:
-    """Those of the device are those of the CPU, and not those of constant statistics."""
+    """Results on the device equal those on the CPU, and differ from those with constant statistics."""
     for name in MODELS:
         for kind in ("public", "public-exact", "self+public"):
             found, expected = gradients(name, kind, DEVICE), gradients(name, kind, "cpu")
@@ -98,7 +98,7 @@ def check_gradients() -> Verdicts:
 
 
 def check_statistics_follow() -> Verdicts:
-    """After each update, by whoever steps the optimizer, the model has the statistics of its weights."""
+    """After each update, by any caller of the optimizer, the model has the statistics of its weights."""
     for name in MODELS:
         for title, optimizer in FUSED.items():
             for is_whole_step in (True, False):
@@ -119,7 +119,6 @@ def check_statistics_follow() -> Verdicts:
 
 
 def main() -> int:
-    """Run all checks."""
     if DEVICE == "cuda":
         print(torch.cuda.get_device_name())
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

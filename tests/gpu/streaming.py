@@ -1,8 +1,8 @@
-"""What two streamed passes cost on a GPU, beside plain training and book-keeping: `python -m tests.gpu.streaming`.
+"""The cost of two streamed passes on a GPU, against plain training and book-keeping: `python -m tests.gpu.streaming`.
 
-Time and peak memory as ratios to a plain forward and backward pass, in TF32; the largest difference between the sums
-of the two methods; what `auto` chooses when memory is short; an error in a rule; what the choice costs. Exit code 1 if
-a check fails.
+Reports time and peak memory as ratios to a plain forward and backward pass, in TF32; the largest difference between the
+sums of the two methods; the choice of `auto` with little memory, and its cost; an error in a rule. Exit code 1 if a
+check fails.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VOCABULARY, WIDTH, HEADS, DEPTH = 50257, 768, 12, 12
 SHAPES = ((32, 256), (16, 1024))  # batch, positions
 ROUNDS, SETTLING = 7, 4
 CLOSE = 2e-3  # TF32 sums of the two methods, relative to their norm
-FACTOR = 0.05  # and how far their clip factors may be from each other
+FACTOR = 0.05  # allowed difference of their clip factors
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm."""
+    """Attention and a perceptron, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """As GPT-2 small, with the head tied to the table."""
+    """Like GPT-2 small, with the head tied to the table."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def per_example_losses(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def measure(steps: dict[str, Callable[[], object]]) -> dict[str, tuple[float, int]]:
-    """Milliseconds (median, interleaved) and bytes at most (beyond nothing: the model counts) of each step."""
+    """Milliseconds (median, interleaved) and peak bytes (including the model) of each step."""
     peaks = {}
     for name, step in steps.items():
         for _ in range(SETTLING):
@@ -103,7 +103,6 @@ def check_costs() -> Verdicts:
 
 
 def costs(batch: int, positions: int) -> Verdicts:
-    """A table for one shape."""
     torch.manual_seed(0)
     model = Language(positions).cuda()
     ids = torch.randint(0, VOCABULARY, (batch, positions + 1), device="cuda")
@@ -124,8 +123,8 @@ def costs(batch: int, positions: int) -> Verdicts:
             f"  B={batch} T={positions} {name:12} {milliseconds:8.1f} ms {peak / 2**30:6.2f} GiB   {ratios}"
         )
     one, other = (private(method)() for method in clippers)
-    # In TF32 the methods may clip an example by factors that differ a little: one writes a gradient out, the
-    # other bounds what rounding could add. So the sums are alike up to a factor near 1.
+    # In TF32 the methods may clip an example by slightly different factors: one writes a gradient out, the other bounds
+    # its rounding error. So the sums are equal up to a factor near 1.
     length, inner = (sum(float((one[n] * t[n]).sum()) for n in one) for t in (one, other))
     factor = inner / length
     rest = math.sqrt(sum(float((other[n] - factor * one[n]).square().sum()) for n in one) / length)
@@ -135,7 +134,7 @@ def costs(batch: int, positions: int) -> Verdicts:
 
 
 def small() -> tuple[nn.Module, Tensor, Memory]:
-    """A model whose graph is known."""
+    """A model with a known graph."""
     model, x = (
         nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).cuda(),
         torch.randn(16, 9, 64).cuda(),
@@ -152,7 +151,7 @@ def forget_choices(memory: Memory) -> None:
 
 
 def check_choices() -> Verdicts:
-    """What `auto` takes, by free memory, and how long it thinks."""
+    """The choice of `auto` by free memory, and the time to decide."""
     model, x, memory = small()
     parameters = dict(model.named_parameters())
     for free, streams in ((0, True), (2**50, False)):
@@ -170,11 +169,11 @@ def check_choices() -> Verdicts:
 
 
 class Odd(Exception):  # noqa: N818 (raised by a rule in a test)
-    """Not one of torch's."""
+    """An error class that torch does not have."""
 
 
 def check_errors() -> Verdicts:
-    """An error inside a hook, on the device's own thread, comes through as it is."""
+    """An error inside a hook, on the device's own thread, is raised unchanged."""
     model, x, memory = small()
     odd = Odd()
 
@@ -201,7 +200,6 @@ def check_errors() -> Verdicts:
 
 
 def main() -> int:
-    """Everything."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     return 1 if failures_of((check_errors, check_choices, check_costs)) else 0

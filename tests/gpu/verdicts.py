@@ -1,15 +1,15 @@
-"""Runs checks one after another, without pytest: prints what fails, and how many there were."""
+"""Runs checks without pytest, and prints the failures and the number of checks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-Verdicts = Iterator[tuple[str, bool]]  # what was checked, and whether it held
+Verdicts = Iterator[tuple[str, bool]]  # the name of a check, and whether it passed
 
 
 def failures_of(checks: Sequence[Callable[[], Verdicts]]) -> int:
-    """Run all. A check that breaks counts as one that failed. The line with the numbers comes last."""
+    """Run all. A check that raises counts as failed. The line with the numbers is printed last."""
     begin, checked, failed = time.monotonic(), 0, 0
     for check in checks:
         try:

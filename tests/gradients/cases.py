@@ -1,7 +1,7 @@
-"""Models, inputs and losses on which every test of per-example gradients runs.
+"""The models, inputs and losses for all tests of per-example gradients.
 
-`CASES` is the table: one entry a kind of operation or awkward shape. A model takes the inputs that
-`inputs(batch)` draws and gives an output from which `losses` makes one loss an example.
+`CASES` has one entry per kind of operation or unusual shape. A model takes the inputs drawn by `inputs(batch)`, and
+`losses` turns its output into one loss per example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Case:
     name: str
     model: Callable[[], nn.Module]
     inputs: Callable[[int], tuple[Tensor, ...]]
-    fallback: bool = False  # whether this model is expected to reach the slow path
+    fallback: bool = False  # whether this model is expected to use the fallback
 
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -35,7 +35,7 @@ class Case:
 
 
 def losses(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """One loss an example, from all of its outputs and none of the others'."""
+    """One loss per example, from all of its outputs and from no other example's."""
     out = model(*inputs)
     flat = out.reshape(out.shape[0], -1)
     ramp = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device)
@@ -78,7 +78,7 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 class Twice(nn.Module):
-    """One module called twice, the second time on other positions."""
+    """One module called twice, with different positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Tied(nn.Module):
 
 
 class TurnedHead(nn.Module):
-    """Embedding and output head share a weight, which is transposed in one of the ways to write that."""
+    """Embedding and output head share a weight, transposed by one of several operations."""
 
     def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class PositionIds(nn.Module):
 
 
 class LeftProduct(nn.Module):
-    """The weight stands on the left and the examples are columns."""
+    """The weight is the left factor and the examples are columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class LeftProduct(nn.Module):
 
 
 class Heads(nn.Module):
-    """One weight a head, in one product."""
+    """One weight per head, in one product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Heads(nn.Module):
 
 
 class HeadsOnTheLeft(nn.Module):
-    """A stack of weights times a stack of columns, which are the positions of all examples."""
+    """A stack of weights times a stack of columns: the positions of all examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class HeadsOnTheLeft(nn.Module):
 
 
 class Masked(nn.Module):
-    """A weight made of a parameter and a constant: derived, though it looks like a use."""
+    """A weight made of a parameter and a constant: DERIVED, though it looks like a use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class LowRank(nn.Module):
 
 
 class Chunked(nn.Module):
-    """One packed weight, cut into pieces that are used apart."""
+    """One packed weight, split into parts that are used separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Branches(nn.Module):
 
 
 class SquaredDistance(torch.autograd.Function):
-    """A user's own operation, of which clipwise knows nothing."""
+    """A custom operation without a rule."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -282,7 +282,7 @@ class SquaredDistance(torch.autograd.Function):
 
 
 class Scale(torch.autograd.Function):
-    """Another one: x * w for w of shape [n]."""
+    """A custom operation: x * w for w of shape [n]."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -316,7 +316,7 @@ class Recurrent(nn.Module):
 
 
 class States(nn.Module):
-    """A recurrent layer with first states from the data, of which the last states are used as well."""
+    """A recurrent layer with initial states from the data; its last states are used as well."""
 
     def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class States(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.cell.num_layers * (1 + self.cell.bidirectional)
-        c = self.first(x.mean(1)).repeat(rows, 1, 1)  # cuDNN wants it in one piece
+        c = self.first(x.mean(1)).repeat(rows, 1, 1)  # cuDNN requires it to be contiguous
         h = self.project(c).tanh()
         out, last = self.cell(x.transpose(0, 1), (h, c) if isinstance(self.cell, nn.LSTM) else h)
         states = [s.transpose(0, 1).flatten(1) for s in (last if isinstance(last, tuple) else (last,))]
@@ -335,7 +335,7 @@ class States(nn.Module):
 
 
 class OnlyLastState(nn.Module):
-    """Of a recurrent layer's outputs only the last state is used, as classifiers do."""
+    """Only the last state of a recurrent layer is used, as in a classifier."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class OnlyLastState(nn.Module):
 
 
 class Packed(nn.Module):
-    """Sequences of different lengths, sorted and packed; the first entry of each says how long it is."""
+    """Sequences of different lengths, sorted and packed; the first entry of each sequence sets its length."""
 
     def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ class TimeFirstAttention(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """The middle is computed again in the backward pass."""
+    """The middle part is recomputed in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ class Checkpointed(nn.Module):
 
 
 class Bags(nn.Module):
-    """Two bags an example: all of its ids, and those of its first part; padding and repeats among them."""
+    """Two bags per example: all of its ids, and those of its first part, with padding and repeats."""
 
     def __init__(self, mode: str, weighted: bool = False, **options: object) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ class ConvOfTransformers(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every position goes to one of two experts, as the data decide; one may get none."""
+    """The data send every position to one of two experts; an expert may get none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ class Experts(nn.Module):
 
 
 class SortedByLength(nn.Module):
-    """Rows sorted by something in the data, run through layers, and put back."""
+    """Rows are sorted by a data value, run through layers, and put back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ class SortedByLength(nn.Module):
 
 
 class Table(nn.Module):
-    """A table that is indexed without an embedding, and an einsum."""
+    """A table indexed without nn.Embedding, and an einsum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class Table(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder layer that attends to its own input, time-first inside."""
+    """A decoder layer that attends to its own input, time-first internally."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,7 +497,7 @@ class Decoder(nn.Module):
 
 
 class Evaluated(nn.Module):
-    """Spectral norm with its power iteration held still, as it must be for two passes to agree."""
+    """Spectral norm with a fixed power iteration, so that two passes agree."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -508,7 +508,7 @@ class Evaluated(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Parameters where the data say so: torch.where, masked_fill with a number and with a parameter."""
+    """Parameters selected by the data: torch.where, masked_fill with a number and with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +521,7 @@ class Chosen(nn.Module):
 
 
 class SharedWeight(nn.Module):
-    """Two modules, one weight: with a bias of its own each."""
+    """Two modules share one weight; each has its own bias."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Writes docs/reference/operations.md from the exactness table: `python -m tests.gradients.table`.
 
-Every case of cases.py, by every method, in float64 and float32, against a forward and backward pass for each
-example. The page says which rules a case went through and how large the largest error was.
+Compares every case of cases.py, with every method, in both precisions, with a forward and backward pass per example.
+The page lists the rules that each case used and its largest error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ was used or consulted.
 
 
 def main() -> None:
-    """Measure, and write the page."""
     head = HEAD.format(
         torch=torch.__version__.split("+")[0],
         methods=", ".join(METHODS),
@@ -67,7 +66,6 @@ def main() -> None:
 
 
 def row(case: Case) -> str:
-    """One line of the table."""
     rules: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
@@ -79,12 +77,12 @@ def row(case: Case) -> str:
 
 
 def rounded(error: float) -> str:
-    """The next power of ten."""
+    """Round up to a power of ten."""
     return "0" if error == 0 else f"< 1e{math.floor(math.log10(error)) + 1}"
 
 
 def error_of(case: Case, method: str, dtype: torch.dtype, rules: set[str]) -> float:
-    """The largest relative error; adds the rules that gave forms."""
+    """The largest relative error. Adds the rules that gave forms to `rules`."""
     model, memory, worst = case.build(dtype), Memory(), 0.0
     for seed, batch in enumerate(BATCHES):
         inputs = case.draw(batch, dtype, seed)
@@ -105,7 +103,7 @@ def error_of(case: Case, method: str, dtype: torch.dtype, rules: set[str]) -> fl
 
 
 class spied:  # noqa: N801 (a context manager)
-    """Notes the names of the rules that give forms."""
+    """Records the names of the rules that give forms."""
 
     def __init__(self, seen: set[str]) -> None:
         self._seen = seen

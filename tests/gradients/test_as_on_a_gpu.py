@@ -1,4 +1,4 @@
-"""The ways that gradients take on a GPU, gone on a CPU: as if Triton worked here, with the kernels' twins."""
+"""The GPU code paths for gradients, run on a CPU with the kernels' twins."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CONVOLUTIONS = [c for c in CASES if c.name.startswith("Conv") and "padding_mode"
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "usable", lambda t: True)
     monkeypatch.setattr(stream.Stream, "is_on_cuda", True)
-    # Rows of any length are filled up, as a vocabulary's are.
+    # Rows of any length are padded, as for a vocabulary.
     monkeypatch.setattr(forms.outer, "_aligned", lambda x: F.pad(x, (0, -x.shape[-1] % 64)))
 
 
 def require_exact(case: Case, methods: tuple[str, ...] = ("bookkeeping", "reweight")) -> None:
-    """Norms that are upper bounds, and hardly more; sums with a weight of 0 for some."""
+    """Norms are close upper bounds; sums are exact, with a weight of 0 for some examples."""
     model, inputs = case.build(torch.float32), case.draw(BATCH, torch.float32)
     truth = oracle(case.build(torch.float32), inputs)
     w_B = torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25], dtype=torch.float64)
@@ -55,7 +55,7 @@ def test_norms_and_sums(name: str) -> None:
 
 @pytest.mark.parametrize("pays", [True, False])
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.name)
-def test_convolutions_whichever_way_pays(case: Case, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_by_every_form(case: Case, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: set[type] = set()
     form_on_cuda = convolution._form_on_cuda
 
@@ -68,13 +68,13 @@ def test_convolutions_whichever_way_pays(case: Case, pays: bool, monkeypatch: py
     monkeypatch.setattr(convolution, "_form_on_cuda", noted)
     require_exact(case, ("bookkeeping",))
     assert kinds <= {Windows if pays else Permuted, forms.Outer}
-    assert bool(kinds) == ("groups" not in case.name)  # groups have one way everywhere
+    assert bool(kinds) == ("groups" not in case.name)  # groups use the same form on all devices
 
 
-def test_an_operand_stays_in_bfloat16_and_its_sum_within_what_is_stated(
+def test_an_operand_stays_in_bfloat16_and_its_sum_within_the_stated_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the scaled operand is rounded, and by what the arithmetic says."""
+    """Only the scaled operand is rounded, by at most the error of the arithmetic."""
 
     def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return a.to(dtype) @ b.to(dtype)
@@ -84,7 +84,7 @@ def test_an_operand_stays_in_bfloat16_and_its_sum_within_what_is_stated(
     for positions in (1, 2, 9):
         left, right = (torch.randn(BATCH, positions, n).bfloat16() for n in (40, 30))
         outer = forms.Outer(left, right)
-        outer.left, outer.right = left, right  # as they are where they came from a GPU
+        outer.left, outer.right = left, right  # as on a GPU
         norm_B = forms.measured(outer, forms.Budget(0, TF32)).sqrt()
         assert outer.squared_error_B is not None
         bound_B = torch.maximum(norm_B, (norm_B + outer.squared_error_B.sqrt()) / (1 + TF32.slack))

@@ -1,4 +1,4 @@
-"""Memory that is used again: only when nobody has it any more."""
+"""Memory is reused only if nothing refers to it any more."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def take(blocks: Blocks, shape: torch.Size = SHAPE) -> Tensor:
     return blocks.take(shape, torch.float32)
 
 
-def test_what_was_let_go_is_handed_out_again() -> None:
+def test_freed_memory_is_reused() -> None:
     blocks = Blocks(10 * BYTES)
     first = {take(blocks).data_ptr() for _ in range(3)}
     assert len(first) == 1
     assert take(blocks, torch.Size((8, 4))).data_ptr() in first
 
 
-def test_a_step_uses_the_memory_of_the_step_before() -> None:
+def test_a_step_uses_the_memory_of_the_previous_step() -> None:
     blocks = Blocks(10 * BYTES)
     steps = []
     for _ in range(3):
@@ -37,7 +37,7 @@ def test_a_step_uses_the_memory_of_the_step_before() -> None:
 @pytest.mark.parametrize(
     "part", [lambda t: t[1:2], lambda t: t.view(-1), lambda t: t.detach(), lambda t: t.numpy()]
 )
-def test_what_is_in_use_in_part_is_not_handed_out(part: object) -> None:
+def test_memory_that_is_partly_in_use_is_not_reused(part: object) -> None:
     assert callable(part)
     blocks = Blocks(10 * BYTES)
     mine = take(blocks).fill_(1)
@@ -48,7 +48,7 @@ def test_what_is_in_use_in_part_is_not_handed_out(part: object) -> None:
     assert (torch.as_tensor(rest) == 1).all()
 
 
-def test_it_keeps_no_more_than_it_may() -> None:
+def test_kept_memory_is_limited() -> None:
     blocks = Blocks(2 * BYTES)
     kept = [take(blocks) for _ in range(5)]
     assert len({t.data_ptr() for t in kept}) == 5
@@ -58,7 +58,7 @@ def test_it_keeps_no_more_than_it_may() -> None:
     assert blocks._bytes <= 2 * BYTES
 
 
-def test_sizes_that_nobody_asks_for_make_room() -> None:
+def test_unused_sizes_are_freed() -> None:
     blocks = Blocks(2 * BYTES)
     take(blocks)
     half = torch.Size((2, 8))
@@ -69,7 +69,7 @@ def test_sizes_that_nobody_asks_for_make_room() -> None:
     assert take(blocks, half).data_ptr() == first
 
 
-def test_scratch_is_one_piece_of_memory_as_large_as_the_largest() -> None:
+def test_scratch_is_one_buffer_as_large_as_its_largest_use() -> None:
     scratch = Scratch(10 * BYTES)
     small, large = torch.zeros(2, 3), torch.zeros(5, 7, dtype=torch.float64)
     place = scratch.like(large).data_ptr()
@@ -79,7 +79,7 @@ def test_scratch_is_one_piece_of_memory_as_large_as_the_largest() -> None:
         del found
 
 
-def test_scratch_that_is_in_use_is_not_handed_out() -> None:
+def test_scratch_in_use_is_not_reused() -> None:
     scratch = Scratch(10 * BYTES)
     held = scratch.like(torch.zeros(SHAPE))
     part = held[1:2]
@@ -96,4 +96,4 @@ def test_scratch_for_other_layouts_and_large_ones_is_new_memory() -> None:
     assert scratch.like(turned).stride() == turned.stride()
     assert scratch.like(torch.zeros(5, 8)).shape == (5, 8)
     kept = scratch.like(torch.zeros(2))
-    assert kept.untyped_storage().nbytes() == 8  # neither of them was kept
+    assert kept.untyped_storage().nbytes() == 8  # neither was kept

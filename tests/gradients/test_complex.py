@@ -1,4 +1,4 @@
-"""Complex arithmetic, on real parameters and on complex ones, against a separate forward pass for each example."""
+"""Complex arithmetic, with real and complex parameters, against a separate forward pass for each example."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def complex_normal(*shape: int) -> Tensor:
 
 
 class Spectral(nn.Module):
-    """A Fourier layer: products of the lowest frequencies with complex weights, and a linear layer beside it."""
+    """A Fourier layer: products of the lowest frequencies with complex weights, and a parallel linear layer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Spectral(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """S4D: a convolution kernel that is made of complex exponentials of parameters."""
+    """S4D: a convolution kernel made of complex exponentials of parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class StateSpace(nn.Module):
 
 
 class Elementwise(nn.Module):
-    """Sums, products, quotients and choices of real and complex operands; magnitudes and angles of the results."""
+    """Sums, products, quotients and `where` of real and complex operands; magnitudes and angles of the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,12 +163,12 @@ def test_norms_and_sums_are_exact(name: str, few: bool, method: str) -> None:
 
 @pytest.mark.filterwarnings("error::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("name", NETWORKS)
-def test_no_operation_takes_the_slow_way(name: str) -> None:
+def test_no_operation_uses_the_fallback(name: str) -> None:
     require_exact(build(name, False), rows(0, 0), Memory(), "bookkeeping")
 
 
 class Lookup(nn.Module):
-    """A complex table that is looked up, for which there is no rule."""
+    """A lookup in a complex table, which has no rule."""
 
     def __init__(self) -> None:
         super().__init__()

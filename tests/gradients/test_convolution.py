@@ -1,4 +1,4 @@
-"""The ways to write out the gradients of a convolution, and which of them a layer takes."""
+"""The methods to write out the gradients of a convolution, and the choice between them."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_early_layers_are_written_late_ones_are_windows_and_size_1_is_a_product(
     assert isinstance(_form(64, 64, 32, 3), Written)
     assert isinstance(_form(512, 512, 4, 3), Windows)
     assert isinstance(_form(512, 512, 4, 3, groups=2), Windows)
-    assert isinstance(_form(64, 64, 4, 3, groups=64), Written)  # each channel by itself
+    assert isinstance(_form(64, 64, 4, 3, groups=64), Written)  # each channel is its own group
     assert isinstance(_form(64, 64, 32, 1), Outer)
 
 
 class OneStride(nn.Module):
-    """Called below nn.Conv2d, with one number for both axes."""
+    """A direct call with one number for both axes."""
 
     def __init__(self, channels: int, kernels: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The exactness table: every case, by every method, against a forward and backward pass for each example."""
+"""The exactness table: every case and method against a forward and backward pass per example."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts with buffers: the whole batch gives out the places in them, or each example has its own."""
+"""Mixtures of experts with buffers: the whole batch shares the slots, or each example has its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ D, T, EXPERTS = 4, 3, 2
 
 
 class Dispatched(nn.Module):
-    """GShard: a one-hot mask brings tokens to places of experts' buffers, and another one brings them back."""
+    """GShard: a one-hot mask sends tokens to slots of the experts' buffers, and another sends them back."""
 
     def __init__(self, groups_of: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Dispatched(nn.Module):
         share_gs, expert_gs = self.gate(tokens_gsm).softmax(-1).max(-1)
         chosen_gse = F.one_hot(expert_gs, EXPERTS).to(x)
         place_gs = ((chosen_gse.cumsum(1) - 1) * chosen_gse).sum(-1).long()
-        capacity = tokens_gsm.shape[1]  # nothing is ever dropped
+        capacity = tokens_gsm.shape[1]  # nothing is dropped
         place_gsc = F.one_hot(place_gs, capacity).to(x)
         combine = torch.einsum("gs,gse,gsc->gsec", share_gs, chosen_gse, place_gsc)
         buffer = torch.einsum("gsec,gsm->egcm", (combine > 0).to(x), tokens_gsm)
@@ -60,7 +60,7 @@ def test_a_group_for_each_example_is_exact(method: str) -> None:
 @pytest.mark.parametrize("method", ["auto", "reweight", "instantiate"])
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_group_of_the_whole_batch_is_refused_for_its_buffer(marked: bool, method: str) -> None:
-    """With gradients at the inputs on the first batch, without them as soon as the buffer has grown with the batch."""
+    """On the first batch with gradients at the inputs; otherwise once the buffer has grown with the batch."""
     torch.manual_seed(0)
     model, memory = Dispatched("batch").double(), Memory()
     with pytest.raises(CoupledExamplesError, match=r"BmmBackward0.* share one buffer.*capacity"):
@@ -69,12 +69,12 @@ def test_a_group_of_the_whole_batch_is_refused_for_its_buffer(marked: bool, meth
                 losses(model, rows(batch, seed, marked)), trainable(model), memory, method
             )
             assert not marked
-            truth = oracle(model, rows(batch, seed))  # until then it is exact
+            truth = oracle(model, rows(batch, seed))  # exact until then
             for name, square_B in found.squared_norms().items():
                 torch.testing.assert_close(square_B, truth[name].flatten(1).square().sum(1))
 
 
-def test_a_run_says_so_as_well() -> None:
+def test_a_run_raises_as_well() -> None:
     torch.manual_seed(0)
     model = Dispatched("batch")
     data = TensorDataset(torch.randn(24, T, D))
@@ -85,7 +85,7 @@ def test_a_run_says_so_as_well() -> None:
             private.step(losses(model, (x,)))
 
 
-def test_a_batch_mean_is_still_refused_as_what_it_is() -> None:
+def test_a_batch_mean_is_refused_with_its_own_message() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()

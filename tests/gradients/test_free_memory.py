@@ -1,4 +1,4 @@
-"""What `auto` chooses, by the memory that there is."""
+"""The choice of `auto`, by free memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Scene:
-    """A small model, whose graph is known, on a machine with as much free memory as the test says."""
+    """A small model with a known graph, on a machine with a given amount of free memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_the_choice_goes_by_free_memory(scene: Scene, share: float, streams: boo
     assert isinstance(scene.found(8), Reweighted) is streams
 
 
-def test_where_nobody_tells_it_is_bookkeeping(scene: Scene) -> None:
+def test_unknown_memory_means_bookkeeping(scene: Scene) -> None:
     assert scene.asked == 0  # the first batches are probed, and keep their gradients anyway
     assert not isinstance(scene.found(8), Reweighted)
     assert scene.asked == 1
@@ -93,7 +93,7 @@ def test_the_choice_changes_no_result(scene: Scene) -> None:
     torch.testing.assert_close(streamed.weighted_sums(weights), kept.weighted_sums(weights))
 
 
-def test_the_host_says_what_is_available() -> None:
+def test_the_host_reports_available_memory() -> None:
     free = free_memory.free_bytes(CPU)
     assert free is None or free > 2**20
     assert free_memory.free_bytes(torch.device("meta")) is None

@@ -1,4 +1,4 @@
-"""A user's own autograd.Function, in all its styles, against a separate forward pass for each example in float64."""
+"""Custom autograd.Functions of all styles, against a separate forward pass for each example in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D, BATCH = 4, 8
 
 
 class Power(torch.autograd.Function):
-    """A number before the weight."""
+    """A number precedes the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, power: int, w: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Power(torch.autograd.Function):
 
 
 class Adjoint(torch.autograd.Function):
-    """As an ODE solver's: a function and options, then any number of parameters, of which some are frozen."""
+    """Like an ODE solver's: a function and options, then any number of parameters, some of them frozen."""
 
     @staticmethod
     def forward(
@@ -54,7 +54,7 @@ class Adjoint(torch.autograd.Function):
 
 
 class SeveralOutputs(torch.autograd.Function):
-    """Written with setup_context; a dictionary among the arguments, an output without a gradient."""
+    """Written with setup_context; a dictionary argument, and an output without a gradient."""
 
     @staticmethod
     def forward(x: Tensor, options: dict[str, float], v: Tensor, w: Tensor):  # type: ignore[no-untyped-def]
@@ -77,7 +77,7 @@ class SeveralOutputs(torch.autograd.Function):
 
 
 class Broadcast(torch.autograd.Function):
-    """Leaves it to autograd to sum over what was broadcast, and returns more gradients than there are arguments."""
+    """Relies on autograd to reduce broadcast gradients, and returns more gradients than arguments."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, times: int, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Broadcast(torch.autograd.Function):
 
 
 class Branching(nn.Module):
-    """A function that only those examples use whose first number is large."""
+    """A function that only examples with a large first number use."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ FUNCTIONS = ("power", "adjoint", "outputs", "second output", "broadcast")
 
 
 def rows(taken: int, seed: int) -> tuple[Tensor]:
-    """A batch in which so many examples take the branch."""
+    """A batch in which a given number of examples take the branch."""
     x = torch.randn(BATCH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).clamp(
         max=0.9
     )
@@ -152,7 +152,7 @@ def test_gradients_are_exact_however_few_examples_use_it(name: str, method: str)
             assert bool(g.any()) == (parameter.startswith("first") or taken > 0)
 
 
-# Rules with a mistake in them: the comparison with plain autograd finds them, wherever the gradient is.
+# Wrong rules. The comparison with plain autograd detects them at any position of the gradient.
 
 
 class Cube(torch.autograd.Function):
@@ -200,7 +200,7 @@ def rule(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("factor", [0.0, 2.0])
 @pytest.mark.parametrize("method", ["auto", "bookkeeping", "reweight", "instantiate"])
-def test_a_wrong_rule_is_found_when_the_first_example_with_a_gradient_comes(
+def test_a_wrong_rule_is_detected_at_the_first_example_with_a_gradient(
     rule: Callable[[float], None], method: str, factor: float, both: bool
 ) -> None:
     rule(factor)
@@ -241,11 +241,11 @@ def test_a_right_rule_is_compared_twice_and_then_trusted(
         ).squared_norms()
         passes.append(len(compared))
         compared.clear()
-    assert passes == [2, 2, 0, 0, 2, 0, 2, 0, 0]  # two backward passes for each example that is compared
+    assert passes == [2, 2, 0, 0, 2, 0, 2, 0, 0]  # two backward passes for each compared example
 
 
 def test_a_gradient_of_rounding_alone_is_not_compared_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bias of attention's keys has no gradient but what rounding leaves."""
+    """The gradient of the bias of attention's keys is pure rounding error."""
     from clipwise.gradients import selfcheck
 
     torch.manual_seed(0)

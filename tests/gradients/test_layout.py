@@ -1,4 +1,4 @@
-"""Which rows belong to which example: taking apart and putting together, and telling layouts apart."""
+"""Layouts: splitting and scaling rows by example, and distinguishing layouts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_layout_is_among_the_hypotheses_and_agrees_with_itself(
     plain = torch.randn(shape)
     probe = Probe(plain, scale(layout, plain, weights), weights)
     assert probe.agrees(layout)
-    # Whoever agrees as well gives every live row the same weight.
+    # Every other layout that agrees gives each live row the same weight.
     for other in probe.layouts():
         assert torch.equal(scale(other, plain, weights), scale(layout, plain, weights))
 
@@ -105,12 +105,12 @@ def test_resized_is_the_same_layout_or_nothing(drawn: tuple[Layout, tuple[int, .
         if resized is None:
             continue
         assert resized.batch == batch and resized.size == k * batch
-        # The side of the fold that was 1 stays 1, or nothing is known.
+        # A side of the fold of size 1 stays 1, or nothing is known.
         assert resized.outer == 1 if layout.outer == 1 else layout.inner > 1 or resized.inner == 1
         assert resized.inner == 1 if layout.inner == 1 else layout.outer > 1 or resized.outer == 1
 
 
-def test_a_layout_of_single_rows_says_nothing_about_folds() -> None:
+def test_a_layout_of_single_rows_does_not_determine_folds() -> None:
     assert Layout(0, 1, 4, 1).resized(torch.Size([8, 3]), 4) is None
 
 
@@ -145,7 +145,7 @@ def test_a_gradient_that_cancels_in_the_plain_sum_is_not_dead() -> None:
     assert Probe(torch.zeros(3, 2), torch.zeros(3, 2), weights).is_dead()
 
 
-def test_entries_that_are_not_finite_do_not_speak_for_their_row() -> None:
+def test_entries_that_are_not_finite_are_ignored() -> None:
     """[T, B] with T = B: a NaN example crosses every row of the wrong axis."""
     weights = torch.tensor([1.0, 4.0, 2.0])
     plain = torch.randn(3, 3)
@@ -156,17 +156,17 @@ def test_entries_that_are_not_finite_do_not_speak_for_their_row() -> None:
     assert probe.layouts() == [Layout(1, 1, 3, 1)]
 
 
-def test_rounding_of_denormals_is_no_disagreement() -> None:
+def test_rounding_of_denormals_is_not_a_disagreement() -> None:
     weights = torch.tensor([1.0, 4096.0])
     plain = torch.tensor([[1.0], [3e-45]])
-    weighted = torch.tensor([[1.0], [5e-42]])  # 4096 * 3e-45 is 1.2e-41: digits were lost on the way
+    weighted = torch.tensor([[1.0], [5e-42]])  # 4096 * 3e-45 is 1.2e-41: digits were lost
     assert Probe(plain, weighted, weights).agrees(Layout(0, 1, 2, 1))
     assert not Probe(plain, torch.tensor([[1.0], [5e-6]]), weights).agrees(Layout(0, 1, 2, 1))
 
 
 @pytest.mark.parametrize("small", [1e-150, 1e-158, 1e-161, 1e-170])
-def test_squares_that_are_too_small_are_no_disagreement(small: float) -> None:
-    """Of losses that are as good as 0, in float64. A row that can be squared still speaks."""
+def test_squares_that_underflow_are_not_a_disagreement(small: float) -> None:
+    """Losses that are nearly 0, in float64. Rows with a square that does not underflow still count."""
     weights_B = torch.tensor([1.0, 4096.0, 2.0], dtype=torch.float64)
     plain = torch.tensor([[1.0, 0.5], [1.1 * small, 0.0], [0.3, 0.2]], dtype=torch.float64)
     assert Probe(plain, plain * weights_B[:, None], weights_B).agrees(Layout(0, 1, 3, 1))
@@ -174,7 +174,7 @@ def test_squares_that_are_too_small_are_no_disagreement(small: float) -> None:
     assert not Probe(wrong, wrong * weights_B.flip(0)[:, None], weights_B).agrees(Layout(0, 1, 3, 1))
 
 
-# Growth: what is made of parameters alone keeps its size
+# Growth: a tensor made of parameters alone keeps its size
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,10 @@ def test_squares_that_are_too_small_are_no_disagreement(small: float) -> None:
     [
         ([((4, 7), 4), ((5, 7), 5), ((3, 7), 3)], True),
         ([((8, 7), 4), ((10, 7), 5), ((6, 7), 3)], True),
-        ([((4, 7), 4), ((5, 9), 5), ((3, 2), 3)], True),  # sequences of other lengths, besides
-        ([((4, 7), 4), ((4, 7), 4), ((4, 7), 4)], False),  # never another batch size
+        ([((4, 7), 4), ((5, 9), 5), ((3, 2), 3)], True),  # with changing sequence lengths
+        ([((4, 7), 4), ((4, 7), 4), ((4, 7), 4)], False),  # the batch size never changes
         ([((4, 7), 4), ((4, 7), 2), ((4, 7), 1)], False),
-        ([((4, 7), 4), ((5, 7), 5), ((5, 7), 5)], False),  # once can be chance
+        ([((4, 7), 4), ((5, 7), 5), ((5, 7), 5)], False),  # once may be chance
         ([((5, 7), 4), ((6, 7), 5), ((4, 7), 3)], False),
         ([((4, 4), 4), ((4, 5), 5), ((4, 3), 3)], True),
     ],
@@ -229,7 +229,7 @@ SIZES = [(4, 4), (2, 2), (4, 8), (8, 4), (6, 2), (3, 6), (4, 4), (2, 8)]  # (B, 
 @pytest.mark.parametrize("marked", [False, True], ids=["open", "closed"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_right_layout_is_found_among_sizes_that_coincide(order: str, marked: bool) -> None:
-    """One memory through all of them, as in a run."""
+    """One memory for all sizes, as in a run."""
     torch.manual_seed(0)
     model, memory = Reordered(*ORDERS[order]).double(), Memory()
     for B, T in SIZES:
@@ -253,7 +253,7 @@ COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_rows_that_mix_examples_have_no_layout(coupling: str) -> None:
-    """With inputs that require gradients, as the loader hands them out at first."""
+    """With inputs that require gradients, as the loader's first batches do."""
     torch.manual_seed(0)
     model, x = nn.Linear(4, 4), torch.randn(5, 4, requires_grad=True)
     with pytest.raises(CoupledExamplesError):
@@ -263,7 +263,7 @@ def test_rows_that_mix_examples_have_no_layout(coupling: str) -> None:
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_rows_that_mix_examples_are_found_without_input_gradients_too(coupling: str) -> None:
-    """Then the mixed rows might be made of parameters alone; that they grow with the batch gives them away."""
+    """The mixed rows might be made of parameters alone, but they grow with the batch."""
     torch.manual_seed(0)
     model, memory = nn.Linear(4, 4), Memory()
     with pytest.raises(CoupledExamplesError):
@@ -273,7 +273,7 @@ def test_rows_that_mix_examples_are_found_without_input_gradients_too(coupling: 
 
 
 def test_losses_that_sum_to_a_constant_are_found() -> None:
-    """Their plain gradient is 0 everywhere, which must not pass for 'nothing arrives here'."""
+    """Their plain gradient is 0 everywhere, which must not count as no gradient."""
     model, x = nn.Linear(4, 1), torch.randn(5, 4, requires_grad=True)
     losses = model(x).squeeze(1)
     with pytest.raises(CoupledExamplesError):

@@ -1,4 +1,4 @@
-"""Compiled and reentrant pieces of a model are refused by name where they cannot be looked into."""
+"""Compiled and reentrant parts of a model are refused by name if per-example gradients are inaccessible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Network(nn.Module):
-    """Its compiled region begins behind the first layer, which takes the marked inputs."""
+    """The compiled region begins after the first layer, which takes the marked inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("method", ["auto", "loop"])
 def test_a_compiled_model_is_refused_by_name(method: str) -> None:
     private, compiled = compiled_run(PerExample(method=method))
-    for size in (7, 5):  # made for any size now, it gives its memory back in the first backward pass
+    for size in (7, 5):  # with dynamic sizes it frees its buffers in the first backward pass
         compiled(Trace().mark(ROWS.tensors[0][:size]))
     x, y = next(iter(private.loader))
     with pytest.raises(UnsupportedModelError, match=r"torch\.compile.*private\.compiled"):
@@ -65,7 +65,7 @@ def test_a_compiled_model_is_refused_by_name(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "bookkeeping", "reweight", "instantiate"])
-def test_also_where_torch_lets_a_region_be_gone_through_twice(method: str) -> None:
+def test_a_region_that_allows_two_backward_passes_is_refused_too(method: str) -> None:
     private, compiled = compiled_run(PerExample(method=method))
     x, y = next(iter(private.loader))
     with (
@@ -76,7 +76,7 @@ def test_also_where_torch_lets_a_region_be_gone_through_twice(method: str) -> No
 
 
 def test_a_compiled_function_of_the_data_is_accepted() -> None:
-    """It holds no parameter, so nothing has to be found in it."""
+    """It contains no parameter, so no per-example gradient is needed inside it."""
     private, compiled = compiled_run(PerExample())
     scaled = torch.compile(lambda x: (x - 1) / 2, backend="aot_eager")
     model = compiled._orig_mod

@@ -1,4 +1,4 @@
-"""What is remembered of a kind of graph must serve graphs of that kind alone."""
+"""The cached data of one outline must apply to graphs of that outline only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class Two(nn.Module):
 
 
 def require_exact(model: nn.Module, losses: Callable[[], Tensor], memory: Memory) -> None:
-    """Gradients as plain autograd gives them."""
     found = per_example_gradients(losses(), trainable(model), memory).instantiate(slice(0, B))
     expected = by_loop(losses(), trainable(model)).instantiate(slice(0, B))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -39,7 +38,7 @@ def require_exact(model: nn.Module, losses: Callable[[], Tensor], memory: Memory
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The graphs that were walked through from the beginning."""
+    """The graphs that were walked in full."""
     made: list[Graph] = []
     real = walk
 
@@ -51,7 +50,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     return made
 
 
-# Pairs of graphs with the same operations in the same order, that differ in how they are wired or cut.
+# Pairs of graphs with the same operations in the same order, but with different wiring or splits.
 SIMILAR: dict[str, tuple[Forward, Forward]] = {
     "the other weight first": (
         lambda m, x: (x @ m.a).tanh() @ m.b + m.c,
@@ -73,7 +72,7 @@ SIMILAR: dict[str, tuple[Forward, Forward]] = {
         lambda m, x: (x @ m.a).tanh() @ m.b + m.c,
         lambda m, x: (x @ m.a).sigmoid() @ m.b + m.c,
     ),
-    "a weight turned or not": (  # square, so that only the numbers tell
+    "a weight turned or not": (  # square, so that only the values differ
         lambda m, x: (x @ m.a.permute(1, 0)).tanh() @ m.b.transpose(0, 0) + m.c,
         lambda m, x: (x @ m.a.permute(0, 1)).tanh() @ m.b.transpose(-2, 1) + m.c,
     ),
@@ -85,7 +84,7 @@ SIMILAR: dict[str, tuple[Forward, Forward]] = {
 
 
 @pytest.mark.parametrize("kind", SIMILAR)
-def test_graphs_that_look_alike_are_told_apart(kind: str) -> None:
+def test_similar_graphs_are_distinguished(kind: str) -> None:
     torch.manual_seed(0)
     model, memory = Two(), Memory()
     first, second = SIMILAR[kind]
@@ -95,14 +94,14 @@ def test_graphs_that_look_alike_are_told_apart(kind: str) -> None:
         found = [remembered.walk(losses, trainable(model)).outline for losses in graphs]
         assert found == [walk(losses, trainable(model)).outline for losses in graphs]
         assert found[0] != found[1]
-    for _ in range(4):  # in turn, until both are trusted
+    for _ in range(4):  # alternating, until both are trusted
         for forward in (first, second):
             x = torch.randn(B, D)
             require_exact(model, lambda f=forward, x=x: f(model, x).sum(1), memory)  # type: ignore[misc]
 
 
 def test_a_result_that_is_used_twice_is_not_two_results() -> None:
-    """Either way round: the one that is remembered may be the one with more nodes, or with fewer."""
+    """In both orders: the cached graph may have more nodes, or fewer."""
     torch.manual_seed(0)
     model = Two()
     x = torch.randn(B, D)
@@ -128,7 +127,7 @@ def test_losses_are_one_output_of_the_last_operation() -> None:
     assert [outline.output for outline in found] == [0, 1]
 
 
-def test_a_graph_of_a_known_kind_is_not_walked_through_again(walks: list[Graph]) -> None:
+def test_a_known_graph_is_not_walked_again(walks: list[Graph]) -> None:
     torch.manual_seed(0)
     model, outlines = nn.Sequential(nn.Linear(D, 3), nn.ReLU(), nn.Linear(3, 2)), Outlines()
     graphs = [outlines.walk(model(torch.randn(b, D)).sum(1), trainable(model)) for b in (5, 5, 7)]
@@ -138,7 +137,7 @@ def test_a_graph_of_a_known_kind_is_not_walked_through_again(walks: list[Graph])
     assert again.outline == graphs[0].outline and hash(again.outline) == hash(graphs[0].outline)
 
 
-def test_the_nodes_are_those_of_the_graph_at_hand() -> None:
+def test_the_nodes_are_those_of_the_current_graph() -> None:
     model, outlines = nn.Sequential(nn.Linear(D, 3), nn.ReLU(), nn.Linear(3, 2)), Outlines()
     for _ in range(3):
         losses = model(torch.randn(B, D)).sum(1)
@@ -168,7 +167,7 @@ def test_sizes_may_change_and_come_back() -> None:
 
 
 def test_a_parameter_that_is_frozen_later_is_seen() -> None:
-    """The graph has fewer leaves then, or a leaf that is no longer asked for."""
+    """The graph then has fewer leaves, or a leaf that is not a trainable parameter."""
     torch.manual_seed(0)
     model, outlines = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), Outlines()
     x = torch.randn(B, D)
@@ -181,7 +180,7 @@ def test_a_parameter_that_is_frozen_later_is_seen() -> None:
     assert len({whole.outline, asked.outline, frozen.outline}) == 3
 
 
-def test_a_parameter_that_was_asked_for_and_is_not_reached_is_refused_every_time() -> None:
+def test_an_unreached_parameter_is_refused_every_time() -> None:
     model, outlines = Two(), Outlines()
     x = torch.randn(B, D)
     reached = {name: p for name, p in trainable(model).items() if name != "b"}
@@ -191,7 +190,7 @@ def test_a_parameter_that_was_asked_for_and_is_not_reached_is_refused_every_time
             outlines.walk((x @ model.a + model.c).sum(1), trainable(model))
 
 
-def test_where_the_data_cut_is_looked_at_every_time() -> None:
+def test_data_dependent_splits_are_compared_every_time() -> None:
     model, outlines = Two(), Outlines()
     x = torch.randn(2 * B, D)
 

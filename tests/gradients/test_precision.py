@@ -1,4 +1,4 @@
-"""Whatever a user switches on for speed, norms and sums run in IEEE arithmetic, and the switches stay."""
+"""Norms and sums run in IEEE arithmetic under any user settings, and the settings are restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_common_switch(precision: str) -> None:
     assert torch.get_float32_matmul_precision() == precision
 
 
-def test_the_switch_comes_back_after_an_error() -> None:
+def test_the_switch_is_restored_after_an_error() -> None:
     torch.set_float32_matmul_precision("high")
     with pytest.raises(ZeroDivisionError), ieee_arithmetic():
         raise ZeroDivisionError
@@ -43,7 +43,7 @@ def test_no_autocast() -> None:
     not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one switch only"
 )
 def test_the_switches_of_single_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once they are used, torch refuses to say what the common one is."""
+    """Once they are used, reading the common switch raises an error in torch."""
 
     def refuse() -> str:
         raise RuntimeError("mix of the legacy and new APIs")

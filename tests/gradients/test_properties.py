@@ -1,4 +1,4 @@
-"""Random models, random shapes: per-example gradients are those of a forward pass per example."""
+"""Random models and shapes: per-example gradients equal those of a forward pass per example."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """A layer that wants the positions before the examples."""
+    """A layer with the positions before the examples."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def words(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]:
-    """A model that keeps the shape of its state, and inputs for it."""
+    """A model that preserves the shape of its state, and inputs for it."""
     width = draw(st.sampled_from([2, 4, 6]))
     kind = draw(st.sampled_from(["vectors", "images", "ids"]))
     middle = draw(st.lists(st.integers(1, 4), min_size=0, max_size=3))
@@ -129,7 +129,7 @@ def models(draw: st.DrawFn) -> tuple[Callable[[], nn.Module], Callable[[int], tu
         body: list[nn.Module] = [choices[k]() for k in picked]
         layers = [*(h() for h in head), *body, tail()]
         order = list(range(len(layers)))
-        if again:  # every layer of the body twice, around
+        if again:  # every layer of the body is called twice
             order = [*order[: len(head)], *order[len(head) : -1] * 2, order[-1]]
         model: nn.Module = Stack(layers, order)
         parameters = list(model.parameters())
@@ -142,7 +142,7 @@ def models(draw: st.DrawFn) -> tuple[Callable[[], nn.Module], Callable[[int], tu
 
 
 def strided(x: Tensor, how: str) -> Tensor:
-    """The same values in another place."""
+    """The same values in different memory."""
     if how == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if how == "every other":
@@ -184,7 +184,7 @@ def test_random_models_are_exact(
     how: str,
     marked: bool,
 ) -> None:
-    """One memory through batches of several sizes, so that findings are recalled as well."""
+    """One memory for batches of several sizes, so that findings are reused as well."""
     build, draw = drawn
     torch.manual_seed(0)
     model, memory = build().double(), Memory()
@@ -203,7 +203,7 @@ def test_random_models_are_exact(
 def test_one_memory_through_changing_batches_and_lengths(
     sizes: list[tuple[int, int]], time_first: bool
 ) -> None:
-    """T = 1 and then more, T = B, T a multiple of B: what was seen before decides nothing wrong."""
+    """T = 1 and then more, T = B, T a multiple of B: earlier batches lead to no wrong decision."""
     torch.manual_seed(1)
     layers = [nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D), nn.Linear(D, D, bias=False)]
     body = nn.Sequential(*layers)
@@ -266,8 +266,8 @@ def test_memory_limits_change_no_result(
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @BY_NAME
-def test_what_two_batches_showed_is_trusted(case: Case) -> None:
-    """Or every step would pay for a probe. Where data can move rows, every step does."""
+def test_layouts_are_trusted_after_two_batches(case: Case) -> None:
+    """Otherwise every step would need a probe. If data can reorder rows, every step does."""
     model, memory = case.build(), Memory()
     for seed in range(3):
         per_example_gradients(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
@@ -277,7 +277,7 @@ def test_what_two_batches_showed_is_trusted(case: Case) -> None:
 
 
 class TimeFirstAndMasked(nn.Module):
-    """Rows [T * B, d], of which a mask leaves some."""
+    """Rows [T * B, d], some of which a mask selects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,9 +288,9 @@ class TimeFirstAndMasked(nn.Module):
 
 
 @pytest.mark.parametrize("batches", [2, 5])
-def test_layouts_that_cannot_be_told_apart_are_trusted_while_they_need_not_be(batches: int) -> None:
-    """With T = 9 and B = 4, row 9 i is example i's both time first and batch first. If no other row has a
-    gradient, either will do; as soon as one has, it must be found out which is right."""
+def test_ambiguous_layouts_are_trusted_until_they_differ(batches: int) -> None:
+    """With T = 9 and B = 4, row 9 i belongs to example i both time first and batch first. If no other row has a
+    gradient, either layout is right; once another row has one, a probe must decide."""
     torch.manual_seed(0)
     model, memory = TimeFirstAndMasked().double(), Memory()
     mask = (torch.arange(9) == 2 * torch.arange(4)[:, None]).double()
@@ -303,11 +303,11 @@ def test_layouts_that_cannot_be_told_apart_are_trusted_while_they_need_not_be(ba
     require_exact(model, (torch.randn(4, 9, D, dtype=torch.float64), torch.ones(4, 9).double()), memory)
 
 
-# Rows that the data move about
+# Rows that the data reorder
 
 
 class Moved(nn.Module):
-    """A layer, rows moved in some way, another layer, rows put back or brought together by example."""
+    """A layer, rows reordered in some way, another layer, and rows put back or reduced per example."""
 
     def __init__(self, move: str) -> None:
         super().__init__()
@@ -385,8 +385,8 @@ def test_positions_that_move_within_an_example_are_no_reason_to_refuse(move: str
         require_exact(model, (torch.randn(B, 3, D, dtype=torch.float64),), memory)
 
 
-def test_the_order_of_the_losses_decides_who_is_who() -> None:
-    """Losses in another order than the inputs are still one loss an example: each with its own gradient."""
+def test_the_order_of_the_losses_identifies_the_examples() -> None:
+    """Losses in another order than the inputs are still one loss per example, each with its own gradient."""
     model, x = nn.Linear(D, 3).double(), torch.randn(4, D, dtype=torch.float64)
     shuffled = x[[2, 0, 3, 1]]
     ours = per_example_gradients(losses(model, (shuffled,)), trainable(model), Memory()).instantiate(

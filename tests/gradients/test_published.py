@@ -1,5 +1,5 @@
-"""Models that nobody here wrote, unmodified: from `transformers` and `peft` with tiny random configurations,
-and from torch.nn. Each equals a forward and backward pass for each example, and none takes the slow way."""
+"""Published models, unmodified: from `transformers` and `peft` with tiny random configurations, and from torch.nn.
+Each equals a forward and backward pass per example, and none uses the fallback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Losses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the tokens of one example, of all but the first."""
+    """The mean over the tokens of each example, without the first."""
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none").mean(1)
 
 
@@ -103,13 +103,13 @@ def _no_dropout(first: str) -> dict[str, float]:
 def lora() -> nn.Module:
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     for name, p in adapted.named_parameters():
-        if "lora_B" in name:  # begins at 0, where half of the gradients vanish
+        if "lora_B" in name:  # starts at 0, where half of the gradients vanish
             nn.init.normal_(p)
     return adapted
 
 
 class Translation(nn.Module):
-    """torch.nn.Transformer as its documentation has it."""
+    """torch.nn.Transformer, as in its documentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 
 
 def loop(model: nn.Module, inputs: tuple[Tensor, ...], losses: Losses) -> dict[str, Tensor]:
-    """A forward and backward pass for each example by itself."""
+    """A separate forward and backward pass for each example."""
     rows = []
     for i in range(B):
         loss = losses(model, tuple(x[i : i + 1] for x in inputs)).sum()

@@ -1,4 +1,4 @@
-"""Rare events: asked at once, or put aside and found again."""
+"""Rare events: checked immediately, or deferred and found later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ questions = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), max_size=6
 
 
 @given(asked=questions)
-def test_what_is_put_aside_is_what_would_have_been_answered(asked: list[list[bool]]) -> None:
+def test_deferred_checks_give_the_immediate_answer(asked: list[list[bool]]) -> None:
     flags = [torch.tensor(answers) for answers in asked]
     at_once, aside = Rare(), PutAside()
     assert [at_once.any(f) for f in flags] == [any(answers) for answers in asked]
@@ -30,7 +30,7 @@ def test_what_is_put_aside_is_what_would_have_been_answered(asked: list[list[boo
         assert bool(happened) == any(map(any, asked))
 
 
-def test_flags_of_several_parameters_are_one_question() -> None:
+def test_flags_of_several_parameters_are_one_check() -> None:
     aside = PutAside()
     aside.any(torch.zeros(2, 3, dtype=torch.bool))
     assert not bool(aside.happened())
@@ -38,7 +38,7 @@ def test_flags_of_several_parameters_are_one_question() -> None:
     assert bool(aside.happened())
 
 
-# In a clipper: what is put aside is every event that the clipper would have treated.
+# In a clipper: every event that the clipper would treat is deferred.
 
 
 class Positions(nn.Module):
@@ -55,7 +55,7 @@ class Positions(nn.Module):
 
 
 def settled(model: nn.Module) -> PerExampleClipper:
-    """A clipper that knows the model's graph."""
+    """A clipper with a known graph."""
     clipper = attach(model, PerExample(0.3, method="bookkeeping"))
     assert isinstance(clipper, PerExampleClipper)
     for seed in range(3):
@@ -77,19 +77,19 @@ def batch(kind: str) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "expected"), [("ordinary", False), ("cancelling", True), ("nan", True), ("inf", True)]
 )
-def test_a_clipper_puts_aside_what_needs_care(kind: str, expected: bool) -> None:
+def test_a_clipper_defers_the_checks_for_rare_events(kind: str, expected: bool) -> None:
     model, x = Positions(), batch(kind)
     clipper = settled(model)
     with clipper.putting_aside() as aside:
         hasty = clipper.clipped_sum(model(x))
     assert bool(aside.happened()) is expected
-    careful = clipper.clipped_sum(model(x))  # outside of the block it asks again
+    careful = clipper.clipped_sum(model(x))  # outside of the block it checks again
     assert all(torch.isfinite(t).all() for t in careful.values())
     is_same = all(torch.equal(hasty[name], careful[name]) for name in careful)
     assert is_same is not expected
 
 
-def test_after_an_error_in_the_block_the_clipper_asks_again() -> None:
+def test_after_an_error_in_the_block_the_clipper_checks_again() -> None:
     model, x = Positions(), batch("nan")
     clipper = settled(model)
     with pytest.raises(ZeroDivisionError), clipper.putting_aside():
@@ -97,7 +97,7 @@ def test_after_an_error_in_the_block_the_clipper_asks_again() -> None:
     assert all(torch.isfinite(t).all() for t in clipper.clipped_sum(model(x)).values())
 
 
-def test_blocks_put_aside_what_is_theirs() -> None:
+def test_each_block_defers_its_own_checks() -> None:
     model = Positions()
     clipper = settled(model)
     with clipper.putting_aside() as outer:

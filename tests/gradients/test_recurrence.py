@@ -1,6 +1,6 @@
-"""The recurrences of recurrence.py against plain autograd, in float64: all kinds, states, lengths.
+"""The recursions of recurrence.py against plain autograd, in float64, for all kinds, states and lengths.
 
-Fused operations of one machine reach only some of these cases; here all of them run everywhere.
+The fused operations of one machine cover only some of these cases.
 
 Legend: T steps, N rows, d inputs, H hidden, P outputs, G gates.
 """
@@ -85,7 +85,7 @@ def test_the_gradients_of_the_weights_are_those_of_autograd(
         assert found.projected_TNP is not None and found.unprojected_TNH is not None
         sums.append(outer_sum(found.projected_TNP, found.unprojected_TNH))
     torch.testing.assert_close(sums, list(expected), rtol=1e-12, atol=1e-12)
-    # Buffers are written over inside; what was handed in is not.
+    # Internal buffers are overwritten; the arguments are not.
     assert all(
         torch.equal(a, b)
         for a, b in zip(given, (layer.x_TNd, layer.h_TNP, dh_TNP, dh_last, dc_last), strict=True)

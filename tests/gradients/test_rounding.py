@@ -1,7 +1,7 @@
-"""Kernels that add in an order that changes, in bfloat16: no coupling, and coupling is still found.
+"""Kernels with a nondeterministic order of sums, in bfloat16: no false alarm, and coupling is detected.
 
-What such a kernel does on a GPU is done here on the CPU: some sums come out otherwise in their last digits, and what is
-rounded to bfloat16 after them then goes up in one pass and down in another.
+The behaviour of such a GPU kernel is simulated on the CPU: some sums differ in their last digits, and are then rounded
+to bfloat16 up in one pass and down in another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T, D = 16, 24
 
 
 class Unordered(torch.autograd.Function):
-    """The identity, whose backward pass moves digits that bfloat16 has not: of some examples, in some passes."""
+    """The identity, with a backward pass that changes digits below bfloat16's, for some examples in some passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Unordered(torch.autograd.Function):
 
 
 class Layered(nn.Module):
-    """Layers of attention under autocast, with `leak` times the batch's mean taken off after the first."""
+    """Layers of attention under autocast, with `leak` times the batch's mean subtracted after the first."""
 
     def __init__(self, layers: int, leak: float = 0.0) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def examine(model: nn.Module, ids: Tensor) -> None:
 
 
 @pytest.mark.parametrize("layers", [12, 24])
-def test_another_order_of_sums_is_no_coupling(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_of_sums_is_not_coupling(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[bool] = []
 
     def noted(probes: list[Probe]) -> list[Layout]:
@@ -87,19 +87,19 @@ def test_another_order_of_sums_is_no_coupling(layers: int, monkeypatch: pytest.M
         ids = batch(size, seed)
         examine(model, ids)
         per_example_gradients(model(ids), dict(model.named_parameters()), Memory()).squared_norms()
-    assert any(rounded)  # with a fixed tolerance alone it would be refused
+    assert any(rounded)  # a fixed tolerance alone would refuse the model
 
 
 @pytest.mark.parametrize("size", [2, 8, 32])
 @pytest.mark.parametrize("leak", [1.0, 0.1, 0.01])
-def test_coupling_is_found_in_spite_of_it(leak: float, size: int) -> None:
+def test_coupling_is_still_detected(leak: float, size: int) -> None:
     for seed in range(3):
         with pytest.raises(CoupledExamplesError):
             examine(Layered(12, leak), batch(size, seed))
 
 
-def test_an_example_that_only_gives_is_found_whatever_the_weights() -> None:
-    """The second example takes a hundredth of the first: seen where the second one's loss has the larger weight."""
+def test_one_way_coupling_is_detected_for_any_weights() -> None:
+    """The second example contains a hundredth of the first: visible if the second loss has the larger weight."""
 
     class OneWay(Layered):
         def forward(self, ids: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_an_example_that_only_gives_is_found_whatever_the_weights() -> None:
             examine(OneWay(12), batch(2, seed))
 
 
-def test_weights_are_as_far_apart_as_can_be() -> None:
+def test_weights_are_as_far_apart_as_possible() -> None:
     for size in (2, 3, 7, 13):
         weights_B = probe_weights(size, torch.ones(()))
         assert float(weights_B.max() / weights_B.min()) == 2.0**12
@@ -119,7 +119,7 @@ def test_weights_are_as_far_apart_as_can_be() -> None:
 
 
 @pytest.mark.parametrize("off", [0.02, 0.2])
-def test_rows_may_be_off_by_a_few_times_what_three_times_the_losses_show(off: float) -> None:
+def test_the_allowed_error_is_a_multiple_of_the_measured_rounding(off: float) -> None:
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(4, 50, generator=generator)
     weights_B = probe_weights(4, plain)

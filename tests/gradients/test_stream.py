@@ -1,4 +1,4 @@
-"""Passes that keep no gradients: exact, small in memory, and without a trace."""
+"""Passes that keep no gradients: exact, with little memory, and without leftover hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEPTH, BATCH, WIDTH = 12, 8, 16
 
 
 class Deep(nn.Module):
-    """A chain of layers that notes the gradients at their outputs."""
+    """A chain of layers that records the gradients at their outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 
 def most_bytes(method: str) -> int:
-    """Of output gradients that were alive at once, on a batch whose graph is known."""
+    """The peak bytes of output gradients alive at once, on a batch with a known graph."""
     torch.manual_seed(0)
     model, memory = Deep(), Memory()
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_few_output_gradients_are_alive_at_once() -> None:
 
 @pytest.fixture
 def flows(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each streamed pass, whether its layouts held."""
+    """For each streamed pass, whether its layouts were right."""
     held: list[bool] = []
     honest = stream.Stream._flows
 
@@ -78,13 +78,13 @@ def flows(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_both_passes_are_exact_when_both_are_streamed(case: Case, flows: list[bool]) -> None:
-    """On the first batches of a graph the gradients are at hand from the probe; here they are let go of."""
+    """On the first batches of a graph the probe provides the gradients; here they are dropped."""
     model, inputs, memory = case.build(torch.float64), case.draw(4, torch.float64), Memory()
     parameters, w_B = trainable(model), torch.rand(4, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         found = stream.Stream(losses(model, inputs), parameters, memory)
-        found._gradients, found._open = None, []  # nor are rules compared in a pass of their own
+        found._gradients, found._open = None, []  # and rules are not compared in a separate pass
         gradients = Reweighted(found, 4, memory)
         squares = gradients.squared_norms()
         sums = gradients.weighted_sums(dict.fromkeys(parameters, w_B))
@@ -99,13 +99,12 @@ def test_both_passes_are_exact_when_both_are_streamed(case: Case, flows: list[bo
 
 
 def known(model: nn.Module, x: Tensor, memory: Memory) -> None:
-    """Show a graph until its layouts are known."""
+    """Process batches until the layouts are known."""
     for _ in range(2):
         per_example_gradients(model(x).sum(1), trainable(model), memory).squared_norms()
 
 
 def test_no_hook_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass over the same graph later on calls nothing."""
     calls: list[object] = []
     honest = stream.Stream._arrives
 
@@ -127,7 +126,7 @@ class Odd(Exception):  # noqa: N818 (raised by a rule in a test)
     pass
 
 
-def test_an_error_in_a_rule_comes_through_and_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_rule_is_raised_and_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, memory = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(4, 3), Memory()
     known(model, x, memory)
     odd = Odd("a number")
@@ -158,7 +157,7 @@ def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
 
 
 def test_a_layout_that_turns_out_wrong_is_found_again(flows: list[bool]) -> None:
-    """With T = 9 and B = 4, row 9 i is example i's both time first and batch first, until other rows speak as well."""
+    """With T = 9 and B = 4, row 9 i belongs to example i both time first and batch first, until other rows count."""
     torch.manual_seed(0)
     model, memory = nn.Linear(3, 2).double(), Memory()
     mask_TB = (torch.arange(9)[:, None] == 2 * torch.arange(4)).double()
@@ -181,12 +180,12 @@ def test_a_layout_that_turns_out_wrong_is_found_again(flows: list[bool]) -> None
     assert False in flows
 
 
-# Questions that are put aside
+# Deferred checks
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The answers to questions that the host waited for, as on a GPU."""
+    """The results of checks that the host waited for, as on a GPU."""
     answers: list[bool] = []
     honest = Rare.any
 
@@ -200,11 +199,11 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("rare", [False, True])
-def test_a_pass_asks_once_and_is_taken_again_after_a_yes(rare: bool, waits: list[bool]) -> None:
+def test_a_pass_checks_once_and_is_repeated_if_positive(rare: bool, waits: list[bool]) -> None:
     torch.manual_seed(0)
     model, memory = nn.Linear(64, 48), Memory()
     signs = torch.ones(8, 1) if not rare else (1 - 2.0 * (torch.arange(8) % 2))[:, None]
-    # Positions that are nearly alike: where signs differ, their gradients cancel.
+    # Positions that are nearly equal: with opposite signs, their gradients cancel.
     x = torch.randn(4, 1, 64).expand(4, 8, 64) + 1e-6 * torch.randn(4, 8, 64)
 
     def gradients(method: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -219,7 +218,7 @@ def test_a_pass_asks_once_and_is_taken_again_after_a_yes(rare: bool, waits: list
     waits.clear()
     found = gradients("reweight")
     assert any(waits) == rare
-    assert rare or len(waits) <= 2  # each pass asks once, at its end, if there is anything to ask
+    assert rare or len(waits) <= 2  # each pass checks at most once, at its end
     for ours, theirs in zip(found, expected, strict=True):
         for name in theirs:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The page of layers is that of the cases."""
+"""The page of operations matches the cases."""
 
 from tests.gradients.cases import CASES
 from tests.gradients.table import PAGE, row

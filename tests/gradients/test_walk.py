@@ -1,4 +1,4 @@
-"""What a walk over the graph finds: uses, tensors made of parameters alone, and nodes that it leaves open."""
+"""The results of a graph walk: uses, tensors made of parameters alone, and open nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Weights(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(shape)))
 
 
-def test_a_use_is_where_data_meet_parameters() -> None:
+def test_a_use_takes_data_and_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False))
     found = named_uses(model(torch.randn(5, 4)).sum(1), model)
     assert found == {"AddmmBackward0": {"0.weight", "0.bias"}, "MmBackward0": {"2.weight"}}
@@ -44,8 +44,8 @@ def test_a_parameter_in_the_loss_is_a_use() -> None:
     assert named_uses(losses, model) == {"MmBackward0": {"w"}, "DivBackward0": {"temperature"}}
 
 
-# w * x: a use if x has examples, a tensor made of parameters alone if it is a constant. The graph of the
-# two is the same; the probe tells them apart.
+# w * x is a use if x has examples, and a tensor made of parameters alone if x is a constant. Both have the same graph;
+# the probe distinguishes them.
 OPEN: dict[str, tuple[Callable[[Weights, Tensor], Tensor], str]] = {
     "masked weight": (lambda m, x: x @ (m.w * torch.ones(4, 3)), "MmBackward0"),
     "scaled weight": (lambda m, x: x @ (m.w * 0.5), "MmBackward0"),
@@ -105,8 +105,8 @@ SPARSE = {
 @pytest.mark.filterwarnings("error::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("kind", MIXED)
-def test_sparse_batches_teach_nothing_wrong_about_dense_ones(kind: str, sparse: str) -> None:
-    """Each one-hot example touches one row of a weight: as if the weight itself had examples."""
+def test_sparse_batches_do_not_mislead_about_dense_ones(kind: str, sparse: str) -> None:
+    """Each one-hot example touches one row of a weight, as if the weight itself had examples."""
     torch.manual_seed(0)
     model = Weights(w=(4, 3), up=(4, 2), down=(2, 3)) if kind == "low rank" else Weights(w=(4, 3))
     memory = Memory()
@@ -128,8 +128,8 @@ class Times(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
-def test_sparse_batches_teach_nothing_about_batches_of_another_size() -> None:
-    """Where no rule knows an axis's origin: it kept its size though the batch did not, so it is doubted."""
+def test_sparse_batches_decide_nothing_about_other_sizes() -> None:
+    """Without a rule, the origin of an axis is unknown: it kept its size in another batch, so it is in doubt."""
     torch.manual_seed(0)
     model, memory = Weights(w=(4, 3)).double(), Memory()
 
@@ -141,7 +141,7 @@ def test_sparse_batches_teach_nothing_about_batches_of_another_size() -> None:
 
 
 def test_examples_whose_gradients_cancel_exactly_are_seen() -> None:
-    """The plain sum of gradients is 0 at the weight, which does not mean that nothing arrives there."""
+    """The plain sum of gradients is 0 at the weight, which does not mean that no gradient arrives."""
     model = Weights(w=(4, 3)).double()
     x = torch.tensor([[1.0, 2, 3, 4], [1, 0, 0, 0], [-2, -2, -3, -4]]).double()
     losses = F.linear(x, (model.w * torch.ones(4, 3)).t()).sum(1)
@@ -149,7 +149,7 @@ def test_examples_whose_gradients_cancel_exactly_are_seen() -> None:
     assert (found.squared_norms()["w"] > 0.1).all()
 
 
-# What is remembered of a graph, and what the data may change under it
+# The stored data of a graph, and changes by the data
 
 
 def piecewise(lengths: list[int]) -> Callable[[Weights, Tensor], Tensor]:
@@ -196,7 +196,6 @@ MOVES = {
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("move", MOVES)
 def test_rows_that_the_data_move_are_followed(move: str) -> None:
-    """The graph looks the same as before: only the numbers in it differ."""
     torch.manual_seed(0)
     before, after, rows = MOVES[move]
     model, memory = Weights(w=(4, 3)).double(), Memory()
@@ -207,7 +206,7 @@ def test_rows_that_the_data_move_are_followed(move: str) -> None:
 
 
 def test_constants_that_do_not_cut_along_the_examples_change_no_outline() -> None:
-    """A sequence of another length is the same graph: probing it anew each time would be slow."""
+    """Another sequence length gives the same graph: probing it each time would be slow."""
     model = Weights(w=(4, 3))
 
     def outline(T: int) -> Outline:
@@ -218,7 +217,7 @@ def test_constants_that_do_not_cut_along_the_examples_change_no_outline() -> Non
 
 
 def test_rows_of_a_parameter_may_be_picked_and_cut() -> None:
-    """A position table cut to the length of a sequence, a table that is indexed: no row of an example moves."""
+    """A position table cut to the sequence length, and an indexed table: no row of an example moves."""
     model = Weights(places=(10, 4), table=(7, 4))
 
     def graph(T: int) -> Graph:

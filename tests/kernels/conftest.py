@@ -1,4 +1,4 @@
-"""Triton's interpreter, where it is asked for with TRITON_INTERPRET=1."""
+"""Triton's interpreter, enabled by TRITON_INTERPRET=1."""
 
 import os
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
     _patch = interpreter._patch_lang_tensor
 
     def _patch_with_counts(tensor, scope):
-        """Numpy no longer turns an array of one number into an int by itself: loops count with such arrays."""
+        """Numpy no longer converts an array of one number to an int implicitly; the interpreter's loops need it."""
         _patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -1,4 +1,4 @@
-"""Scale and shift gradients against float64, for strides that models have."""
+"""Scale and shift gradients against float64, for the strides of common models."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHAPES = [(2, 197, 100), (3, 5, 7), (1, 1024, 70), (2, 1, 130), (4, 3, 1)]
 
 
 def assert_close(found, true, terms):
-    """`terms` are what was summed, by absolute value: rounding errors scale with it."""
+    """`terms` are the summed absolute values: rounding errors scale with them."""
     assert found.dtype == torch.float32 and found.shape == true.shape
     assert ((found - true).abs() <= 1e-5 * terms).all()
 

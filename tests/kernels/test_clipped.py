@@ -1,4 +1,4 @@
-"""The kernels of backpropagation clipping: what is measured, factors, scaled rows, tangents, weighted sums."""
+"""The kernels of backpropagation clipping: measures, factors, scaled rows, tangents, weighted sums."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_measures(way, shape, layout, groups):
 
 
 @pytest.mark.parametrize("way", both(measures.measures_in_torch, measures.measures))
-def test_measures_that_nobody_asked_for(way):
+def test_measures_that_are_not_requested(way):
     g = made((2, 3, 4))
     assert way(g) == (None, None, None, None)
     assert [t is None for t in way(g, mass=True)] == [True, False, True, True]
@@ -102,7 +102,7 @@ def test_gradient_factors(way, K, most, bound):
 
 @pytest.mark.parametrize("way", both(factors.gradient_factors_in_torch, factors.gradient_factors))
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_whoever_is_not_finite_has_no_factor(way, value):
+def test_an_example_that_is_not_finite_has_factor_0(way, value):
     fine, bad = torch.ones(2, 3), torch.ones(2, 3)
     bad[1, 2] = value
     for norms in (Norms(bad), Norms(None, bad.double().square(), has_squares=True),
@@ -140,7 +140,7 @@ def test_scaled(way, shape, layout, biased, in_place):
 
 @pytest.mark.parametrize("way", both(scaled.scaled_in_torch, scaled.scaled))
 @pytest.mark.parametrize("biased", [False, True])
-def test_scaled_of_one_row_many_times(way, biased):
+def test_scaled_of_an_expanded_row(way, biased):
     """The gradient of a mean over positions."""
     t = made((3, 5, 1)).expand(3, 5, 7)
     t[1, 2, 0] = math.nan
@@ -156,7 +156,7 @@ def test_scaled_of_one_row_many_times(way, biased):
 
 
 @pytest.mark.parametrize("way", both(scaled.scaled_in_torch, scaled.scaled))
-def test_scaled_of_other_types_and_of_nothing(way):
+def test_scaled_of_other_dtypes_and_empty_tensors(way):
     t = made((2, 3, 4)).bfloat16()
     found = way(t, torch.tensor([0.5, 1.0], dtype=torch.float64), torch.ones(3).bfloat16())
     assert found.dtype == torch.bfloat16
@@ -176,7 +176,7 @@ def test_tangent(way, shape, layout, restored):
     B = shape[0]
     norm = x.double().flatten(1).norm(dim=1)
     scale = torch.tensor([0.5, 1.0, 0.0, 0.25, 0.9], dtype=torch.float64)[:B]
-    x[scale == 0] = math.nan  # such rows are not looked at
+    x[scale == 0] = math.nan  # such rows are not read
     nu = torch.linspace(0.5, 2.0, B, dtype=torch.float64) if restored else None
     start = dx.double() if nu is None else dx.double() / nu[:, None, None]
     unit = torch.where(((scale > 0) & (scale < 1))[:, None, None], x.double() / norm[:, None, None], 0)
@@ -191,7 +191,7 @@ def test_tangent(way, shape, layout, restored):
     "layouts", [("rows", "rows"), ("channels last",) * 2, ("rows", "channels last")], ids=str
 )
 @pytest.mark.parametrize("restored", [False, True])
-def test_tangent_of_examples_that_no_program_holds(monkeypatch, layouts, restored):
+def test_tangent_of_examples_longer_than_a_program_holds(monkeypatch, layouts, restored):
     monkeypatch.setattr(tangent, "_HELD", 64)
     monkeypatch.setattr(tangent, "_TILE", 32)
     monkeypatch.setattr(tangent, "_PROGRAMS", 2)
@@ -215,10 +215,10 @@ def test_a_gradient_that_is_not_finite_stays_in_its_example(way):
     assert found[1].isnan().sum() == 1
 
 
-# ------------------------------------------------------------------ how operands are laid over programs
+# ------------------------------------------------------------------ partition of operands over programs
 
 
-def test_entries_that_lie_side_by_side_are_rows():
+def test_contiguous_examples_are_rows():
     t = torch.zeros(2, 3, 5)
     last = LAYOUTS["channels last"](t)
     assert launch.rows_of(t, t) == (15, 5)
@@ -234,7 +234,7 @@ def test_entries_that_lie_side_by_side_are_rows():
 
 
 @pytest.mark.parametrize("entries", [16, 256, 4096])
-def test_tiles_are_long_where_neighbours_in_memory_are(entries):
+def test_tiles_are_long_along_the_contiguous_axis(entries):
     t = torch.zeros(1, 32, 64)
     assert launch.tile_of(t, entries) == {16: (1, 16), 256: (4, 64), 4096: (32, 64)}[entries]
     last = LAYOUTS["channels last"](t)
@@ -252,7 +252,7 @@ def test_weighted_sum(way, shape):
     rows = made((*shape, 1))[..., 0]
     weight = torch.linspace(0, 2, shape[0], dtype=torch.float64)
     expected = (rows.double() * weight[:, None]).sum(0)
-    rows[0] = math.nan  # weighs 0
+    rows[0] = math.nan  # has weight 0
     torch.testing.assert_close(way(rows, weight).double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(way(rows.mT.contiguous().mT, weight).double(), expected, rtol=1e-5, atol=1e-4)
     assert way(torch.zeros(0, 3), torch.zeros(0, dtype=torch.float64)).tolist() == [0, 0, 0]

@@ -1,6 +1,6 @@
 """The convolution kernel in Triton's interpreter, against its eager twin in float64.
 
-Run with TRITON_INTERPRET=1 where there is no GPU.
+Run with TRITON_INTERPRET=1 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def channels_last(t_BrCHW: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("last", [False, True], ids=["pixels in a row", "channels last"])
-def test_it_gives_the_gradients_of_its_twin(name: str, last: bool) -> None:
+def test_it_equals_its_twin(name: str, last: bool) -> None:
     image, g, geometry = operands(name)
     truth = geometry.weight_gradients(image.double(), g.double())
     if last:
@@ -63,8 +63,8 @@ def test_it_gives_the_gradients_of_its_twin(name: str, last: bool) -> None:
     assert (found - truth).abs().max() <= 1e-6 * max(16, positions)
 
 
-def test_strides_of_any_kind() -> None:
-    """Rows that lie outside of the examples, and every second pixel of a larger image."""
+def test_any_strides() -> None:
+    """The row axis before the examples in memory, and every second pixel of a larger image."""
     image, g, geometry = operands("rows of a fold")
     truth = by_kernel(image, g, geometry)
     outside = image.transpose(0, 1).contiguous().transpose(0, 1)
@@ -84,7 +84,7 @@ def test_what_surrounds_an_image_is_not_read() -> None:
     assert torch.equal(by_kernel(image, g, geometry)[1:2], alone)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_unsupported_operands_do_not_fit() -> None:
     image, g, _ = operands("stem")
     assert not convolution.fits(image.double(), g.double())
     assert not convolution.fits(image[..., 0], g[..., 0])

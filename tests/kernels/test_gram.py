@@ -1,4 +1,4 @@
-"""Gram norms: upper bounds, and not much more than that."""
+"""Gram norms are close upper bounds."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def exact(left, right):
 
 
 def rows(B, T, n, dtype=torch.float32):
-    """Rows whose examples do not lie along the first axis in memory, and whose features are not neighbours."""
+    """Rows with examples that are not along the first axis in memory, and with strided features."""
     return torch.randn(n, T, B).permute(2, 1, 0).to(dtype)
 
 
@@ -42,7 +42,7 @@ def test_bounds_are_above_and_close(way, precision, B, T, m, n):
 @needs_triton
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_chunks_of_features(monkeypatch, precision):
-    """What wide rows would take, without their width."""
+    """The chunking of wide rows, tested on narrow rows."""
     monkeypatch.setattr(gram, "_CHUNK", 16)
     torch.manual_seed(3)
     left, right = torch.randn(2, 140, 70), rows(2, 140, 30)
@@ -66,7 +66,7 @@ def test_half_precision_rows(way, dtypes):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_cancelling_positions_are_still_bounded(way, precision):
-    """The second half of the positions takes back the first: products far larger than their sum."""
+    """The second half of the positions cancels the first: products are far larger than their sum."""
     torch.manual_seed(1)
     left, right = torch.randn(8, 32, 64), torch.randn(8, 32, 48)
     left, right = torch.cat([left, left], 1), torch.cat([right, -right * (1 + 1e-5)], 1)
@@ -79,7 +79,7 @@ def test_cancelling_positions_are_still_bounded(way, precision):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-21, 1e15])
 def test_any_scale(way, scale):
-    """Squares that a float32 cannot hold must not vanish."""
+    """Squares below the range of float32 must not vanish."""
     torch.manual_seed(2)
     left, right = torch.randn(2, 20, 30) * scale, torch.randn(2, 20, 10)
     square_B, mass_B = way(left, right, "ieee")
@@ -90,7 +90,7 @@ def test_any_scale(way, scale):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so_and_stays_with_its_example(way, bad):
+def test_non_finite_values_stay_in_their_example(way, bad):
     left, right = torch.randn(3, 20, 6), torch.randn(3, 20, 7)
     left[1, 3, 2] = bad
     square_B, _ = way(left, right, "tf32")
@@ -98,7 +98,7 @@ def test_what_is_not_finite_stays_so_and_stays_with_its_example(way, bad):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_to_sum(way):
+def test_empty_sums(way):
     square_B, mass_B = way(torch.randn(2, 0, 3), torch.randn(2, 0, 4), "tf32")
     assert square_B.tolist() == mass_B.tolist() == [0, 0]
     assert all(len(x) == 0 for x in way(torch.randn(0, 2, 3), torch.randn(0, 2, 4), "ieee"))
@@ -107,7 +107,7 @@ def test_nothing_to_sum(way):
 @pytest.mark.parametrize(("T", "short"), [(1, 512), (5, 512), (130, 512), (130, 64), (200, 64), (600, 512)])
 @pytest.mark.parametrize("chunk", [16, 1536])
 def test_inner_products_hold_all_pairs_once(monkeypatch, T, short, chunk):
-    """Of long rows only the blocks on the diagonal and below it; of short ones everything. No GPU is needed."""
+    """For long rows only the blocks on and below the diagonal; for short ones all. No GPU is needed."""
     monkeypatch.setattr(gram, "_SHORT", short)
     monkeypatch.setattr(gram, "_CHUNK", chunk)
     torch.manual_seed(T)
@@ -122,8 +122,8 @@ def test_inner_products_hold_all_pairs_once(monkeypatch, T, short, chunk):
         )
 
 
-def test_rows_of_the_next_example_leave_no_trace():
-    """They are multiplied where the number of positions suits no kernel: even a NaN there stays where it is."""
+def test_rows_of_the_next_example_have_no_effect():
+    """They are multiplied for alignment; even a NaN there has no effect."""
     torch.manual_seed(0)
     x_BTm = torch.randn(4, 5, 8)
     alone = gram.inner_products(x_BTm)

@@ -1,4 +1,4 @@
-"""Normals from a counter: the right words, the right formula to the end of the tail, the right distribution."""
+"""Normals from a counter: correct words, correct formula up to the tail, correct distribution."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_philox_known_answers():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pairs_follow_from_the_words_of_their_count(way):
+def test_pairs_are_functions_of_their_counter_words(way):
     """Counter (j, secret), key (secret): the words, and then Box-Muller."""
     secret = [int(x) % 2**64 for x in KEY[:2]]
     words = [
@@ -57,7 +57,7 @@ def signed(words) -> torch.Tensor:
 
 
 def pairs(k, a) -> torch.Tensor:
-    """Standard normals of words below 2^64, [P, 2]."""
+    """Standard normals from words below 2^64, [P, 2]."""
     return noise.pairs_from_words(signed(k), signed(a), 1.0)
 
 
@@ -72,7 +72,7 @@ def uniform_words(count: int, below: int, seed: int = 0) -> np.ndarray:
 
 @settings(deadline=None, max_examples=400)
 @given(k=word, a=word)
-def test_a_pair_is_box_muller_to_the_last_digits(k, a):
+def test_a_pair_is_box_muller_up_to_rounding(k, a):
     ((x, y),) = pairs([k], [a]).tolist()
     with mpmath.workdps(60):
         turn = a - 2**64 if a >= 2**63 else a
@@ -88,7 +88,7 @@ def test_a_pair_is_box_muller_to_the_last_digits(k, a):
 
 
 def test_the_smallest_words_keep_full_relative_precision():
-    # A sampler that added anything to small uniforms, or cut them at 53 bits, would round these.
+    # A sampler that added anything to small uniforms, or truncated them to 53 bits, would round these.
     small = np.arange(64, dtype=np.uint64)
     with mpmath.workdps(60):
         exact = [float(mpmath.sqrt(2 * (65 * mpmath.log(2) - mpmath.log(2 * int(k) + 1)))) for k in small]
@@ -105,14 +105,14 @@ def test_the_radius_falls_as_the_word_grows(words):
     assert (found >= 0).all()
 
 
-def test_every_extreme_pair_is_finite_and_the_largest_word_is_the_centre():
+def test_extreme_pairs_are_finite_and_the_largest_word_gives_0():
     k, a = zip(*[(k, a) for k in EXTREME for a in EXTREME], strict=True)
     assert torch.isfinite(pairs(k, a)).all()
     assert pairs([TOP], [12345]).tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("std", [0.0, 0.3, 1e30])
-def test_the_radius_is_scaled(std):
+def test_the_radius_scales_with_std(std):
     k, a = (signed(uniform_words(1000, TOP, seed)) for seed in (0, 1))
     scaled, standard = noise.pairs_from_words(k, a, std), noise.pairs_from_words(k, a, 1.0)
     torch.testing.assert_close(scaled, std * standard, rtol=1e-15, atol=0)
@@ -134,7 +134,7 @@ def test_the_radius_has_the_exact_conditional_law_in_the_tail(bits):
 
 
 def test_the_tail_test_rejects_24_bit_uniforms():
-    # The planted fault: torch.randn's float32 uniforms are multiples of 2^-24, the first above 0.
+    # A deliberate fault: torch.randn's float32 uniforms are multiples of 2^-24, the first above 0.
     coarse = (uniform_words(200_000, 2**44) >> np.uint64(40) << np.uint64(40)) + np.uint64(2**40)
     assert radii(coarse).max() < 5.78
     assert tail_p_value(radii(coarse), 20) < 1e-12
@@ -146,7 +146,7 @@ def test_words_that_24_bits_cannot_express_reach_beyond_5_8_sigma():
 
 
 @pytest.mark.parametrize(("sigma", "bits"), [(3, 5), (6, 20), (7, 30), (8, 40), (9, 52)])
-def test_one_coordinate_passes_sigma_as_often_as_a_normal_does(sigma, bits):
+def test_one_coordinate_exceeds_sigma_as_often_as_a_normal(sigma, bits):
     # |x| > sigma needs r > sigma, so all of that event lies in the smallest 2^-bits of radius words.
     assert math.sqrt(2 * bits * math.log(2)) < sigma
     count = 400_000
@@ -161,7 +161,7 @@ def test_one_coordinate_passes_sigma_as_often_as_a_normal_does(sigma, bits):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_longer_draw_begins_with_a_shorter_one(way):
+def test_a_shorter_draw_is_a_prefix_of_a_longer_one(way):
     long = way(KEY, 3001, 0.1, torch.float32)
     for size in (0, 1, 2, 1023, 1024, 1025):
         assert torch.equal(way(KEY, size, 0.1, torch.float32), long[:size])
@@ -180,7 +180,7 @@ def test_float32_is_float64_rounded_once(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_secret_bit_counts_and_nothing_else(way):
+def test_the_draw_depends_on_every_secret_bit_and_nothing_else(way):
     drawn = way(KEY, 20, 1.0, torch.float64)
     for number, bit in [(0, 0), (0, 40), (0, 63), (1, 0), (1, 40), (1, 63)]:
         other = KEY.clone()
@@ -191,7 +191,7 @@ def test_every_secret_bit_counts_and_nothing_else(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_moments(way):
-    """Five standard errors of the first four moments, and of the correlation within pairs."""
+    """Within five standard errors: the first four moments, and the correlation within pairs."""
     n = 100_000
     x = way(KEY, n, 2.0, torch.float64) / 2
     for power, mean, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
@@ -200,7 +200,7 @@ def test_moments(way):
     assert stats.kstest(x.numpy(), "norm").pvalue > 1e-3
 
 
-def test_the_kernel_is_the_twin_in_every_eighth_of_the_circle():
+def test_the_kernel_equals_the_twin_in_every_octant():
     size = 1 << 14
     found = noise.normals(KEY, size, 1.0, torch.float64).view(-1, 2)
     twin = noise.normals_in_torch(KEY, size, 1.0, torch.float64).view(-1, 2)
@@ -210,13 +210,13 @@ def test_the_kernel_is_the_twin_in_every_eighth_of_the_circle():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_noise(way):
+def test_a_std_of_0(way):
     assert not way(KEY, 100, 0.0, torch.float32).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 1023, 2049])
-def test_noise_put_onto_a_sum_is_noise_added_and_divided(size, dtype):
+def test_fused_noise_equals_noise_added_and_divided(size, dtype):
     sums = torch.randn(size, dtype=dtype)
     before = sums.clone()
     expected = (noise.normals(KEY, size, 0.7, dtype) + sums) / 7.3

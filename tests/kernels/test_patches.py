@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(not usable(torch.zeros(1)), reason="needs trit
         (1, 1, 9, 9, (5, 5), (2, 2), (2, 2), (1, 1)),
     ],
 )
-def test_windows_are_those_that_unfold_copies(N, c, H, W, kernel, stride, padding, dilation):
+def test_windows_equal_those_of_unfold(N, c, H, W, kernel, stride, padding, dilation):
     torch.manual_seed(0)
     x = torch.randn(N, H, W, c).permute(0, 3, 1, 2)
     places = tuple(

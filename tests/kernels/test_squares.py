@@ -1,4 +1,4 @@
-"""Squared row lengths: upper bounds within rounding of float64."""
+"""Squared row norms are upper bounds within the rounding of float64."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ def test_bounds_are_above_and_close(way, R, n, scale):
     x = torch.randn(n, R).T * scale
     found, true = way(x), x.double().square().sum(1)
     assert found.dtype == torch.float64 and found.shape == (R,)
-    # Bound and reference both round: n units of float64 apart at most.
+    # Bound and reference both round: they differ by at most n units of float64.
     assert (found >= true).all() and (found <= true * (1 + 1e-10)).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_float_dtype_and_what_is_not_finite(way):
+def test_every_float_dtype_and_non_finite_values(way):
     for dtype in (torch.float16, torch.float64):
         x = torch.randn(3, 50).to(dtype)
         assert torch.allclose(way(x), x.double().square().sum(1), rtol=1e-12, atol=0)
@@ -31,6 +31,6 @@ def test_every_float_dtype_and_what_is_not_finite(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_to_square(way):
+def test_empty_rows(way):
     assert way(torch.randn(3, 0)).tolist() == [0, 0, 0]
     assert way(torch.randn(0, 3)).shape == (0,)

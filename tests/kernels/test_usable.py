@@ -1,4 +1,4 @@
-"""Where kernels may run."""
+"""Which devices can run the kernels."""
 
 import ast
 import os
@@ -15,12 +15,12 @@ from clipwise.kernels import usable
 CHECK = "import torch; from clipwise.kernels import usable; assert not usable(torch.zeros(1))"
 
 
-def test_a_cpu_without_the_interpreter_takes_the_twins():
+def test_a_cpu_without_the_interpreter_uses_the_twins():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", CHECK], check=True, env=environment)
 
 
-def test_other_devices_take_the_twins():
+def test_other_devices_use_the_twins():
     assert not usable(torch.zeros(1, device="meta"))
 
 
@@ -28,7 +28,7 @@ def test_other_devices_take_the_twins():
     "path", sorted(Path(kernels.__file__).parent.glob("*.py")), ids=lambda path: path.stem
 )
 def test_kernels_are_launched_where_their_operands_are(path):
-    """Elsewhere nothing waits for them: what is read of their result may be what was there before."""
+    """Otherwise nothing waits for them, and a read of their result may return old memory."""
     tree = ast.parse(path.read_text())
     there = [
         node

@@ -1,4 +1,4 @@
-"""The two ways to compute everything: the twin in torch, and the kernel where Triton can run it here."""
+"""The two implementations of each function: the twin in torch, and the kernel if Triton can run it here."""
 
 import pytest
 import torch

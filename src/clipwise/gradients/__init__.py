@@ -1,6 +1,6 @@
-"""From losses to the gradients of single examples: norms, weighted sums, all of them exact.
+"""Exact per-example gradients from a vector of losses: their norms and weighted sums.
 
-`register` adds a rule for an operation of your own; `Written`, `Outer` and `Rows` are what a rule gives.
+`register` adds a rule for a custom operation. A rule returns a form: `Written`, `Outer` or `Rows`.
 """
 
 from clipwise.gradients.examples import PerExampleGradients

@@ -1,10 +1,10 @@
-"""Memory for large tensors that is used again from step to step, on a CPU.
+"""Reusable CPU memory for large tensors.
 
-The gradients of all examples fill hundreds of megabytes in a step and are let go at its end. The C library gives
-such memory back to the system, and to map it anew, page by page, takes longer than to compute what goes into it.
+Per-example gradients fill hundreds of megabytes in each step and are freed at its end. The C library returns such
+memory to the system, and mapping it again, page by page, takes longer than computing its contents.
 
-A block is handed out again only when nothing else refers to its storage: no view, no slice, no numpy array. A torch
-that does not tell has every block made anew.
+A block is reused only if nothing else refers to its storage: no view, slice or numpy array. If torch does not expose
+the reference count, every block is allocated anew.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 
 
 class Blocks:
-    """Blocks of memory by size, at most `most_bytes` of them together."""
+    """Blocks of memory by size, at most `most_bytes` in total."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._bytes = most_bytes, 0
         self._by_kind: dict[tuple[int, torch.dtype], deque[Tensor]] = {}
-        self._lock = Lock()  # of two threads that look at a free block at once, one must come second
+        self._lock = Lock()  # two threads must not take the same free block
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor with no particular contents, whose memory is the taker's as long as anything refers to it."""
+        """An uninitialised tensor. Its memory is not reused while anything refers to it."""
         with self._lock:
             return self._taken(shape, dtype)
 
     def _taken(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         kind = shape.numel(), dtype
         waiting = self._by_kind.setdefault(kind, deque())
-        # The last one that was handed out may be back already; the first one was handed out longest ago. If both
-        # are in use, so are the others, nearly always.
+        # The block used last may be free again; the first one was used longest ago. If both are in use, nearly always
+        # all others are.
         for next_block in (waiting.pop, waiting.popleft):
             block = next_block() if waiting else None
             if block is not None:
@@ -49,20 +49,20 @@ class Blocks:
         size = block.numel() * block.element_size()
         if size > self._most or _use_count is None:
             return block
-        if self._bytes + size > self._most:  # of other sizes, most likely, that nobody asks for any more
+        if self._bytes + size > self._most:  # most likely by sizes that are no longer used
             self.clear()
         self._by_kind.setdefault(kind, deque()).append(block)
         self._bytes += size
         return block
 
     def clear(self) -> None:
-        """Keep nothing. What is in use stays with those who use it."""
+        """Forget all blocks. Blocks in use stay valid."""
         self._by_kind.clear()
         self._bytes = 0
 
 
 class Scratch:
-    """One piece of memory for what is written, read and done with before the next one asks: as large as the largest."""
+    """One buffer, as large as its largest use, for contents that are consumed before the next request."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -70,7 +70,7 @@ class Scratch:
         self._lock = Lock()
 
     def like(self, t: Tensor) -> Tensor:
-        """A tensor such as this one, with no particular contents."""
+        """An uninitialised tensor of the same shape and dtype."""
         size = t.numel() * t.element_size()
         if t.device.type != "cpu" or not t.is_contiguous() or size > self._most or _use_count is None:
             return torch.empty_like(t)
@@ -82,7 +82,7 @@ class Scratch:
             return self._kept[:size].view(t.dtype).view(t.shape)
 
     def clear(self) -> None:
-        """Keep nothing. What is in use stays with those who use it."""
+        """Forget the buffer. If it is in use, it stays valid."""
         self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -90,7 +90,7 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _references(block: Tensor) -> int | None:
-    """How many tensors and storages refer to a tensor's memory; None where torch does not tell."""
+    """The number of references to a tensor's memory; None if torch does not expose it."""
     return None if _use_count is None else int(_use_count(block.untyped_storage()._cdata))
 
 

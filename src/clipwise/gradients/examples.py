@@ -1,4 +1,4 @@
-"""The result of every method: the gradients of all examples of one batch, as norms, sums or written out."""
+"""The result of every method: the per-example gradients of one batch, as norms, sums or written out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clipwise.gradients.paths import Contribution, Path
 from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
 from clipwise.gradients.rare import Rare
 
-KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms until the weighted sum, on a CPU
+KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms to the weighted sum, on a CPU
 _KEEP_SHARE = 1 / 16  # of a CUDA device's memory
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
 class PerExampleGradients:
-    """The gradients of all examples of one batch, by parameter."""
+    """The per-example gradients of one batch, keyed by parameter name."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PerExampleGradients:
 
     @classmethod
     def written(cls, gradients: Mapping[str, Tensor], parameters: Parameters) -> PerExampleGradients:
-        """From gradients that are at hand: [B, *shape] by parameter."""
+        """Wrap computed gradients: [B, *shape] for each parameter."""
         batch = len(next(iter(gradients.values())))
         return cls(
             batch,
@@ -47,7 +47,7 @@ class PerExampleGradients:
 
     @torch.no_grad()
     def squared_norms(self) -> dict[str, Tensor]:
-        """Upper bounds on each example's squared norm, by parameter: [B] in float64."""
+        """Upper bounds on each example's squared norm, for each parameter: [B] in float64."""
         devices = {p.device for c in self.by_parameter.values() for p in c.path.parameters.values()}
         budget = Budget(keep_bytes(devices), self._arithmetic)
         with self._arithmetic.products():
@@ -59,9 +59,9 @@ class PerExampleGradients:
         return squares
 
     def squared_errors(self) -> dict[str, Tensor]:
-        """What rounded operands can add to the norms, squared, for parameters where they can: [B] in float64.
+        """The squared error that rounded operands can add to the norms, for the parameters affected: [B] in float64.
 
-        Known after `squared_norms`.
+        Available after `squared_norms`.
         """
         found = {name: c.form.squared_error_B for name, c in self.by_parameter.items()}
         return {name: error_B for name, error_B in found.items() if error_B is not None}
@@ -73,7 +73,7 @@ class PerExampleGradients:
 
     @torch.no_grad()
     def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """sum_i w_i gradient_i, by parameter, with each parameter's own weights [B]; in float32 or better."""
+        """sum_i w_i gradient_i for each parameter, with its own weights [B]; in float32 or better."""
         with self._arithmetic.products():
             return {
                 name: at_least_float32(c.path.pull(c.form.weighted_sum(weights[name]))[name])
@@ -90,12 +90,12 @@ class PerExampleGradients:
             }
 
     def mass(self, example: int) -> float:
-        """The size of the terms that an example's gradient is summed from, over all parameters."""
+        """The norm of the terms that sum to an example's gradient, over all parameters."""
         return math.hypot(*(c.form.mass(example) for c in self.by_parameter.values()))
 
 
 def keep_bytes(devices: set[torch.device]) -> int:
-    """What may be kept: on CUDA, memory is what the device has it for."""
+    """The number of bytes of per-example gradients that may be kept."""
     cuda = [device for device in devices if device.type == "cuda"]
     if not cuda:
         return KEEP_BYTES

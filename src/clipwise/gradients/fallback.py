@@ -1,7 +1,7 @@
-"""Any other operation, exactly: its own backward function, called once for each example.
+"""Per-example gradients of an operation without a rule: its backward function is called once for each example.
 
-A node's backward function is linear in the output gradient. With all rows but those of example i set to
-0, it returns the gradient of example i with respect to each input, whatever the operation computes.
+A node's backward function is linear in the output gradient. With the rows of all examples except i set to 0, it returns
+the gradient of example i with respect to each input, for any operation.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from clipwise.gradients.walk import Node, dtype_at, node_name, zeros_at
 
 
 def call(node: Node, outputs: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """Run one node's backward function, with zeros for outputs that have no gradient."""
+    """Call one node's backward function, with zeros for outputs that have no gradient."""
     numbers = range(len(node._input_metadata))
     grads = [outputs[number] if number in outputs else zeros_at(node, number) for number in numbers]
     with torch.no_grad():
-        # A custom autograd.Function's node is not callable itself.
+        # The node of a custom autograd.Function is not callable.
         result = node(*grads) if callable(node) else node.apply(*grads)
     return result if isinstance(result, tuple) else (result,)
 
 
 def _results(node: Node) -> dict[int, int]:
-    """Where the gradient of each input of a node lies among those that the node returns: operand -> place.
+    """The index of each operand's gradient among the results of a node: operand -> index.
 
-    A built-in operation returns one for each of its `next_functions`. An `autograd.Function` returns one for each
-    argument of `forward`, of which `next_functions` has the tensors alone; those that need a gradient are the same
-    ones in both, in the same order.
+    A built-in operation returns one result per entry of `next_functions`. An `autograd.Function` returns one per
+    argument of `forward`, and `next_functions` has its tensor arguments only. The arguments that need a gradient are
+    the same in both, in the same order.
     """
     operands = [j for j, (source, _) in enumerate(node.next_functions) if source is not None]
     if callable(node):
@@ -41,8 +41,8 @@ def _results(node: Node) -> dict[int, int]:
     arguments = [place for place, needed in enumerate(node.needs_input_grad) if needed]
     if len(arguments) != len(operands):
         raise UnsupportedModelError(
-            f"{node_name(node)} does not say which of its arguments need a gradient, so its per-example gradients "
-            "cannot be matched with its inputs. method='loop' is exact."
+            f"{node_name(node)} does not record which of its arguments need a gradient, so its per-example gradients "
+            "cannot be matched with its inputs. Use method='loop', which is exact."
         )
     return dict(zip(operands, arguments, strict=True))
 
@@ -53,7 +53,7 @@ def forms(
     outputs: Mapping[int, Tensor],
     layouts: Mapping[int, Layout],
 ) -> dict[int, Form]:
-    """One form for each wanted operand, at the price of B calls of the node."""
+    """One form for each requested operand, from B calls of the node."""
     batch = next(iter(layouts.values())).batch
     results = _results(node)
     rows: dict[int, list[Tensor]] = {operand: [] for operand in shapes}
@@ -66,14 +66,14 @@ def forms(
     healthy_B = _finite([layouts[k].split(g) for k, g in outputs.items()])
     if bool(healthy_B.any()) and not bool(healthy_B.all()) and not bool(_finite(written.values()).any()):
         raise UnsupportedModelError(
-            f"{node_name(node)} keeps its inputs in a form of its own, so an example that is not finite cannot be "
-            "kept apart from the others there. Leave such examples out of the data, or make them finite."
+            f"{node_name(node)} does not expose its saved tensors, so an example that is not finite cannot be "
+            "separated from the others there. Remove such examples from the data, or make them finite."
         )
     return {operand: Written.of(grads) for operand, grads in written.items()}
 
 
 def _as_input(grad: Tensor | None, shape: torch.Size, source: Node, number: int) -> Tensor:
-    """A gradient in the shape and type of the input, to which a node may leave it to the engine to bring it."""
+    """The gradient in the shape and dtype of the input. (Autograd's engine usually does this reduction.)"""
     if grad is None:
         return zeros_at(source, number)
     grad, dtype = grad.detach().sum_to_size(shape), dtype_at(source, number)
@@ -81,17 +81,17 @@ def _as_input(grad: Tensor | None, shape: torch.Size, source: Node, number: int)
 
 
 def _finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all that an example has in these tensors [B, ...] is finite."""
+    """Whether all entries of an example in these tensors [B, ...] are finite."""
     return torch.stack([torch.isfinite(t.flatten(1)).all(1) for t in tensors]).all(0)
 
 
 @contextmanager
 def _only_finite(node: Node) -> Iterator[None]:
-    """Keep what an example that is not finite has saved away from the others, during the calls.
+    """During the calls, replace non-finite entries of the saved tensors by 0.
 
-    A summed weight gradient multiplies every row that the node saved, those of the other examples by 0,
-    and 0 * Inf is NaN. Such entries are 0 until the end. (Which example they belong to is not guessed. As
-    a rule its output gradient is not finite either, and tells; if it is, the example counts without them.)
+    A weight gradient multiplies every saved row, those of other examples by 0, and 0 * Inf is NaN. The owner of a
+    non-finite entry is not needed: its output gradient is usually not finite either, and marks the example. If the
+    output gradient is finite, the example counts without these entries.
     """
     cleared: list[tuple[Tensor, Tensor]] = []
     for saved in _saved(node):
@@ -107,7 +107,7 @@ def _only_finite(node: Node) -> Iterator[None]:
 
 
 def _saved(node: Node) -> Iterator[Tensor]:
-    """The real and complex tensors that a node keeps; their `.data`, so that no version changes."""
+    """The floating-point and complex tensors that a node saved, as `.data`, so that no version counter changes."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             value = getattr(node, name)

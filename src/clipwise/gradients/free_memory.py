@@ -1,8 +1,9 @@
-"""Whether there is memory for book-keeping.
+"""Whether there is enough memory for book-keeping.
 
-It keeps more than plain training does: the output gradients of all uses, whose sizes the graph tells, and some
-per-example gradients (examples.py). With the sums, and with what an optimizer may set up after the first step (two
-numbers a parameter, as Adam does), that must fit into four fifths of what is free on the device after the forward pass.
+Book-keeping keeps more than plain training does: the output gradients of all uses (their sizes follow from the graph)
+and some per-example gradients (examples.py). Together with the sums, and with the state that an optimizer may allocate
+after the first step (two numbers per parameter, as in Adam), this must fit into four fifths of the free memory of the
+device after the forward pass.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 
 from clipwise.gradients.examples import Parameters, keep_bytes
 
-_SHARE = 0.8  # of free memory: what lies between its pieces is of no use
-_OPTIMIZER = 2  # numbers that it keeps for each parameter
+_SHARE = 0.8  # of free memory: the rest is lost to fragmentation
+_OPTIMIZER = 2  # numbers of optimizer state per parameter
 _SYSTEM = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")  # the limits that a container sets
+_GROUP = Path("/sys/fs/cgroup")  # limits set by a container
 
 
 def has_space_for(output_bytes: Counter[torch.device], parameters: Parameters, batch: int) -> bool:
@@ -32,7 +33,7 @@ def has_space_for(output_bytes: Counter[torch.device], parameters: Parameters, b
 def wanted_bytes(
     output_bytes: Counter[torch.device], parameters: Parameters, batch: int
 ) -> Counter[torch.device]:
-    """What book-keeping allocates from the end of the forward pass on, by device; an upper estimate."""
+    """An upper estimate of what book-keeping allocates after the forward pass, per device."""
     wanted = Counter(output_bytes)
     weights: Counter[torch.device] = Counter()
     for p in parameters.values():
@@ -43,25 +44,25 @@ def wanted_bytes(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a program could still allocate there, or None where it is not known. It waits for no device."""
+    """The memory that can still be allocated on a device, or None if unknown. Does not synchronize."""
     if device.type == "cuda":
-        # What the driver would give, and what torch's allocator holds and does not use.
+        # Free memory of the driver, and unused memory held by torch's allocator.
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
     if device.type != "cpu":
         return None
-    # What the system has available, or less within a group of processes that has a limit of its own.
+    # The available memory of the system, or of the process group if it has a lower limit.
     known = [size for size in (_available(), _left_to_group()) if size is not None]
     return min(known) if known else None
 
 
 def _available() -> int | None:
-    """A line such as `MemAvailable:  1234 kB`."""
+    """Parses a line such as `MemAvailable:  1234 kB`."""
     return next((1024 * int(s.split()[1]) for s in _lines(_SYSTEM) if s.startswith("MemAvailable:")), None)
 
 
 def _left_to_group() -> int | None:
-    """The group's limit less what it uses; pages of files that are not in use would be given up."""
+    """The group's limit minus its usage, without inactive file pages, which would be reclaimed."""
     limit, used = (next(iter(_lines(_GROUP / name)), "") for name in ("memory.max", "memory.current"))
     if not (limit.isdigit() and used.isdigit()):
         return None  # no such file, or no limit

@@ -1,4 +1,4 @@
-"""How a convolution lays its kernel over the input, and the weight gradients that follow from it.
+"""The geometry of a convolution, and its weight gradients.
 
 Legend: N rows, B examples (b of them) with k rows each, c and p channels, T positions of the output.
 """
@@ -16,11 +16,11 @@ from clipwise.kernels import patches as kernel_patches
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything about a convolution but its numbers; one entry for each axis of the images.
+    """The shapes and settings of a convolution, with one entry for each image axis.
 
     Args:
         weight: the weight's shape, [p, c / groups, *kernel] (transposed: [c, p / groups, *kernel]).
-        stride, padding, dilation, groups, transposed, output_padding: as torch has them.
+        stride, padding, dilation, groups, transposed, output_padding: as in torch.
     """
 
     weight: torch.Size
@@ -37,7 +37,7 @@ class Geometry:
         return self.weight[2:]
 
     def weight_gradient(self, x_Nc: Tensor, g_Np: Tensor, side_by_side: int = 1) -> Tensor:
-        """Summed over the rows: [p, c / groups, *kernel], for each of the convolutions that lie side by side."""
+        """Summed over the rows: [p, c / groups, *kernel], for each of `side_by_side` grouped convolutions."""
         weight = x_Nc.new_empty((side_by_side * self.weight[0], *self.weight[1:]))
         gradient: Tensor = torch.ops.aten.convolution_backward(
             g_Np, x_Nc, weight, None, self.stride, self.padding, self.dilation, self.transposed,
@@ -46,17 +46,17 @@ class Geometry:
         return gradient
 
     def weight_gradients(self, x_bk: Tensor, g_bk: Tensor) -> Tensor:
-        """One for each example, [b, *weight], as the gradient of *one* convolution whose groups are the examples.
+        """One gradient per example, [b, *weight], from *one* convolution with the examples as groups.
 
-        Inputs [b, k, c, ...] become channels [k, b*c, ...], and b*groups groups keep the examples apart. The k
-        rows of an example are the batch of that convolution, which sums over them.
+        Inputs [b, k, c, ...] become channels [k, b*c, ...] in b*groups groups. The k rows of an example are the batch
+        of that convolution, which sums over them.
         """
         b = len(x_bk)
         x_kbc, g_kbp = (_examples_to_channels(t) for t in (x_bk, g_bk))
         return self.weight_gradient(x_kbc, g_kbp, b).view(b, *self.weight)
 
     def windows(self, x_bk: Tensor) -> Tensor:
-        """[b, k, c, ...] -> [b, T, c * kernel]: what each position of the output saw (without groups)."""
+        """[b, k, c, ...] -> [b, T, c * kernel]: the input window of each output position (without groups)."""
         n, seen = len(self.kernel), self._seen(x_bk)
         seen = seen.permute(0, 2, *range(3 + n, 3 + 2 * n), 1, *range(3, 3 + n))
         return seen.reshape(len(x_bk), seen.shape[1 : 2 + n].numel(), seen.shape[2 + n :].numel()).mT
@@ -85,7 +85,7 @@ class Geometry:
         return seen
 
     def shifts(self, axis: int) -> dict[int, list[int]]:
-        """The kernel's offsets along an axis, from the place of a position, as (rest, quotients) of the stride."""
+        """The kernel's offsets along an axis, relative to a position, as {remainder: quotients} modulo the stride."""
         found: dict[int, list[int]] = {}
         for o in range(self.kernel[axis]):
             place = o * self.dilation[axis] - self.padding[axis]
@@ -94,7 +94,7 @@ class Geometry:
         return found
 
     def places(self, axis: int, size: int) -> int:
-        """How many positions the output has along an axis, for an input of `size`."""
+        """The number of output positions along an axis, for an input of `size`."""
         seen = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - seen) // self.stride[axis] + 1
 
@@ -107,7 +107,7 @@ def positions(g_bk: Tensor) -> Tensor:
 def _examples_to_channels(t_bk: Tensor) -> Tensor:
     """[b, k, C, ...] -> [k, b*C, ...].
 
-    Along an axis of size 1 any stride counts as contiguous, but some kernels take one for another format.
+    Any stride counts as contiguous along an axis of size 1, but some kernels then assume another memory format.
     """
     t = t_bk.transpose(0, 1).flatten(1, 2)
     plain = torch.empty(t.shape, device="meta").stride()

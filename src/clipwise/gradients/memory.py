@@ -1,4 +1,4 @@
-"""What a run remembers of its graphs from batch to batch."""
+"""The state that a run keeps about its graphs between batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from clipwise.gradients.walk import Outlines
 
 @dataclass
 class Memory:
-    """The arithmetic of a run, and what it has learned."""
+    """The arithmetic of a run, and its cached outlines and layouts."""
 
     arithmetic: Arithmetic = IEEE
     rare: Rare = field(default_factory=Rare)
     outlines: Outlines = field(default_factory=Outlines)
     resolver: Resolver = field(default_factory=Resolver)
-    fallbacks: set[str] = field(default_factory=set)  # operations without a rule that were met
+    fallbacks: set[str] = field(default_factory=set)  # operations without a rule seen so far

@@ -1,8 +1,8 @@
-"""The ways to find per-example gradients, by name. All give the same norms and sums; they differ in cost.
+"""The methods for per-example gradients, by name. All give the same norms and sums at different cost.
 
-`auto` is book-keeping, the faster one, where there is memory for it (free_memory.py), and otherwise two passes that
-keep nothing. That is decided once for each kind of graph, size of batch, and sizes at the graph's two ends. A batch
-whose layouts were probed has its output gradients in memory by then, and is always done by book-keeping.
+`auto` uses book-keeping, the faster method, if memory allows (free_memory.py), and two passes that keep nothing
+otherwise. It decides once per kind of graph, batch size and sizes at the two ends of the graph. A batch with probed
+layouts already has its output gradients in memory and always uses book-keeping.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clipwise.gradients.stream import Stream
 
 
 def by_choice(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
-    """Book-keeping or reweighting, by the memory that there is."""
+    """Book-keeping or reweighting, depending on free memory."""
     stream = Stream(losses, parameters, memory)
     if stream.is_probed or stream.fits():
         return stream.collected()
@@ -27,7 +27,7 @@ def by_choice(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExam
 
 
 def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
-    """One backward pass, whose output gradients are kept for norms and sums. It frees the graph."""
+    """One backward pass that keeps the output gradients for norms and sums (ghost clipping). Frees the graph."""
     return Stream(losses, parameters, memory).collected()
 
 
@@ -37,7 +37,7 @@ def by_reweighting(losses: Tensor, parameters: Parameters, memory: Memory) -> Pe
 
 
 def by_instantiating(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
-    """One backward pass; B gradients of each parameter, kept where memory allows and made again where not."""
+    """One backward pass that writes out B gradients per parameter, and recomputes those that memory cannot hold."""
     found = Stream(losses, parameters, memory).gradients()
     by_parameter = found.by_parameter.items()
     written = {name: written_out(name, parameters[name], c.form.dtype, [c]) for name, c in by_parameter}
@@ -58,9 +58,9 @@ METHODS = (*_FROM_THE_GRAPH, *_BY_AUTOGRAD)
 def per_example_gradients(
     losses: Tensor, parameters: Parameters, memory: Memory, method: str = "auto"
 ) -> PerExampleGradients:
-    """The gradient of each loss; `losses` is a vector with one loss an example, whose graph may be freed."""
+    """The gradient of each loss. `losses` is a vector with one loss per example; its graph may be freed."""
     if len(losses) == 1:
-        return by_loop(losses, parameters)  # the plain gradient, and nothing to lay out
+        return by_loop(losses, parameters)  # one plain gradient; no layout is needed
     if method in _FROM_THE_GRAPH:
         return _FROM_THE_GRAPH[method](losses, parameters, memory)
     found = _BY_AUTOGRAD[method](losses, parameters)

@@ -1,4 +1,4 @@
-"""Pieces of a graph that cannot be looked into: models that went through torch.compile, reentrant checkpointing."""
+"""Parts of a graph without access to per-example gradients: torch.compile regions, reentrant checkpointing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from clipwise.errors import UnsupportedModelError
 COMPILED = "CompiledFunctionBackward"  # the node of a compiled region
 REENTRANT = "CheckpointFunctionBackward"  # of a checkpoint with use_reentrant=True
 REFUSALS = {
-    COMPILED: "A part of the model or of the loss was compiled with torch.compile. Its backward pass is one piece, in "
-    "which the gradients of single examples cannot be found. Train the model as it is, without torch.compile: "
+    COMPILED: "A part of the model or of the loss was compiled with torch.compile. Its backward pass is one unit, in "
+    "which per-example gradients are not accessible. Train the model without torch.compile: "
     "private.compiled(loss) captures the whole private step on CUDA. A compiled copy may be used for evaluation, and "
     "Batch(max_norm=...) takes compiled models.",
     REENTRANT: "Reentrant activation checkpointing hides the parameters inside it. Call "
@@ -21,14 +21,14 @@ _SAID_BY_TORCH = {COMPILED: "donated buffer", REENTRANT: "use_reentrant=True"}
 
 
 def require_not_rerun(*names: str) -> None:
-    """Refuse a part of the model that runs once more in the backward pass: no graph shows what is in it."""
+    """Raise for a part of the model that runs again in the backward pass: the graph does not show its contents."""
     if REENTRANT in names:
         raise UnsupportedModelError(REFUSALS[REENTRANT])
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """In this block torch's refusal to go back through such a piece is told as what it is."""
+    """Replace torch's error about such a part by clipwise's explanation."""
     try:
         yield
         return

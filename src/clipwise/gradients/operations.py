@@ -1,4 +1,4 @@
-"""What is known of operations by the names of their backward nodes."""
+"""Properties of operations, keyed by the names of their backward nodes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ def named(*operations: str) -> frozenset[str]:
     return frozenset(f"{name}Backward{number}" for name in operations for number in range(3))
 
 
-# Backward functions that keep the norm: they move entries about or pad them with zeros. A cast rounds, by
-# less than a relative unit roundoff.
+# Backward functions that preserve the norm: they move entries or pad them with zeros. A cast rounds by less than a
+# relative unit roundoff.
 ISOMETRIC = named(
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze"),
     *("Clone", "ToCopy", "Slice", "Select", "Narrow", "Neg", "Flip", "Movedim"),
     *("ViewAsReal", "ViewAsComplex", "Conj", "ConjPhysical"),
 )
 CASTS = named("ToCopy")
-# Between these a cast does not: the imaginary part of a gradient is dropped.
+# A cast between these does not preserve it: the imaginary part of a gradient is dropped.
 CROSSES = "between real and complex"
 
-# Functions of one tensor and of constants: DERIVED when that tensor is, whatever the batch holds.
+# Functions of one tensor and constants: DERIVED if that tensor is, for any batch.
 PURE = ISOMETRIC | named(
     *("Split", "SplitWithSizes", "Unbind", "Exp", "Log", "Sqrt", "Rsqrt", "Pow", "Abs", "Sigmoid", "Tanh"),
     *("Relu", "Softplus", "Softmax", "Sum", "Mean", "Norm", "LinalgVectorNorm", "Tril", "Triu"),
     *("Angle", "FftR2C", "FftC2C", "FftC2R"),
 )
 
-# Functions of nothing but the tensors that they take: DERIVED when all of those are in the graph and are.
+# Functions of their tensor arguments alone: DERIVED if all arguments are in the graph and DERIVED.
 CLOSED = PURE | named(
     *("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "Complex", "Polar"),
     "WeightNormInterface",
 )
 
-# Nodes that can move rows about in a way that depends on the data: no layout outlives its batch then.
+# Nodes that can reorder rows depending on the data: no layout is reused for another batch then.
 ROW_MOVERS = named(
     *("Index", "IndexSelect", "IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy", "Gather", "Scatter"),
     *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take", "AsStrided"),
     *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
 ) | {"torch::autograd::CopySlices"}
 
-# Numbers by which a node cuts a tensor: the data may choose them, so they are part of an outline.
+# Arguments that split a tensor: the data may choose them, so they are part of an outline.
 CUTS = {
     "SelectBackward0": ("_saved_index",),
     "SliceBackward0": ("_saved_start", "_saved_end"),
     "SplitWithSizesBackward0": ("_saved_split_sizes",),
 }
 
-# A weight turned on its side is one thing, however it is written.
+# The different ways to transpose a weight are equivalent.
 TRANSPOSE = "TBackward0"
 TURNS = frozenset({"PermuteBackward0", "TransposeBackward0"})

@@ -1,7 +1,7 @@
-"""What the graphs of one model have in common from batch to batch: operations and how they are wired, no sizes.
+"""The structure that the graphs of one model share between batches: operations and wiring, without sizes.
 
-A node is known here by its place in the order of the walk. Whatever follows from the wiring alone (which places are
-uses, which parameters are behind them, where hooks go) is found once for an outline and serves every later graph.
+A node is identified by its place in the order of the walk. Everything that follows from the wiring alone (which places
+are uses, the parameters behind them, where hooks go) is computed once per outline and reused for every later graph.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from clipwise.gradients.operations import CLOSED, CROSSES, ISOMETRIC, TRANSPOSE
 
-Inputs = tuple[tuple[int, int], ...]  # place (-1: none) and output of everything that a node takes
-BY_HAND = ((), (TRANSPOSE,))  # ways on which gradients are carried without autograd
+Inputs = tuple[tuple[int, int], ...]  # place (-1: none) and output of each input of a node
+BY_HAND = ((), (TRANSPOSE,))  # routes along which gradients are carried without autograd
 _AGREEING_BATCHES = 2
-_MOST_TRIES = 6  # with an example whose gradient decides nothing
+_MOST_TRIES = 6  # with inconclusive examples
 
 
 class Entry(NamedTuple):
-    """A place: an operation with its inputs; or a parameter's name.
+    """A place: an operation with its inputs, or a parameter's name.
 
-    `cuts` is where it cuts along the examples, if it does, or that it transposes what is made of parameters or casts it
-    between real and complex numbers.
+    `cuts` records where the operation splits along the examples, if it does; or that it transposes a tensor made of
+    parameters or casts it between real and complex numbers.
     """
 
     name: str
@@ -43,14 +43,14 @@ class UsePlan:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from a tensor that a use took back to the parameters behind it."""
+    """The route from an input of a use back to the parameters behind it."""
 
     source: int
     number: int
     parameters: tuple[str, ...]
     isometric: bool
-    places: tuple[int, ...]  # on the way of an isometric route
-    steps: tuple[str, ...]  # and what they do
+    places: tuple[int, ...]  # of an isometric route
+    steps: tuple[str, ...]  # the operations at these places
 
     @cached_property
     def is_by_hand(self) -> bool:
@@ -59,7 +59,7 @@ class Route:
 
 
 class Operand(NamedTuple):
-    """An input of a use that is made of parameters: the place of the use, and which input."""
+    """An input of a use that is made of parameters: the index of the use, and the input position."""
 
     use: int
     number: int
@@ -67,14 +67,14 @@ class Operand(NamedTuple):
 
 @dataclass
 class Trust:
-    """Which operands in graphs of one outline agreed with plain autograd (selfcheck.py)."""
+    """Records which operands in graphs of one outline agreed with plain autograd (selfcheck.py)."""
 
     _agreed: Counter[Operand] = field(default_factory=Counter)
     _tried: Counter[Operand] = field(default_factory=Counter)
     _settled: Plan | None = None
 
     def open_in(self, plan: Plan) -> list[Operand]:
-        """The operands that are still to be compared."""
+        """The operands that are not yet trusted."""
         if self._settled is plan:
             return []
         found = [Operand(use.index, j) for use in plan.uses for j in use.operands]
@@ -83,25 +83,23 @@ class Trust:
         return found
 
     def note(self, operand: Operand, agrees: bool) -> None:
-        """An example with a gradient at this use agreed, or decided nothing."""
+        """Record that an example with a gradient at this use agreed, or was inconclusive."""
         (self._agreed if agrees else self._tried)[operand] += 1
 
 
 class Outline:
-    """One kind of graph. Equal to another if all entries are; its hash is formed once."""
+    """The structure of one kind of graph. Outlines are equal if all entries are; the hash is cached."""
 
     def __init__(
         self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool
     ) -> None:
-        """`output` is that of the last place which the losses are; `cutting` are the places whose `cuts` to compare."""
+        """`output`: which output of the last place the losses are. `cutting`: the places with `cuts` to compare."""
         self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
         self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
-        # Every place before its inputs: the order in which a graph is compared, from the losses on.
+        # Each place before its inputs: the order in which graphs are compared, from the losses on.
         self.backwards = [(i, e.name, e.inputs) for i, e in reversed(list(enumerate(entries)))]
         self.trust = Trust()
-        self.fits: dict[
-            tuple[object, ...], bool
-        ] = {}  # sizes of batches that book-keeping has memory for, or not
+        self.fits: dict[tuple[object, ...], bool] = {}  # batch sizes that book-keeping has memory for, or not
         self._hash = hash((entries, output))
         self._plan: Plan | None = None
 
@@ -115,7 +113,7 @@ class Outline:
 
     @cached_property
     def outputs(self) -> list[tuple[int, ...]]:
-        """Which outputs of each place somebody takes, in order."""
+        """The outputs of each place that other places use, sorted."""
         taken: list[set[int]] = [set() for _ in self.entries]
         taken[-1].add(self.output)
         for entry in self.entries:
@@ -125,20 +123,20 @@ class Outline:
         return [tuple(sorted(numbers)) for numbers in taken]
 
     def plan(self, decided: Mapping[int, bool]) -> Plan:
-        """The plan that follows from what is decided of open places."""
+        """The plan for given decisions about the open places."""
         if self._plan is None or self._plan.decided != decided:
             self._plan = Plan(self, decided)
         return self._plan
 
 
 class Plan:
-    """Uses and open places of an outline, and what a backward pass through it meets.
+    """The uses and open places of an outline, and data for backward passes.
 
     Attributes:
         uses: in the order of the walk.
-        open: places of which it is not decided whether they carry examples.
-        taken_for_derived: places that were not known to be made of parameters alone, and are taken for such.
-        is_coupled: nowhere does a row belong to one example alone.
+        open: places that may or may not carry examples.
+        taken_for_derived: places assumed to be made of parameters alone, without proof.
+        is_coupled: whether no row of any tensor belongs to one example alone.
     """
 
     def __init__(self, outline: Outline, decided: Mapping[int, bool]) -> None:
@@ -155,7 +153,7 @@ class Plan:
             operands = {j: (place, number) for j, place, number in inputs if place in derived}
             if (
                 not operands
-            ):  # nothing but data, or a leaf that is no parameter: an input that requires a gradient
+            ):  # only data, or a leaf that is not a parameter: an input that requires a gradient
                 continue
             if len(operands) == len(inputs):
                 if entry.name in CLOSED and len(inputs) == len(entry.inputs):
@@ -173,18 +171,18 @@ class Plan:
 
     @cached_property
     def routes(self) -> list[dict[int, Route]]:
-        """From each operand of each use, those that are gone by hand first."""
+        """The route of each operand of each use, those without autograd first."""
         every = [{j: self._route(*source) for j, source in use.operands.items()} for use in self.uses]
         return [dict(sorted(ways.items(), key=lambda item: not item[1].is_by_hand)) for ways in every]
 
     @cached_property
     def uses_of(self) -> Counter[str]:
-        """How many contributions a parameter gets."""
+        """The number of contributions to each parameter."""
         return Counter(name for ways in self.routes for way in ways.values() for name in way.parameters)
 
     @cached_property
     def at_once(self) -> frozenset[str]:
-        """Parameters whose gradients are carried back by hand, if they have to be carried at all before the sum."""
+        """Parameters with gradients that need no autograd before the weighted sum."""
         waits = {
             name
             for ways in self.routes
@@ -196,7 +194,7 @@ class Plan:
 
     @cached_property
     def has_use_behind(self) -> list[bool]:
-        """Of each use, whether another one lies between it and the parameters."""
+        """For each use, whether another use lies between it and the parameters."""
         used = {use.index for use in self.uses}
         above: set[int] = set()
         for index, entry in enumerate(self._outline.entries):

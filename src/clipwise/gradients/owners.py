@@ -1,14 +1,14 @@
-"""Rows in an order, or in a number, that depends on the data: packed sequences, sorting, masks, experts.
+"""Layouts with rows in a data-dependent order or number: packed sequences, sorting, masks, experts.
 
-The owner of each row is *read* from probes (layout.py). Give every example a number of its own, written in
-base 13, and let probe k weigh example i with 2^(digit k of its number): a row of example i alone is scaled by
-just that, exactly, and as many probes as the numbers have digits tell whose it is. A row of several examples
-is scaled by no power of two, except by chance; one more probe with random weights must agree as well. A row
-that no gradient reaches belongs to nobody, and adds nothing to anybody.
+Probes (layout.py) show the owner of each row. Every example gets a number, written in base 13, and probe k weights
+example i by 2^(digit k of its number). A row of example i alone is scaled by exactly these powers of two, so as many
+probes as there are digits identify the owner. A row of several examples is not scaled by powers of two except by
+chance; one more probe with random weights must agree as well. A row that no gradient reaches has no owner and adds
+nothing to any example.
 
-Such a layout holds for one batch only.
+Such a layout is valid for one batch only.
 
-Legend: N rows along an axis, B examples, T the most rows that an example has.
+Legend: N rows along an axis, B examples, T the largest number of rows of an example.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from clipwise.noise.generators import private_generator
 
 @dataclass(frozen=True, eq=False)
 class Ragged(Layout):
-    """Any number of rows an example along `axis`, in any order. To rules it looks like T rows an example."""
+    """Any number of rows per example along `axis`, in any order. Rules see T rows per example."""
 
-    owner_N: Tensor  # the example of each row, -1 for rows of nobody
+    owner_N: Tensor  # the example of each row, -1 for rows without an owner
     index_BT: Tensor  # the rows of each example, -1 for padding
 
     @classmethod
     def of(cls, axis: int, owner_N: Tensor, batch: int) -> Ragged:
-        """From the owner of every row."""
+        """Build the layout from the owner of every row."""
         counts_B = torch.bincount(owner_N[owner_N >= 0], minlength=batch)
         most = max(1, int(counts_B.max()))
         rows = torch.argsort(owner_N, stable=True)[int((owner_N < 0).sum()) :]
@@ -42,8 +42,8 @@ class Ragged(Layout):
         return cls(axis, most, batch, 1, owner_N, index_BT)
 
     @classmethod
-    def of_nobody(cls, shape: torch.Size, batch: int, device: torch.device) -> Ragged | None:
-        """No row belongs to anybody: no gradient arrives, or there are no rows at all."""
+    def without_owners(cls, shape: torch.Size, batch: int, device: torch.device) -> Ragged | None:
+        """A layout in which no row has an owner: no gradient arrives, or there are no rows."""
         if not shape:
             return None
         axis = next((axis for axis, size in enumerate(shape) if size == 0), 0)
@@ -59,14 +59,14 @@ class Ragged(Layout):
         return padded_BT.masked_fill(missing, 0).movedim(1, self.axis + 1).unsqueeze(self.axis + 2)
 
     def along_axis(self, per_example_B: Tensor) -> Tensor:
-        """One number an example, laid out along the axis; 0 for rows of nobody."""
+        """One number per example, laid out along the axis; 0 for rows without an owner."""
         return per_example_B[self.owner_N.clamp_min(0)].masked_fill(self.owner_N < 0, 0)
 
     def owners(self, device: torch.device) -> Tensor:
         return self.owner_N.to(device)
 
     def resized(self, shape: torch.Size, batch: int) -> Layout | None:
-        """Never: the next batch has its own rows."""
+        """Always None: the next batch has its own rows."""
         return None
 
     @property
@@ -76,7 +76,7 @@ class Ragged(Layout):
 
 
 class Numbers:
-    """A number for every example, at random, and the probe weights that spell it out."""
+    """A random number for every example, and the probe weights that encode it."""
 
     def __init__(self, batch: int, like: Tensor, unit: float = 1.0) -> None:
         number_B = torch.randperm(batch, generator=private_generator()).to(like.device)
@@ -92,8 +92,8 @@ class Numbers:
     def read(self, probes: list[Probe]) -> Ragged | None:
         """The layout that the probes show, along an axis on which every live row has one owner.
 
-        Of several such axes (all rows may be of one example) the one with most owners: one huge example in
-        rows of all examples hides the others there.
+        If there are several such axes (all rows may belong to one example), the axis with most owners is used: one huge
+        example in rows of all examples hides the others on that axis.
         """
         spelled = [next(p for p in probes if p.weights_B is weights_B) for weights_B in self.weights]
         found = []

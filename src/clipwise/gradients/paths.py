@@ -1,14 +1,13 @@
 """From the gradients of single uses to the gradients of parameters.
 
-A use gives gradients with respect to the tensor that it took, which may be made of parameters: transposes, views,
-casts, normalised or adapted weights. Where that tensor is only another view of a parameter (an *isometric* path), the
-norm is the parameter's own, and only the weighted sum has to be carried back. Everywhere else each example's gradient
-is written out and carried back by itself.
+A use gives gradients with respect to its input tensor, which may be made of parameters: transposes, views, casts,
+normalised or adapted weights. If that tensor is a view of one parameter (an *isometric* path), the norm is the
+parameter's own, and only the weighted sum is carried back. Otherwise each example's gradient is written out and carried
+back separately.
 
-All uses of one parameter are joined before any norm is taken. |g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a
-module called twice needs the cross terms. Products and rows of the same kind are joined by laying their positions side
-by side, a product and rows of one table by their cross term (forms/tied.py); everything else is written out example by
-example and added up.
+All uses of a parameter are joined before any norm is taken. |g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a
+module called twice needs the cross terms. Products (or rows) are joined by concatenating their positions, a product and
+rows of one table by their cross term (forms/tied.py). All other uses are written out per example and added.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ _TRANSPOSE = (TRANSPOSE,)
 
 @dataclass(eq=False)
 class Path:
-    """From the tensor that a use took (an output of `source`) back to the parameters behind it."""
+    """From the input tensor of a use (an output of `source`) back to the parameters behind it."""
 
     source: Node
     number: int
     parameters: Mapping[str, torch.nn.Parameter]
     isometric: bool
-    steps: tuple[str, ...] = ()  # the operations on the way of an isometric path
-    nodes: tuple[Node, ...] = ()  # and their nodes; none on a way that is gone by hand
+    steps: tuple[str, ...] = ()  # the operations of an isometric path
+    nodes: tuple[Node, ...] = ()  # their nodes; empty if autograd is not needed
 
     @classmethod
     def identity(cls, name: str, parameter: torch.nn.Parameter) -> Path:
-        """No way at all: the gradients are the parameter's own."""
+        """The empty path: the gradients are the parameter's own."""
         return cls(None, 0, {name: parameter}, True)
 
     def pull(self, gradient: Tensor) -> dict[str, Tensor]:
         """Carry one gradient back on an isometric path, in its own precision.
 
-        It is a sum over examples: to round it to the bfloat16 of a weight under autocast, as the engine
-        would, moves it by 2^-9 of *its* norm, which is no function of one example.
+        It is a sum over examples. Rounding it to the bfloat16 of a weight under autocast, as autograd would, changes it
+        by 2^-9 of *its* norm, which depends on all examples.
         """
         if self.steps == _TRANSPOSE:
             gradient = gradient.t()
@@ -59,7 +58,7 @@ class Path:
         return {name: gradient.to(parameter.device)}
 
     def pull_each(self, gradients_b: Tensor) -> dict[str, Tensor]:
-        """Carry the gradients of several examples back, each by itself: [b, ...]."""
+        """Carry the gradients of several examples back, each separately: [b, ...]."""
         if self.isometric and self.steps in BY_HAND:
             transposes = self.steps == _TRANSPOSE and gradients_b.dim() == 3
             return dict.fromkeys(self.parameters, gradients_b.mT if transposes else gradients_b)
@@ -68,7 +67,7 @@ class Path:
             found = self._backward(gradients_b, batched=True)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # an operation on the way that torch cannot batch
+        except RuntimeError:  # torch cannot batch an operation of the path
             each = [self._backward(g, batched=False) for g in gradients_b]
             found = tuple(torch.stack(grads) for grads in zip(*each, strict=True))
         return dict(zip(self.parameters, found, strict=True))
@@ -82,7 +81,7 @@ class Path:
 
 
 def paths_in(graph: Graph, parameters: Mapping[str, torch.nn.Parameter]) -> list[dict[int, Path]]:
-    """Of each use, the paths of its operands. Those without autograd hold no node of the graph."""
+    """For each use, the paths of its operands. Paths without autograd keep no node of the graph alive."""
 
     def path(way: Route) -> Path:
         behind = {name: parameters[name] for name in way.parameters}
@@ -102,7 +101,7 @@ class Contribution(NamedTuple):
 
 
 def joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -> Contribution:
-    """One contribution from several uses of a parameter, or from one whose path is not isometric."""
+    """One contribution from several uses of a parameter, or from one use with a path that is not isometric."""
     if all(c.path.isometric for c in uses):
         forms = [_upright(c) for c in uses]
         form = _side_by_side([f for f in forms if f is not None]) if None not in forms else None
@@ -114,7 +113,7 @@ def joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -
 def written_out(
     name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, uses: list[Contribution]
 ) -> Contribution:
-    """The sum of all uses of one parameter, written out example by example."""
+    """The sum of all uses of one parameter, written out per example."""
 
     def make(examples: slice) -> Tensor:
         each = (c.path.pull_each(c.form.instantiate(examples))[name] for c in uses)
@@ -128,7 +127,7 @@ def written_out(
 
 
 def _upright(c: Contribution) -> Form | None:
-    """The form of the parameter itself, where the path is none or a transpose."""
+    """The form with respect to the parameter itself, if the path is empty or a transpose."""
     if c.path.steps == ():
         return c.form
     if c.path.steps == (TRANSPOSE,) and isinstance(c.form, Outer):
@@ -137,11 +136,11 @@ def _upright(c: Contribution) -> Form | None:
 
 
 def _side_by_side(forms: list[Form]) -> Form | None:
-    """Positions of several products, and entries of several lookups, in one form of each kind."""
+    """Concatenates the positions of products, and the entries of lookups, in one form of each kind."""
     outers = [f for f in forms if isinstance(f, Outer)]
     rows = [f for f in forms if isinstance(f, Rows)]
     if len(outers) + len(rows) < len(forms) or len({f.V for f in rows}) > 1:
-        return None  # (some by whole rows, others by single entries)
+        return None  # some index whole rows, others single entries
     outer = _one_product(outers) if outers else None
     table = _one_table(rows) if rows else None
     if outer is None or table is None:

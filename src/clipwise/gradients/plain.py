@@ -1,7 +1,7 @@
-"""Per-example gradients by plain autograd: one backward pass an example, or one pass over all at once.
+"""Per-example gradients by plain autograd: one backward pass per example, or one batched pass.
 
-Both go through the rows of all examples, with 0 for the others, and 0 * NaN is NaN: where an example is
-not finite, only book-keeping tells the others from it.
+Both multiply the rows of the other examples by 0, and 0 * NaN is NaN. So if an example is not finite, only book-keeping
+separates the others from it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from clipwise.gradients.examples import Parameters, PerExampleGradients
 from clipwise.gradients.walk import walk
 
-_CHUNK_BYTES = 256 * 2**20  # of gradients that one batched backward pass returns
+_CHUNK_BYTES = 256 * 2**20  # gradients returned by one batched backward pass
 
 
 def single(losses: Tensor, example: int, parameters: Parameters, weight: float = 1) -> dict[str, Tensor]:
-    """The gradient of one loss times a weight."""
+    """The gradient of one weighted loss."""
     one = torch.zeros_like(losses)
     one[example] = weight
     grads = torch.autograd.grad(
@@ -29,8 +29,8 @@ def single(losses: Tensor, example: int, parameters: Parameters, weight: float =
 
 @torch.no_grad()
 def by_loop(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
-    """The reference: one backward pass for each example."""
-    walk(losses, parameters)  # refuses what takes no part in the losses
+    """The reference method: one backward pass for each example."""
+    walk(losses, parameters)  # raises for parameters that take no part in the losses
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
     for i in range(len(losses)):
         for name, g in single(losses, i, parameters).items():
@@ -40,7 +40,7 @@ def by_loop(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
 
 @torch.no_grad()
 def by_vmap(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
-    """One backward pass with a batch of output gradients, e_1 .. e_B; a loop where torch has none."""
+    """One backward pass with a batch of output gradients e_1 .. e_B; a loop if torch cannot batch it."""
     walk(losses, parameters)
     ones_BB = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     bytes_each = sum(p.numel() * p.element_size() for p in parameters.values())
@@ -51,7 +51,7 @@ def by_vmap(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
             chunks = [_batched(losses, parameters, e_bB) for e_bB in torch.split(ones_BB, step)]
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # an operation that cannot be batched at all, such as a custom function
+    except RuntimeError:  # an operation that cannot be batched, such as a custom function
         return by_loop(losses, parameters)
     return PerExampleGradients.written(
         {name: torch.cat([c[name] for c in chunks]) for name in parameters}, parameters

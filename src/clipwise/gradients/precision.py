@@ -1,9 +1,9 @@
-"""The arithmetic in which norms and sums are formed, whatever is switched on for speed elsewhere.
+"""The arithmetic of norms and sums, independent of the user's settings for speed.
 
-Norms are upper bounds for IEEE float32 or float64. A sum over examples that autocast rounds to bfloat16, or
-whose products run in TensorFloat-32, can pass the bound by a per cent, and by more in a large batch. So a run
-either forms its sums in IEEE arithmetic, or says beforehand how far its products may err and states a
-sensitivity that holds for them (clipping/per_example.py).
+Norms are upper bounds for IEEE float32 or float64. A sum over examples that autocast rounds to bfloat16, or that uses
+TensorFloat-32 products, can exceed the bound by a per cent, and by more in a large batch. So a run either computes its
+sums in IEEE arithmetic, or fixes an error bound on its products in advance and states a sensitivity that includes it
+(clipping/per_example.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _AUTOCAST = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How products are formed, and what that means for a sum of sum_t left_t right_t^T over examples.
+    """The arithmetic of products, and the resulting error of a sum of sum_t left_t right_t^T over examples.
 
     Args:
         name: "ieee" or "tf32".
-        operand_error: how far rounding of the operands can move an example's part of the sum, relative to its
+        operand_error: a bound on the error that rounded operands cause in an example's part of the sum, relative to its
             mass sum_t |left_t| |right_t|.
-        slack: by how much the stated sensitivity is larger than the clipping norm.
+        slack: the relative amount by which the stated sensitivity exceeds the clipping norm.
     """
 
     name: Literal["ieee", "tf32"]
@@ -36,20 +36,22 @@ class Arithmetic:
     slack: float
 
     def products(self) -> Products:
-        """No autocast, and float32 products in this arithmetic, in this block."""
+        """A block without autocast, with float32 products in this arithmetic."""
         return Products(self.name)
 
 
 class Products(ContextDecorator):
-    """A block, or a function, in which products run in one arithmetic. It is entered for every form of every step,
-    so switches that stand right already are looked at and left alone."""
+    """A block, or a function, in which products run in one arithmetic.
+
+    It is entered for every form in every step, so switches that are already set are not written.
+    """
 
     def __init__(self, name: Literal["ieee", "tf32"]) -> None:
         self._name = name
         self._turned: ExitStack | None = None
 
     def _recreate_cm(self) -> Products:
-        """As a decorator: every call has its own switches to put back."""
+        """As a decorator, every call restores its own switches."""
         return Products(self._name)
 
     def __enter__(self) -> None:
@@ -73,14 +75,14 @@ class Products(ContextDecorator):
 
 
 def _stand(matrices: str, tf32_convolutions: bool) -> bool:
-    """Whether every switch is where it is wanted. That of cuDNN means nothing before CUDA is there."""
+    """Whether every switch has the wanted value. cuDNN's is ignored until CUDA is initialized."""
     try:
         return (
             not any(map(torch.is_autocast_enabled, _AUTOCAST))
             and torch.get_float32_matmul_precision() == matrices
             and (not _has_cuda() or torch.backends.cudnn.allow_tf32 == tf32_convolutions)
         )
-    except RuntimeError:  # set by backend
+    except RuntimeError:  # set per backend
         return False
 
 
@@ -90,30 +92,30 @@ def _has_cuda() -> bool:
 
 IEEE = Arithmetic("ieee", 0.0, 0.0)
 
-# TensorFloat-32 keeps 11 bits, and tensor cores cut the others off: each operand moves by 2^-10 of itself. A norm
-# may be that of cut operands; the one that is scaled by an example's weight is cut again, which moves it by 2^-9.
+# TensorFloat-32 keeps 11 bits, and tensor cores truncate the others: each operand changes by a relative 2^-10. A norm
+# may be that of truncated operands. The operand scaled by an example's weight is truncated again, a change of 2^-9.
 # Of bfloat16 operands only the scaled one is rounded, by 2^-9. (The last factor covers products of such errors.)
 TF32 = Arithmetic("tf32", 2.0**-9 * (1 + 2.0**-8), 2.0**-6)
 
 
 def chosen_arithmetic(device: torch.device) -> Arithmetic:
-    """What the user's own switch asks for: TF32 on CUDA, unless float32 products have "highest" precision."""
+    """The arithmetic that the user's settings select: TF32 on CUDA, unless float32 precision is "highest"."""
     if device.type != "cuda":
         return IEEE
     try:
         return IEEE if torch.get_float32_matmul_precision() == "highest" else TF32
-    except RuntimeError:  # set by backend, in a way that the common switch does not know
+    except RuntimeError:  # set per backend, which the common switch does not support
         return TF32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else IEEE
 
 
 def ieee_arithmetic() -> Products:
-    """No autocast and no reduced precision in products, in this block."""
+    """A block without autocast and without reduced precision in products."""
     return IEEE.products()
 
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """No TensorFloat-32 in this block; autocast stays as it is."""
+    """A block without TensorFloat-32; autocast is unchanged."""
     with _matrix_products("highest"), _convolutions("ieee"):
         yield
 
@@ -121,7 +123,7 @@ def without_tf32() -> Iterator[None]:
 def _matrix_products(wanted: str) -> AbstractContextManager[Any]:
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by backend, which the common switch does not know
+    except RuntimeError:  # set per backend, which the common switch does not support
         stack = ExitStack()
         stack.enter_context(_backend("cuda", "matmul", "ieee" if wanted == "highest" else "tf32"))
         stack.enter_context(_backend("mkldnn", "matmul", "ieee"))
@@ -145,7 +147,7 @@ def _backend(name: str, operation: str, wanted: str) -> AbstractContextManager[A
 
 @contextmanager
 def _set(write: Callable[[Any], None], before: Any, wanted: Any) -> Iterator[None]:
-    """A switch in another position; one that is there already is left alone."""
+    """Set a switch for a block; a switch with the wanted value is not written."""
     if before != wanted:
         write(wanted)
     try:

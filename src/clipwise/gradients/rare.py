@@ -1,8 +1,8 @@
-"""Events that hardly ever happen, and whether one did.
+"""Rare events, and whether one happened.
 
-An example that is not finite, or whose positions cancel, needs care that nearly no batch needs. To ask whether
-there is one makes the host wait for the device; a captured step (compiled.py) cannot ask at all. It puts the
-answers aside, goes on as if all were no, and looks at them before anything is released.
+An example that is not finite, or with positions that cancel, needs extra work that hardly any batch needs. Checking for
+one makes the host wait for the device, and a captured step (compiled.py) cannot check at all. It defers the checks,
+continues as if all were negative, and evaluates them before anything is released.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rare:
-    """Asks at once."""
+    """Checks immediately."""
 
     def any(self, flags: Tensor) -> bool:
         """Whether any of the flags is set."""
@@ -20,7 +20,7 @@ class Rare:
 
 
 class PutAside(Rare):
-    """Says no, and remembers the question."""
+    """Returns False, and stores the flags for later."""
 
     def __init__(self) -> None:
         self._asked: list[Tensor] = []
@@ -30,5 +30,5 @@ class PutAside(Rare):
         return False
 
     def happened(self) -> Tensor | None:
-        """Whether any answer should have been yes, as a tensor on the device."""
+        """Whether any deferred check was positive, as a tensor on the device."""
         return torch.stack(self._asked).any() if self._asked else None

@@ -1,7 +1,7 @@
-"""A complex tensor as the pairs of real numbers that it holds.
+"""Complex tensors as pairs of real numbers.
 
-A complex parameter of n entries counts as 2 n real coordinates: |g|^2 is the sum of the squares of both parts, so clips
-and sensitivities are those of the real space, and noise falls on real and imaginary parts alike.
+A complex parameter of n entries counts as 2 n real coordinates: |g|^2 sums the squares of both parts. Clipping norms
+and sensitivities are those of the real space, and noise is added to real and imaginary parts alike.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 def dimension(t: Tensor) -> int:
-    """How many real numbers it holds."""
+    """The number of real coordinates of a tensor."""
     return 2 * t.numel() if t.is_complex() else t.numel()
 
 
 def real_view(t: Tensor) -> Tensor:
-    """[..., 2] of a complex tensor, in the same memory; a real one as it is."""
+    """[..., 2] of a complex tensor, in the same memory; a real tensor unchanged."""
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 def complex_view(t: Tensor) -> Tensor:
-    """The complex tensor of a `real_view`, in the same memory if it begins at a whole number of pairs."""
+    """The inverse of `real_view`, in the same memory if it begins at a whole number of pairs."""
     return torch.view_as_complex(t.clone() if t.storage_offset() % 2 else t)

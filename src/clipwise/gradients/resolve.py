@@ -1,8 +1,7 @@
-"""Settle what a graph leaves open: which nodes carry examples, and how examples lie in each use.
+"""Decides which nodes of a graph carry examples, and how the examples are laid out in each use.
 
-Probing costs one extra backward pass. What it shows is remembered by the graph's signature (operations
-and how they are wired, no sizes) and trusted once two batches agreed on it, until it is put to the test
-again; a graph in which data can move rows about is probed every time.
+Probing costs one extra backward pass. Its result is stored per outline (operations and wiring, no sizes). A result is
+trusted after two batches agreed, and probed again later. A graph in which data can reorder rows is probed every time.
 """
 
 from __future__ import annotations
@@ -31,45 +30,44 @@ from clipwise.gradients.walk import (
     parameters_behind,
 )
 
-Place = tuple[int, int]  # a use's index and one of its outputs
+Place = tuple[int, int]  # index and output of a use
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
 _SHARED_BUFFER = (
-    "rows of all examples share one buffer, and the whole batch decides which row gets which place, as in a mixture of "
-    "experts with a capacity (GShard, Switch). When places run out, which rows of an example are dropped depends on "
-    "the other examples, and no gradient shows it. Make each example a group with a capacity of its own, or pick the "
-    "rows of each expert by an index, without a capacity. Batch(max_norm=...) clips whole mini-sets instead."
+    "rows of all examples share one buffer, and the whole batch decides which row gets which slot, as in a mixture of "
+    "experts with a capacity (GShard, Switch). When the buffer is full, the dropped rows of an example depend on the "
+    "other examples, and no gradient shows it. Give each example its own group and capacity, or select the rows of "
+    "each expert by an index, without a capacity. Batch(max_norm=...) clips whole microbatches instead."
 )
 
 
 @dataclass
 class Finding:
-    """What probes have shown of graphs with one outline."""
+    """The probe results for graphs with one outline."""
 
     carries_data: dict[int, bool]
-    # The first layout is used; the probes could not tell the others from it.
+    # The first layout is used. The probes could not distinguish the others from it.
     layouts: dict[Place, list[Layout]]
     agreed: int = 1
     used: int = 0
-    # What was recalled last, with the sizes for which it holds.
+    # The last recalled layouts, and the sizes that they are valid for.
     recalled: Resolved | None = None
     recalled_for: tuple[int, list[torch.Size]] | None = None
 
 
 @dataclass
 class Resolved:
-    """A graph's layouts at all outputs of its uses; a use is known by its index."""
+    """The layouts at all outputs of a graph's uses; uses are identified by index."""
 
     layouts: dict[int, dict[int, Layout]]
-    gradients: dict[Edge, Tensor] | None  # those of the plain sum of losses, if it was probed
-    doubts: dict[int, dict[int, list[Layout]]]  # layouts that no probe could tell from the one that is used
+    gradients: dict[Edge, Tensor] | None  # of the plain sum of losses, if probed
+    doubts: dict[int, dict[int, list[Layout]]]  # alternatives that no probe could distinguish
 
     def disagreements(self, index: int, outputs: Mapping[int, Tensor]) -> list[Tensor]:
-        """At each doubt of a use, whether a gradient is not 0 where two layouts that may both be right name two
-        owners."""
+        """For each doubt of a use, whether a gradient is nonzero where two possible layouts have different owners."""
         return [
             (outputs[k].ne(0) & _differ(outputs[k], self.layouts[index][k], other)).any()
             for k, others in self.doubts.get(index, {}).items()
@@ -79,9 +77,9 @@ class Resolved:
 
 @dataclass
 class Growth:
-    """Whether a tensor grows with the batch. One that is made of parameters alone does not.
+    """Whether a tensor grows with the batch. A tensor made of parameters alone does not.
 
-    `axes` holds the axes whose size has been the same multiple of the batch's so far.
+    `axes` holds the axes with a size that has been a constant multiple of the batch size so far.
     """
 
     axes: dict[int, float] | None = None
@@ -89,7 +87,7 @@ class Growth:
     grown: int = 0
 
     def observe(self, shape: torch.Size, batch: int) -> bool:
-        """Take one batch in; True once the tensor has followed the batch's size twice."""
+        """Record one batch. True once the tensor has followed the batch size twice."""
         ratios = {axis: size / batch for axis, size in enumerate(shape) if size and size % batch == 0}
         if self.axes is None:
             self.axes = ratios
@@ -102,21 +100,21 @@ class Growth:
 
 @dataclass
 class Resolver:
-    """Owned by a run; remembers findings from batch to batch."""
+    """Stores the findings of a run."""
 
     findings: dict[Outline, Finding] = field(default_factory=dict)
-    kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: now so, now not
+    kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: differs between batches
     growths: dict[Outline, dict[int, Growth]] = field(default_factory=dict)
 
     def resolve(self, graph: Graph) -> Resolved:
-        """Classify the graph and lay out its uses, from memory where that is trusted."""
+        """Classify the graph and lay out its uses, from trusted findings if possible."""
         if len(self.findings) + len(self.growths) > _MOST_SIGNATURES:
-            self.findings.clear()  # every sequence length of an unrolled network is a graph of its own
+            self.findings.clear()  # an unrolled network has a new graph for each sequence length
             self.growths.clear()
         return self._recall(graph) or self.probe(graph)
 
     def _watch_growth(self, graph: Graph) -> None:
-        """What was taken for DERIVED must not grow with the batch."""
+        """Raise if a tensor classified as DERIVED grows with the batch."""
         if not graph.plan.taken_for_derived:
             return
         growths = self.growths.setdefault(graph.outline, {})
@@ -129,7 +127,7 @@ class Resolver:
                 raise CoupledExamplesError(
                     f"In the result of {node_name(node)} {_SHARED_BUFFER}"
                     if prober.is_shared_buffer(edge)
-                    else f"The result of {node_name(node)} grows with the batch, yet none of its rows belongs to one "
+                    else f"The result of {node_name(node)} grows with the batch, but none of its rows belongs to one "
                     f"example alone. {USUAL_CAUSES}"
                 )
 
@@ -158,10 +156,10 @@ class Resolver:
         return finding.recalled
 
     def probe(self, graph: Graph) -> Resolved:
-        """Find out by extra backward passes, and remember."""
+        """Find the layouts by extra backward passes, and store them."""
         prober = Prober(graph)
         carries_data: dict[int, bool] = {}
-        dead: set[int] = set()  # any answer is right on this batch, and none is remembered
+        dead: set[int] = set()  # any answer is right on this batch, and none is stored
         certain = True
         graph.classify(carries_data)
         while graph.plan.open:
@@ -177,11 +175,11 @@ class Resolver:
                     dead.add(index)
                     continue
                 carriers.update({node} if opinion is not False else ())
-                # To pick rows of a table looks the same as to pick rows of examples.
+                # Selecting rows of a table looks the same as selecting rows of examples.
                 picks = node_name(node) in ROW_MOVERS and carriers & behind({node})
                 by_rule.update({node} if opinion is True and not picks else ())
-            # If examples enter at a node, nothing behind it can have had them: of two that look so, one
-            # does by chance. Either gives the right answer on this batch, and neither on the next.
+            # If examples enter at a node, no node behind it carries them: if two nodes appear to, one does by chance.
+            # Either choice is right on this batch, and neither is safe on the next.
             certain &= not carriers & behind(by_rule)
             graph.classify(carries_data)
         settled = {*graph.plan.taken_for_derived, *(use.index for use in graph.uses)}
@@ -206,7 +204,7 @@ class Resolver:
                         f"{place} {_SHARED_BUFFER}"
                         if prober.is_shared_buffer((use.node, k))
                         else f"{place} a row of the computation belongs to several examples, so per-example gradients "
-                        f"cannot be told apart. {USUAL_CAUSES}"
+                        f"cannot be separated. {USUAL_CAUSES}"
                     )
                 candidates[(use.index, k)] = found
         if certain and not graph.outline.moves_rows:
@@ -219,7 +217,7 @@ class Resolver:
     ) -> None:
         before = self.findings.get(graph.outline)
         if before and (before.carries_data, before.layouts.keys()) == (carries_data, candidates.keys()):
-            # What one batch could not tell apart another one may.
+            # Another batch may distinguish what this batch could not.
             both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
             if all(both.values()):
                 before.layouts, before.recalled = both, None
@@ -229,7 +227,7 @@ class Resolver:
 
 
 def _resolved(found: dict[Place, list[Layout]], gradients: dict[Edge, Tensor] | None) -> Resolved:
-    """The first candidate is used at each place; the others are doubts."""
+    """At each place, the first candidate is used and the others are doubts."""
     resolved = Resolved({}, gradients, {})
     for (index, k), layouts in found.items():
         resolved.layouts.setdefault(index, {})[k] = layouts[0]
@@ -239,7 +237,7 @@ def _resolved(found: dict[Place, list[Layout]], gradients: dict[Edge, Tensor] | 
 
 
 def _in_both(now: list[Layout], before: list[Layout]) -> list[Layout]:
-    """Those layouts that are of a kind with one of an earlier batch, whose sizes may have been others."""
+    """The layouts that match one from an earlier batch, possibly of other sizes."""
 
     def kind(layout: Layout) -> tuple[int, bool, bool]:
         return layout.axis, layout.outer == 1, layout.inner == 1
@@ -249,35 +247,35 @@ def _in_both(now: list[Layout], before: list[Layout]) -> list[Layout]:
 
 
 def _differ(t: Tensor, one: Layout, other: Layout) -> Tensor:
-    """Where two layouts of a tensor name different owners, in a shape that broadcasts to the tensor's."""
+    """Where two layouts of a tensor have different owners, in a shape that broadcasts to the tensor's."""
     first, second = (layout.broadcast(layout.owners(t.device), t.dim()) for layout in (one, other))
     return first != second
 
 
 def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
-    """The operation and its parameters: what an open node is called in graphs of any shape."""
+    """The operation and its parameters: identifies an open node in graphs of any shape."""
     return (node_name(node), *parameters_behind([node], graph.names))
 
 
 def _carries_examples(
     node: Node, outputs: tuple[int, ...], prober: Prober, known: bool | None
 ) -> bool | None:
-    """Whether examples can be laid out in an open node's outputs, and not along a parameter's own axis.
+    """Whether an open node's outputs have an example axis that is not a parameter's own axis.
 
-    Sparse examples (one-hot inputs, say) that happen to touch one block of a weight each look as if the
-    weight itself had examples. A rule knows from which operand an axis comes; without one the answer, if
-    it is not no, is None. `known` is what earlier batches showed.
+    If sparse examples (one-hot inputs, say) each touch one block of a weight by chance, the weight seems to have an
+    example axis. A rule knows which operand an axis comes from. Without a rule the answer is False or None (unknown).
+    `known` is the answer from earlier batches.
     """
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     regular = {k: prober.layouts((node, k)) for k in outputs}
     try:
         finish = begin(node, shapes) if covers(node) else None
-    except CoupledExamplesError:  # comes again if the node turns out to be a use
+    except CoupledExamplesError:  # raised again if the node turns out to be a use
         return None if all(regular.values()) else False
     if not all(regular.values()):
         return finish is not None and _carries_moved_rows(node, finish, regular, prober, known)
     if all(prober.is_silent((node, k)) and not prober.is_dead((node, k)) for k in outputs):
-        # If bad examples made the rows of all so, then the rows are shared, unless all examples are bad.
+        # If bad examples made all rows non-finite, the rows are shared, unless all examples are bad.
         apart = all(any(prober.spares_some((node, k), layout) for layout in regular[k]) for k in outputs)
         return known if known is not None else apart or not prober.any_loss_is_finite()
     if finish is None:
@@ -291,11 +289,10 @@ def _carries_examples(
 def _carries_moved_rows(
     node: Node, finish: FinishAll, regular: dict[int, list[Layout]], prober: Prober, known: bool | None
 ) -> bool:
-    """Whether an open node's rows are those of examples, in an order or a number of their own.
+    """Whether an open node's rows are rows of examples, in a data-dependent order or number.
 
-    Only a rule can tell them from rows of a parameter, each of which may be touched by one example by chance;
-    and to take the node for DERIVED is right as well. Not so where an example is not finite: a row that it
-    made so may be its own, or one that all share.
+    Only a rule can distinguish them from rows of a parameter that single examples touch by chance; treating the node as
+    DERIVED is right as well. That fails if an example is not finite: a non-finite row may be its own or shared.
     """
     plain = {k: prober.plain((node, k)) for k in regular}
     finite = all(bool(torch.isfinite(g).all()) for g in plain.values())
@@ -311,8 +308,8 @@ def _carries_moved_rows(
         return False
     if not finite and not all(prober.is_silent((node, k)) for k in regular):
         raise UnsupportedModelError(
-            f"An example is not finite, and at {node_name(node)} it cannot be told yet whether the data choose the "
-            "rows or all examples share them. Leave such examples out of the data, or make them finite."
+            f"An example is not finite, and at {node_name(node)} it is not known yet whether the data select the rows "
+            "or all examples share them. Remove such examples from the data, or make them finite."
         )
     return finite
 

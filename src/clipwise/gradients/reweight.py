@@ -1,17 +1,16 @@
-"""Two backward passes: the first for norms, the second for the weighted sum. No gradient is kept in between.
+"""Two backward passes: the first computes norms, the second the weighted sum. No gradient is kept in between.
 
-Nor within a pass: each parameter's gradients are measured, or weighted and summed, as soon as they are complete,
-and let go (stream.py). So no more is alive than in plain training, but for the few per-example gradients that are
-written out at a time.
+Within a pass, each parameter's gradients are measured, or weighted and summed, as soon as they are complete, and then
+freed (stream.py). So peak memory is that of plain training plus the few per-example gradients written out at a time.
 
-The published method differentiates sum_i nu_i loss_i in the second pass. That is the same sum in exact
-arithmetic only. Where two large terms cancel on the way back, they may do so exactly when every loss has the
-weight 1 and leave nu * u * (their size) behind when it has the weight nu: rounding does not commute with a
-factor that is no power of two, and what is released is then not what was measured. Here the second pass runs
-with the same weight 1, and nu_i comes in where a parameter's gradient is summed.
+The published method differentiates sum_i nu_i loss_i in the second pass. That equals the clipped sum in exact
+arithmetic only. Large terms may cancel exactly when every loss has weight 1, and leave nu * u * (their size) when it
+has weight nu: rounding does not commute with a factor that is not a power of two, so the released gradient would differ
+from the measured one. Here the second pass uses the same weight 1, and nu_i is applied when a parameter's gradients are
+summed.
 
-The second pass gives the same bits as long as the kernels do; some on a GPU add in an order that changes. So it is
-measured as well, and an example whose gradient came out longer than in the first pass is brought back to that.
+The second pass repeats the first bit by bit if the kernels are deterministic, which some GPU kernels are not. So it is
+measured as well, and an example with a longer gradient than in the first pass is scaled back to the first norm.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from clipwise.gradients.stream import Stream, Take
 
 
 class Reweighted(PerExampleGradients):
-    """Gradients that each pass finds again."""
+    """Gradients that are recomputed in each pass."""
 
     def __init__(self, stream: Stream, batch: int, memory: Memory) -> None:
         super().__init__(batch, {}, memory.arithmetic, memory.rare)
@@ -52,7 +51,7 @@ class Reweighted(PerExampleGradients):
         self._muted_B = muted_B
 
     def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """With |w_i g_i| <= w_i n_i for every parameter, n_i being the norm that the first pass gave."""
+        """Guarantees |w_i g_i| <= w_i n_i for every parameter, with n_i the norm from the first pass."""
         if not self._squares:
             self.squared_norms()
         sums: dict[str, tuple[Path, Tensor]] = {}
@@ -67,9 +66,9 @@ class Reweighted(PerExampleGradients):
         return self._stream.gradients(retain=True).instantiate(examples)
 
     def _pass(self, take: Take, retain: bool) -> None:
-        """A backward pass in which the host need not wait for the device at every gradient.
+        """A backward pass in which the host does not wait for the device at every gradient.
 
-        Questions about rare events are put aside and asked once, at the end. A yes takes the pass again.
+        Checks for rare events are deferred to the end. If one is positive, the pass is repeated.
         """
         asks_at_once = self._rare
         if not self._stream.is_on_cuda or isinstance(asks_at_once, PutAside):
@@ -112,10 +111,10 @@ class Reweighted(PerExampleGradients):
                 sums[name] = c.path, c.form.weighted_sum(w_B)
 
     def _squared_norms(self, form: Form) -> Tensor:
-        """Both passes bound norms in the same way, so that the same bits give the same bound."""
+        """Both passes bound norms in the same way, so that equal gradients give equal bounds."""
         return measured(form, Budget(CHUNK_BYTES, self._arithmetic), self._rare)
 
 
 def _shorter(first_B: Tensor, again_B: Tensor) -> Tensor:
-    """n_first / n_again where the second is longer, else 1."""
+    """n_first / n_again where the second norm is larger, else 1."""
     return torch.where(again_B > first_B, first_B / again_B, 1.0).sqrt()

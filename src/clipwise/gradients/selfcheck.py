@@ -1,12 +1,11 @@
-"""The uses of a new graph are compared with plain autograd before anything that they give is released.
+"""Compares the uses of a new graph with plain autograd before anything derived from them is released.
 
-A rule that reads torch's saved tensors wrongly, or a user's own rule with a mistake in it, would be wrong for every
-example. One example shows it, unless its gradient is 0 there: 0 agrees with every wrong rule that gives 0. So each
-operand of each use is trusted only after examples with a gradient there have agreed, on two batches. A branch that few
-examples take is compared when one of them comes, however late.
+A wrong rule (it misreads torch's saved tensors, or a user's rule has a bug) is wrong for every example. One example
+shows it, unless its gradient is 0 there. So an operand of a use is trusted only after examples with a nonzero gradient
+there agreed on two batches. A branch that few examples take is compared when the first such example arrives.
 
-Most operands are settled by one example on each of the first two batches. Those with a gradient that is all rounding
-(the bias of attention's keys) decide nothing, and are given up after a few examples; so the cost is bounded.
+Most operands need one example on each of the first two batches. An operand with a gradient that is pure rounding error
+(the bias of attention's keys) is inconclusive. The check gives up on it after a few examples, which bounds the cost.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from clipwise.gradients.outline import Operand, Trust
 from clipwise.gradients.plain import single
 from clipwise.noise.generators import private_generator
 
-# A norm of a single number, say, is all rounding, divided by a small epsilon. But no precision excuses more than a
-# thousandth of what arrives.
+# The norm of a single number, for example, is pure rounding error divided by a small epsilon. But no precision
+# explains an error above a thousandth of the arriving gradient.
 _ROUNDING, _MOST_ROUNDING = 1e3, 1e-3
-_UNDERFLOW = 1e-30  # gradients so short may have lost their digits on the way
-_MOST_EXAMPLES = 3  # of a batch
+_UNDERFLOW = 1e-30  # gradients this short may have lost digits to underflow
+_MOST_EXAMPLES = 3  # per batch
 
 
 class Examined(NamedTuple):
-    """What one example showed: parameters that disagreed, and those whose gradient was long enough to do so."""
+    """The parameters that disagreed for one example, and those with a gradient large enough to be conclusive."""
 
     wrong: set[str]
     telling: set[str]
 
 
 def has_gradient(outputs: Mapping[int, Tensor], layouts: Mapping[int, Layout]) -> Tensor:
-    """Which examples have a gradient, a finite one, at the outputs of a use: [B]."""
+    """Which examples have a nonzero, finite gradient at the outputs of a use: [B]."""
     rows = [layouts[k].split(g).flatten(1) for k, g in outputs.items()]
     live_B = torch.stack([g_Bn.ne(0).any(1) for g_Bn in rows]).any(0)
     return live_B & torch.stack([torch.isfinite(g_Bn).all(1) for g_Bn in rows]).all(0)
@@ -52,13 +51,13 @@ def check(
     behind: Mapping[Operand, tuple[str, ...]],
     trust: Trust,
 ) -> None:
-    """Raise unless the gradients are the true ones of some example with a gradient, at each operand where there is one.
+    """Raise unless, at each operand with a gradient, the gradients of some example agree with plain autograd.
 
     Args:
         examine: compares the gradients of one example.
-        live: the operands that are to be compared, and which examples have a gradient there: [B] each.
+        live: for each operand to compare, which examples have a gradient there: [B].
         behind: the parameters behind each operand.
-        trust: takes the outcome in.
+        trust: records the outcome.
     """
     live_OB = {operand: live_B.cpu().clone() for operand, live_B in live.items()}
     wrong: dict[Operand, str] = {}
@@ -66,7 +65,7 @@ def check(
     for _ in range(_MOST_EXAMPLES):
         if not live_OB:
             break
-        # The first, in a random order, of the examples with a gradient at most of the operands that are left.
+        # In a random order, the first example with a gradient at the largest number of remaining operands.
         count_B = torch.stack([live_B[order_B] for live_B in live_OB.values()]).sum(0)
         if not bool(count_B.any()):
             break
@@ -86,7 +85,7 @@ def check(
     if wrong:
         raise UnsupportedModelError(
             f"The per-example gradient of {min(wrong.values())!r} does not agree with plain autograd, so clipwise "
-            "cannot be sure of its norm. Please report this model; method='loop' is exact."
+            "cannot guarantee its norm. Please report this model, and use method='loop', which is exact."
         )
 
 
@@ -97,24 +96,24 @@ def examined(
     parameters: Parameters,
     arriving: float,
 ) -> Examined:
-    """Compare one example's gradients with those of plain autograd, up to rounding.
+    """Compare one example's gradients with plain autograd, up to rounding.
 
-    `arriving` is the largest gradient that arrives at a use from the example: rounding scales with it.
+    `arriving` is the largest gradient entry of the example at any use; rounding scales with it.
     """
     truth, thrice = (single(losses, example, parameters, weight=w) for w in (1, 3))
     ours = result.instantiate(slice(example, example + 1))
-    # Where terms cancel, rounding is large beside the result: three times the loss rounds otherwise.
+    # Where terms cancel, rounding errors are large relative to the result. A loss scaled by 3 shows them.
     noise = max(_norm(thrice[name] / 3 - t) for name, t in truth.items())
-    # In bfloat16 that already is half a per cent.
+    # In bfloat16 this difference is already half a per cent.
     noise *= 100 if roundoff(losses.dtype) < 1e-6 else 10
     rounding = min(_ROUNDING * roundoff(losses.dtype), _MOST_ROUNDING) * arriving
     rounding += 1e-5 * max(result.mass(example), *map(_norm, truth.values())) + noise + _UNDERFLOW
     found = Examined(set(), set())
     for name, t in truth.items():
         norm = _norm(t)
-        if _norm(ours[name][0] - t) > 1e-2 * norm + rounding:  # False for NaN: it will be muted anyway
+        if _norm(ours[name][0] - t) > 1e-2 * norm + rounding:  # False for NaN, which is muted anyway
             found.wrong.add(name)
-        if norm > 2 * rounding:  # a gradient of 0 would have been found wrong
+        if norm > 2 * rounding:  # then a gradient of 0 would have counted as wrong
             found.telling.add(name)
     return found
 

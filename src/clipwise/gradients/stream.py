@@ -1,18 +1,15 @@
-"""From a vector of losses to the gradient of every example: walk -> layouts -> rules or fallback -> join by parameter.
+"""From losses to per-example gradients: walk -> layouts -> rules or fallback -> join per parameter.
 
-A backward pass here hands each gradient on as soon as it is complete, and lets go of it.
+Requesting the gradients at all uses at once would keep all of them alive until the end of the backward pass. Instead, a
+hook on the node of each use receives its gradient as soon as it is complete (hooks are removed after the pass):
 
-To ask autograd for the gradients at all uses at once would keep all of them alive until the end of the pass. Here
-a hook on each use's node (of this batch's graph, and gone after the pass) sees them arrive one by one:
+    g arrives -> forms of this use -> parameters without further uses -> `take` -> freed
 
-    g arrives -> forms of this use -> parameters that wait for no other use -> taken -> let go
+A parameter with several uses is taken after its last use, because its norm needs the cross terms.
 
-A parameter with several uses is taken when the last of them has arrived: its norm needs the cross terms.
-
-Two things cannot be done inside a hook, where autograd does not form gradients of parameters: to call a
-node (the fallback does) and to carry gradients through derived tensors. Uses and parameters that need this wait
-for the end of the pass. A use with no other use behind it is not run by autograd at all; its gradient is what the
-pass returns.
+Two operations cannot run inside a hook: calling a node (the fallback) and carrying gradients through derived tensors.
+Uses and parameters that need them wait for the end of the pass. Autograd does not run a use with no other use behind
+it; the pass returns the gradient of such a use.
 """
 
 from __future__ import annotations
@@ -47,12 +44,12 @@ _MOST_SIZES = 512
 
 
 class FallbackWarning(UserWarning):
-    """An operation has no rule of its own: its gradients are exact, and slow."""
+    """An operation has no rule. Its per-example gradients are exact but slow."""
 
 
 @dataclass
 class Pass:
-    """A backward pass under way."""
+    """The state of one backward pass."""
 
     take: Take
     retain: bool
@@ -60,14 +57,14 @@ class Pass:
     late: list[tuple[Use, Outputs]] = field(default_factory=list)
     arrived: set[Use] = field(default_factory=set)
     doubts: list[Tensor] = field(default_factory=list)
-    # Which examples have a gradient, at uses whose rules are still to be compared.
+    # Examples with a gradient, at uses with rules that are not yet checked against plain autograd.
     untried: list[Tensor] = field(default_factory=list)
-    # Each device has a thread of its own, and the arithmetic of products is one switch for all of them.
+    # Each device has its own autograd thread, and the precision of products is a global switch.
     lock: RLock = field(default_factory=RLock)
 
 
 class Stream:
-    """One graph, walked and laid out: as many backward passes through it as are wanted."""
+    """One walked graph with its layouts. Supports any number of backward passes."""
 
     @torch.no_grad()
     def __init__(self, losses: Tensor, parameters: Parameters, memory: Memory) -> None:
@@ -76,30 +73,29 @@ class Stream:
         self._take(memory.resolver.resolve(self._graph))
 
     def _take(self, resolved: Resolved) -> None:
-        """Go by these layouts from now on."""
         graph, plan = self._graph, self._graph.plan
         self._resolved = resolved
-        # Gradients of the pass that found the layouts; on a graph that is known already there was none.
+        # From the pass that found the layouts; None for a graph that was known already.
         self._gradients = resolved.gradients
-        self._open = graph.outline.trust.open_in(plan)  # what is still to be compared with plain autograd
+        self._open = graph.outline.trust.open_in(plan)  # not yet compared with plain autograd
         self._begun = {use: begin(use.node, use.shapes) for use in graph.uses}
         self._paths = dict(zip(graph.uses, paths_in(graph, self._parameters), strict=True))
-        # The passes stop at uses with no other use behind them.
+        # A backward pass stops at uses with no other use behind them.
         self._hooked = [use for use, above in zip(graph.uses, plan.has_use_behind, strict=True) if above]
         self._deepest = [use for use, above in zip(graph.uses, plan.has_use_behind, strict=True) if not above]
 
     @property
     def is_probed(self) -> bool:
-        """Whether the gradients are at hand already, from the pass that found the layouts."""
+        """Whether the pass that found the layouts already computed the gradients."""
         return self._gradients is not None
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether a question makes the host wait."""
+        """Whether reading a value from the device makes the host wait."""
         return self._graph.losses.is_cuda
 
     def fits(self) -> bool:
-        """Whether there is memory for all gradients at once: by the operations, and the sizes at both ends."""
+        """Whether memory allows all gradients at once. Cached per graph, batch size and sizes at both ends."""
         known = self._graph.outline.fits
         ends = (*self._graph.uses[:1], *self._graph.uses[-1:])
         batch = len(self._graph.losses)
@@ -111,7 +107,7 @@ class Stream:
         return known[sizes]
 
     def output_bytes(self) -> Counter[torch.device]:
-        """How much the gradients at all uses take together, by device."""
+        """The size of the gradients at all uses, per device."""
         total: Counter[torch.device] = Counter()
         for use in self._graph.uses:
             metadata = use.node._input_metadata
@@ -120,9 +116,9 @@ class Stream:
         return total
 
     def collected(self) -> PerExampleGradients:
-        """All gradients in the form that their uses give, from one pass that frees the graph.
+        """All gradients as forms, from one pass that frees the graph.
 
-        What a form does not need (the gradients at a normalization, once its sums are there) is let go on the way.
+        Tensors no longer needed by a form (a normalization's output gradient after its sums) are freed during the pass.
         """
         found: dict[str, Contribution] = {}
         self.each(found.update, retain=False)
@@ -130,10 +126,9 @@ class Stream:
 
     @torch.no_grad()
     def each(self, take: Take, retain: bool) -> None:
-        """One backward pass; `take` gets the gradients of every parameter. Without `retain` it frees the graph.
+        """One backward pass; `take` receives the gradients of every parameter. Frees the graph unless `retain`.
 
-        What `take` gets of a parameter for the second time replaces what it got before. While rules are still to be
-        compared with plain autograd, the graph is kept.
+        A second call of `take` for a parameter replaces the first. The graph is kept while rules are unchecked.
         """
         if self.is_probed or not self._flows(Pass(take, retain or bool(self._open))):
             found = self.gradients(retain).by_parameter
@@ -142,7 +137,7 @@ class Stream:
 
     @torch.no_grad()
     def gradients(self, retain: bool = False) -> PerExampleGradients:
-        """All gradients from one backward pass to all uses at once, compared with plain autograd where that is due."""
+        """All gradients from one backward pass to all uses, compared with plain autograd where not yet done."""
         outputs, self._gradients = self._gradients or self._backward(retain or bool(self._open)), None
         now = Pass(lambda _: None, retain)
         for use in self._graph.uses:
@@ -159,10 +154,9 @@ class Stream:
         )
 
     def _flows(self, now: Pass) -> bool:
-        """One pass. False if it has to be made again, in which case what was taken is void.
+        """One pass. False if it has to be repeated, and its results discarded.
 
-        A layout turned out to be wrong, and others are known by now; or a use got a gradient whose rule is still to be
-        compared with plain autograd.
+        Either a layout was wrong and has been replaced, or a gradient arrived at a use with an unchecked rule.
         """
         handles = [use.node.register_prehook(partial(self._arrives, now, use)) for use in self._hooked]
         try:
@@ -173,7 +167,7 @@ class Stream:
         for use in self._deepest:
             self._receive(now, use, {k: last.pop((use.node, k)) for k in use.outputs}, inside=False)
         for use in self._hooked:
-            if use not in now.arrived:  # nothing came so far
+            if use not in now.arrived:  # no gradient arrived
                 self._receive(now, use, {k: zeros_at(use.node, k) for k in use.outputs}, inside=False)
         if self._are_wrong(now.doubts):
             return False
@@ -182,18 +176,17 @@ class Stream:
             self._add(now, use, self._slow_forms(use, outputs))
         for name in list(now.waiting):
             now.take({name: self._joined(now, name)})
-        # Else it is made again with all gradients at hand, which are compared.
+        # Otherwise the pass is repeated with all gradients in memory, and compared.
         return not (now.untried and self._memory.rare.any(torch.stack(now.untried)))
 
     def _backward(self, retain: bool) -> dict[Edge, Tensor]:
-        """The gradients at all uses."""
         uses = self._graph.uses
         found = self._backward_to(uses, retain)
         wrong = self._are_wrong([flag for use in uses for flag in self._doubts(use, _at(use, found))])
         return self._gradients or found if wrong else found
 
     def _backward_to(self, uses: list[Use], retain: bool) -> dict[Edge, Tensor]:
-        """The fallback calls nodes after the pass, so they must keep what they saved; so must a graph with doubts."""
+        """Keep saved tensors if the fallback calls nodes after the pass, or if layouts are in doubt."""
         edges = [(use.node, k) for use in uses for k in use.outputs]
         slow = self._memory.fallbacks
         retain = retain or bool(self._resolved.doubts) or None in self._begun.values()
@@ -201,21 +194,21 @@ class Stream:
         return gradients_at(self._graph, edges, torch.ones_like(self._graph.losses), retain)
 
     def _doubts(self, use: Use, outputs: Outputs) -> list[Tensor]:
-        """Of each layout that may be right instead of the one that is used, whether it matters here."""
+        """For each alternative layout, whether it gives a different result on this batch."""
         if not self._resolved.doubts:
             return []
         device = self._graph.losses.device
         return [flag.to(device) for flag in self._resolved.disagreements(use.index, outputs)]
 
     def _are_wrong(self, doubts: list[Tensor]) -> bool:
-        """Whether a layout is in doubt after all. Then others are taken, from new probes."""
+        """Whether a layout is ambiguous on this batch. If so, new probes choose the layouts."""
         if not doubts or not self._memory.rare.any(torch.stack(doubts)):
             return False
         self._take(self._memory.resolver.probe(self._graph))
         return True
 
     def _arrives(self, now: Pass, use: Use, gradients: tuple[Tensor | None, ...]) -> None:
-        """The hook: gradients have come to a node's outputs, and the node is about to run."""
+        """The hook: gradients have arrived at a node's outputs, and the node is about to run."""
         outputs: dict[int, Tensor] = {}
         with now.lock, torch.no_grad():
             for k in use.outputs:
@@ -233,7 +226,7 @@ class Stream:
             now.late.append((use, outputs))
             return
         if not now.retain:
-            self._begun[use] = None  # it holds what the node saved, which the pass is about to free
+            self._begun[use] = None  # it holds the saved tensors that the pass is about to free
         complete = self._add(now, use, forms)
         ready = [name for name in complete if not inside or name in self._graph.plan.at_once]
         if ready:
@@ -249,9 +242,8 @@ class Stream:
             return None
 
     def _slow_forms(self, use: Use, outputs: Outputs) -> dict[int, Form]:
-        """Of an operation without a rule."""
         layouts, batch = self._resolved.layouts[use.index], len(self._graph.losses)
-        if all(_is_nobodys(g, layouts[k]) for k, g in outputs.items()):
+        if all(_is_unreached(g, layouts[k]) for k, g in outputs.items()):
             device = next(iter(outputs.values())).device
             return {
                 j: Written.zeros(batch, shape, dtype_at(*use.operands[j]), device)
@@ -262,14 +254,14 @@ class Stream:
             self._memory.fallbacks.add(name)
             warnings.warn(
                 f"{use.describe(self._graph.names)} has no rule: its per-example gradients come from one backward call "
-                "an example, which is exact but slow. clipwise.gradients.register can add a rule.",
+                "per example, which is exact but slow. clipwise.gradients.register can add a rule.",
                 FallbackWarning,
                 stacklevel=2,
             )
         return fallback.forms(use.node, use.shapes, outputs, layouts)
 
     def _add(self, now: Pass, use: Use, forms: Mapping[int, Form]) -> list[str]:
-        """Put a use's gradients to those of other uses; the parameters that are complete now."""
+        """Add the gradients of a use. Returns the parameters that are complete now."""
         complete = []
         uses_of = self._graph.plan.uses_of
         for j, path in self._paths[use].items():
@@ -281,7 +273,7 @@ class Stream:
         return complete
 
     def _joined(self, now: Pass, name: str) -> Contribution:
-        """One contribution from all uses, in an order that does not depend on which came first."""
+        """One contribution from all uses, in an order that does not depend on their arrival."""
         found = now.waiting.pop(name)
         uses = [found[key] for key in sorted(found)]
         if len(uses) == 1 and uses[0].path.isometric:
@@ -289,12 +281,11 @@ class Stream:
         return joined(name, self._parameters[name], uses)
 
     def _live(self, use: Use, outputs: Outputs) -> Tensor:
-        """Which examples have a gradient at a use."""
         live_B = has_gradient(outputs, self._resolved.layouts[use.index])
         return live_B.to(self._graph.losses.device)
 
     def _compare(self, result: PerExampleGradients, outputs: Mapping[Edge, Tensor]) -> None:
-        """Compare what is still open with plain autograd."""
+        """Compare the operands that are not yet trusted with plain autograd."""
         live: dict[Operand, Tensor] = {}
         behind: dict[Operand, tuple[str, ...]] = {}
         for use, paths in self._paths.items():
@@ -328,6 +319,6 @@ def _at(use: Use, found: Mapping[Edge, Tensor]) -> dict[int, Tensor]:
     return {k: found[(use.node, k)] for k in use.outputs}
 
 
-def _is_nobodys(g: Tensor, layout: Layout) -> bool:
-    """No example has a gradient here: none arrives, or an expert got no rows."""
+def _is_unreached(g: Tensor, layout: Layout) -> bool:
+    """Whether no example has a gradient here: none arrives, or an expert got no rows."""
     return not bool(g.any()) or bool((layout.owners(g.device) < 0).all())

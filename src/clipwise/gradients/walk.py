@@ -1,16 +1,16 @@
-"""One pass over the autograd graph of the losses: every use of every trainable parameter.
+"""One pass over the autograd graph of the losses, which finds every use of every trainable parameter.
 
-The graph is the tap: nothing is attached to the model. Each node is one of
+Nothing is attached to the model. Each node of the graph is one of
 
-    DERIVED  made of parameters alone (a parameter itself, its transpose, a normalised weight)
+    DERIVED  made of parameters alone (a parameter, its transpose, a normalised weight)
     DATA     carries an example axis
 
-and a DATA node that takes a DERIVED tensor is a *use*. Whether a node that takes nothing but DERIVED
-tensors from the graph is itself DERIVED cannot always be seen there: `w * mask` and `w * x` look alike
-when x needs no gradient. Such a node is *open*; layout.py's probe decides it.
+A DATA node that takes a DERIVED tensor is a *use*. The graph cannot always show whether a node that takes only DERIVED
+tensors is itself DERIVED: `w * mask` and `w * x` look alike if x needs no gradient. Such a node is *open*, and a probe
+decides (layout.py).
 
-Most graphs have the outline (outline.py) of the one before. A new one is first compared with it, node by node; only
-if something differs is it walked through and read from the beginning.
+Most graphs have the same outline (outline.py) as the previous one. A new graph is first compared with recent outlines,
+node by node, and walked only if it differs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ USUAL_CAUSES = (
     "Usual causes: batch statistics, subtracting a mean over the batch, a loss that compares examples. Compute each "
     "example's loss from that example alone."
 )
-_RECENT = 3  # outlines with which a new graph is compared
+_RECENT = 3  # outlines that a new graph is compared with
 _MOST_OUTLINES = 512
 
 
 def node_name(node: Node) -> str:
-    """The name under which torch knows the operation, such as AddmmBackward0."""
+    """torch's name of the operation, such as AddmmBackward0."""
     name: str = node.name()
     return name
 
@@ -59,13 +59,13 @@ def behind(nodes: Iterable[Node]) -> set[Node]:
 
 
 def parameters_behind(nodes: list[Node], names: Mapping[Node, str]) -> tuple[str, ...]:
-    """The names of all parameters that feed these nodes, in alphabetical order."""
+    """The names of all parameters that feed these nodes, sorted."""
     return tuple(sorted(names[node] for node in {*nodes, *behind(nodes)} & names.keys()))
 
 
 @dataclass(eq=False)
 class Use:
-    """A DATA node and those of its inputs that are DERIVED: operand position -> (source node, output)."""
+    """A DATA node and its DERIVED inputs: operand position -> (source node, output)."""
 
     node: Node
     index: int
@@ -75,34 +75,34 @@ class Use:
     output_shapes: list[torch.Size]
 
     def describe(self, names: Mapping[Node, str]) -> str:
-        """For messages: the operation and the parameters that it takes."""
+        """The operation and its parameters, for messages."""
         reached = parameters_behind([source for source, _ in self.operands.values()], names)
         return f"{node_name(self.node)} (parameters: {', '.join(reached)})"
 
 
 @dataclass(eq=False)
 class Graph:
-    """What one walk found. Holding the nodes keeps their identity (and this batch's graph) alive."""
+    """The result of one walk. It keeps the nodes, and therefore the batch's graph, alive."""
 
     losses: Tensor
-    order: list[Node]  # every node after those that feed it
+    order: list[Node]  # each node after the nodes that feed it
     outline: Outline
     uses: list[Use] = field(default_factory=list)
-    plan: Plan = field(init=False)  # what `classify` found
+    plan: Plan = field(init=False)  # set by `classify`
 
     @cached_property
     def names(self) -> dict[Node, str]:
-        """From accumulation nodes to names of parameters."""
+        """Maps accumulation nodes to parameter names."""
         return {self.order[i]: name for i, name in self.outline.parameters.items()}
 
     def classify(self, decided: Mapping[int, bool]) -> None:
-        """Find uses and open nodes; `decided` says of open nodes (by index) whether they carry data."""
+        """Find uses and open nodes. `decided` maps open nodes (by index) to whether they carry data."""
         self.plan = self.outline.plan(decided)
         self.uses = [self._use(found) for found in self.plan.uses]
         if self.plan.is_coupled:
             raise CoupledExamplesError(
-                "The losses cannot be told apart: nowhere between the parameters and the losses does a row "
-                f"belong to one example alone. {USUAL_CAUSES}"
+                "The losses do not separate into examples: between the parameters and the losses, no row belongs to "
+                f"one example alone. {USUAL_CAUSES}"
             )
 
     def _use(self, found: UsePlan) -> Use:
@@ -114,21 +114,21 @@ class Graph:
 
 
 class Outlines:
-    """The outlines of graphs that were met before."""
+    """The outlines of earlier graphs."""
 
     def __init__(self) -> None:
         self._recent: list[Outline] = []
         self._known: dict[Outline, Outline] = {}
 
     def walk(self, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
-        """As the function `walk`; graphs of one kind share one outline."""
+        """Like the function `walk`; graphs of one kind share one outline."""
         for outline in self._recent:
             order = _followed(outline, losses, parameters)
             if order is not None:
                 break
         else:
             if len(self._known) >= _MOST_OUTLINES:
-                self._known.clear()  # every sequence length of an unrolled network is a graph of its own
+                self._known.clear()  # an unrolled network has a new graph for each sequence length
             graph = walk(losses, parameters)
             _require_open(graph.outline)
             order, outline = graph.order, self._known.setdefault(graph.outline, graph.outline)
@@ -139,7 +139,7 @@ class Outlines:
 
 
 def _require_open(outline: Outline) -> None:
-    """Refuse a compiled region that takes parameters: what they do to single examples stays inside it."""
+    """Raise for a compiled region that takes parameters: per-example gradients inside it are inaccessible."""
     entries = outline.entries
     for entry in entries:
         if entry.name == COMPILED and any(
@@ -151,11 +151,11 @@ def _require_open(outline: Outline) -> None:
 def _followed(
     outline: Outline, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]
 ) -> list[Node] | None:
-    """The nodes of a graph at the places of an outline, or None if the graph has another one.
+    """The nodes of a graph at the places of an outline, or None if the graph has a different outline.
 
-    The places are gone through from the losses on, so that the node at each is known when it is reached. That one
-    place has one node is checked on the way, and that different places have different nodes at the end. (A leaf that
-    was no parameter is none now: all parameters, as many as there were, have places of their own.)
+    Places are visited from the losses on, so that the node of each place is known when it is reached. Each place must
+    have one node, and different places must have different nodes. (A leaf that was not a parameter is not one now: the
+    number of parameters is unchanged, and each has its own place.)
     """
     if losses.output_nr != outline.output or len(parameters) != len(outline.parameters):
         return None
@@ -197,7 +197,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     entries: list[Entry] = []
     cutting: list[int] = []
     moves_rows = False
-    alone: set[int] = set()  # parameters and plain functions of one
+    alone: set[int] = set()  # parameters, and functions of one parameter alone
 
     stack: list[tuple[Node, Any, Any]] = [(root, root.next_functions, iter(root.next_functions))]
     entered = {root}
@@ -219,7 +219,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
                 entries.append(Entry(by_id[id(node.variable)], None))
                 continue
             inputs = tuple((-1 if n is None else position[n], nr) for n, nr in children)
-            # Rows of a parameter belong to no example, and may be picked and cut as the data will.
+            # Rows of a parameter belong to no example; the data may select and split them freely.
             of_parameters = all(place in alone for place, _ in inputs if place >= 0)
             if of_parameters and name in PURE:
                 alone.add(index)
@@ -228,7 +228,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             if name in TURNS if of_parameters else name in CUTS or name == "RollBackward0":
                 cutting.append(index)
                 cuts = _cuts(node, name, len(losses))
-            elif of_parameters and name in CASTS:  # which is not compared: a parameter keeps its type
+            elif of_parameters and name in CASTS:  # not compared: a parameter keeps its dtype
                 cuts = CROSSES if _crosses(node) else None
             entries.append(Entry(name, inputs, cuts))
 
@@ -245,23 +245,23 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
 
 
 def _cuts(node: Node, name: str, batch: int) -> object:
-    """Where a node cuts its input, if that may be along the examples; whether it transposes a weight."""
+    """Where a node splits its input, if possibly along the examples; or whether it transposes a weight."""
     if name in TURNS:
         return TRANSPOSE if _transposes(node, name) else None
     if name == "RollBackward0":
         return node._saved_shifts
     sizes, dim = node._saved_self_sym_sizes, node._saved_dim
-    size = sizes[dim if dim < len(sizes) else dim - 2**64]  # torch gives -1 in unsigned 64 bits
+    size = sizes[dim if dim < len(sizes) else dim - 2**64]  # torch returns -1 as unsigned 64 bits
     return tuple(getattr(node, saved) for saved in CUTS[name]) if size % batch == 0 else None
 
 
 def _crosses(node: Node) -> bool:
-    """Whether a cast goes from real to complex numbers, or back."""
+    """Whether a cast converts between real and complex numbers."""
     return dtype_at(node, 0).is_complex != dtype_at(*node.next_functions[0]).is_complex
 
 
 def _transposes(node: Node, name: str) -> bool:
-    """Whether a node turns a matrix on its side. (Torch gives -1 in unsigned 64 bits, which is odd as well.)"""
+    """Whether a node transposes a matrix. (torch returns -1 as unsigned 64 bits, which is odd as well.)"""
     if len(output_shape(node, 0)) != 2:
         return False
     if name == "PermuteBackward0":
@@ -280,7 +280,7 @@ def output_shape(node: Node, number: int) -> torch.Size:
 
 
 def dtype_at(node: Node, number: int) -> torch.dtype:
-    """The type of one output of a node."""
+    """The dtype of one output of a node."""
     dtype: torch.dtype = node._input_metadata[number].dtype
     return dtype
 
@@ -288,7 +288,7 @@ def dtype_at(node: Node, number: int) -> torch.dtype:
 def gradients_at(
     graph: Graph, edges: list[tuple[Node, int]], weights_B: Tensor, retain: bool
 ) -> dict[tuple[Node, int], Tensor]:
-    """d(sum_i w_i loss_i) at the given outputs, in one backward pass that forms no weight gradient."""
+    """d(sum_i w_i loss_i) at the given outputs, from one backward pass that computes no weight gradients."""
     if not edges:
         return {}
     found = torch.autograd.grad(
@@ -302,6 +302,6 @@ def gradients_at(
 
 
 def zeros_at(node: Node, number: int) -> Tensor:
-    """What arrives at an output of a node from which nothing is asked."""
+    """The gradient at an output that no gradient reaches."""
     meta = node._input_metadata[number]
     return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

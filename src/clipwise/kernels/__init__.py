@@ -1,22 +1,22 @@
-"""Fused GPU kernels in Triton, each beside a twin in plain torch that gives the same numbers.
+"""Fused GPU kernels in Triton, each with a twin in plain torch that gives the same numbers.
 
     gram         bounds on per-example norms of sum_t l_t r_t^T, from inner products of positions
     affine       per-example gradients of the scale and the shift of layer, RMS and group norm
-    convolution  per-example weight gradients of a convolution with few inputs a window
-    patches      the windows of a convolution, copied
+    convolution  per-example weight gradients of a convolution with few inputs per window
+    patches      copies of the windows of a convolution
     noise        counter-based normals, a whole draw in one launch
-    squares      bounds on squared row lengths in one launch
+    squares      bounds on squared row norms in one launch
 
-and for backpropagation clipping
+Kernels for backpropagation clipping:
 
-    measures     all sums over the positions of a gradient, in one reading
-    factors      what examples are scaled by, from what was measured
-    scaled       one factor an example, with a bias, in place or not
-    tangent      a gradient without what is along the input
+    measures     all sums over the positions of a gradient, in one read
+    factors      the scale factors of the examples, from the measured norms
+    scaled       scales each example by its factor, with a bias, optionally in place
+    tangent      removes the component of a gradient along the input
     weighted     weighted sums of rows
 
-Every public function takes its kernel where `usable` says so and its twin otherwise. None waits for the
-device and none adds floats atomically: all can be captured in a CUDA graph, and all repeat bit by bit.
+Every public function uses its kernel if `usable` returns True, and its twin otherwise. None synchronizes with the
+device and none adds floats atomically: all can be captured in a CUDA graph, and all are deterministic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["usable"]
 
 
 def usable(t: Tensor) -> bool:
-    """Whether Triton can work on this tensor: triton is there, and the tensor is on a GPU from sm_80 on.
+    """Whether Triton supports this tensor: triton is installed, and the tensor is on a GPU of sm_80 or later.
 
     With TRITON_INTERPRET=1 the kernels run in Triton's interpreter, which also takes tensors on the CPU.
     """
@@ -50,7 +50,7 @@ def _has_triton() -> bool:
 
 @cache
 def _is_interpreted() -> bool:
-    """Triton reads this once, when a kernel is declared; so it is read once here."""
+    """Cached, because Triton reads the variable once, when a kernel is declared."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

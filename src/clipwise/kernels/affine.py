@@ -1,10 +1,10 @@
-"""Per-example gradients of a scale and a shift, in one reading of what they are summed from.
+"""Per-example gradients of a scale and a shift, in one read of their operands.
 
     y = scale * x_hat + shift,  x_hat = (x - mean) rstd:   sum_r g x_hat  and  sum_r g   for each example.
 
-All are one kernel. An operand is seen as [B, kept, reduced]: layer norm keeps features and sums over
-positions, group norm keeps channels and sums over places; statistics belong to the reduced index of the
-first and to groups of the kept index of the second. Strides are free. Sums run in float32.
+One kernel serves all. It views an operand as [B, kept, reduced], with any strides. Layer norm keeps features and sums
+over positions, with statistics per reduced index. Group norm keeps channels and sums over places, with statistics per
+group of kept indices. Sums run in float32.
 
 Legend: B examples, T positions, d or p features, C channels, s places, G groups; K kept entries and
 R reduced ones (in a tile, or of an example), S splits of the reduced axis.
@@ -19,8 +19,8 @@ from clipwise.kernels import launch
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _TILE = 2048  # entries of a tile
-_PROGRAMS = 256  # about how many keep a large GPU busy
-_LINE = 64  # kept entries of a tile where these are neighbours in memory: 256 bytes of float32
+_PROGRAMS = 256  # about as many as keep a large GPU busy
+_LINE = 64  # kept entries of a tile if they are contiguous: 256 bytes of float32
 
 
 def layer_norm_sums(
@@ -35,7 +35,7 @@ def layer_norm_sums(
 def layer_norm_sums_in_torch(
     g_BTd: Tensor, x_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `layer_norm_sums`, the same up to the order of its sums."""
+    """The twin of `layer_norm_sums`, equal up to the order of its sums."""
     g_BTd, x_BTd = _wide(g_BTd), _wide(x_BTd)
     centred_BTd = x_BTd if mean_BT is None else x_BTd - mean_BT[..., None]
     return (g_BTd * (centred_BTd * rstd_BT[..., None])).sum(1), g_BTd.sum(1)
@@ -51,7 +51,7 @@ def group_norm_sums(g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tens
 def group_norm_sums_in_torch(
     g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `group_norm_sums`, the same up to the order of its sums."""
+    """The twin of `group_norm_sums`, equal up to the order of its sums."""
     g_BCs, x_BCs = _wide(g_BCs), _wide(x_BCs)
     each = x_BCs.shape[1] // mean_BG.shape[1]
     mean_BC1, rstd_BC1 = (stat.repeat_interleave(each, dim=1)[..., None] for stat in (mean_BG, rstd_BG))
@@ -66,25 +66,24 @@ def position_sums(g_BTp: Tensor) -> Tensor:
 
 
 def position_sums_in_torch(g_BTp: Tensor) -> Tensor:
-    """The twin of `position_sums`, the same up to the order of its sums."""
+    """The twin of `position_sums`, equal up to the order of its sums."""
     return _wide(g_BTp).sum(1)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Sums run in float32 or better."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _sums(
     g_BKR: Tensor, x_BKR: Tensor | None, mean: Tensor | None, rstd: Tensor | None, groups: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift, [B, K] each. Statistics are [B, groups], or [B, R] where `groups` is None."""
+    """Scale and shift, [B, K] each. Statistics are [B, groups], or [B, R] if `groups` is None."""
     B, K, R = g_BKR.shape
     kept, reduced = _tile(K, R, g_BKR)
     programs = B * blocks(K, kept)
     splits, per_split = launch.split(R, reduced, programs, _PROGRAMS)
     partial_2SBK = torch.empty(2, splits, B, K, dtype=torch.float32, device=g_BKR.device)
-    x_BKR = g_BKR if x_BKR is None else x_BKR  # a stand-in where nothing reads it
+    x_BKR = g_BKR if x_BKR is None else x_BKR  # a placeholder that is not read
     rstd_BQ = g_BKR[:, 0] if rstd is None else rstd
     mean_BQ = rstd_BQ if mean is None else mean
     with device_of(g_BKR):
@@ -99,7 +98,7 @@ def _sums(
 
 
 def _tile(K: int, R: int, g_BKR: Tensor) -> tuple[int, int]:
-    """Kept and reduced entries of a tile: long where neighbours in memory are."""
+    """Kept and reduced entries of a tile, longer along the contiguous axis."""
     if g_BKR.stride(1) <= g_BKR.stride(2):
         kept = min(_LINE, power_of_two(K))
         return kept, min(_TILE // kept, power_of_two(R))
@@ -116,7 +115,7 @@ def _write_sums(
 ) -> None:  # fmt: skip
     """KEPT sums over one split of the reduced axis of one example.
 
-    g_K is g's stride along K, and so on; MISSING is the axis of a tile [K, R] that statistics do not have.
+    g_K is g's stride along K, and so on. MISSING is the axis of a tile [K, R] along which statistics are constant.
     """
     tiles = tl.cdiv(K, KEPT)
     b = (tl.program_id(0) // tiles).to(tl.int64)

@@ -1,14 +1,14 @@
-"""Per-example weight gradients of a two-dimensional convolution, in one launch, without unfolding anything.
+"""Per-example weight gradients of a two-dimensional convolution, in one launch, without unfolding.
 
     gradient_b[p, (c, i, j)] = sum_{row, y, x} g[b, row, p, y, x] image[b, row, c, y sy + i dy - py, x sx + j dx - px]
 
 is, for each example, a product of g [p, K] with windows [K, J]: K the positions of all rows, J = (c, i, j) the
-columns of the weight, flattened. A program makes one tile of one example's gradient. It goes over the positions
-and computes where each entry of the windows lies; what lies outside of the image is 0. No window is ever stored.
+flattened columns of the weight. A program computes one tile of one example's gradient. It loops over the positions and
+computes the address of each window entry; entries outside of the image are 0. No window is stored.
 
-Images with pixels in a row (NCHW) are read along positions, those with channels last along channels; columns are
-numbered so that neighbours in a tile are neighbours in memory. Sums run in float32, products in IEEE arithmetic or
-in TensorFloat-32. The eager twin is `Geometry.weight_gradients` (gradients/geometry.py).
+NCHW images are read along positions, channels-last images along channels. Columns are numbered so that neighbours in a
+tile are neighbours in memory. Sums run in float32, products in IEEE arithmetic or in TensorFloat-32. The eager twin is
+`Geometry.weight_gradients` (gradients/geometry.py).
 
 Legend: B examples, P and C channels, H and W sizes of the image, h and w of the output; in a tile P channels of
 the output, J columns, K positions.
@@ -28,7 +28,7 @@ _LARGEST = 2**31 - 1  # an offset within an example is 32 bits wide
 
 
 def fits(image: Tensor, g: Tensor) -> bool:
-    """Whether the kernel takes these: [B, rows, C, H, W] and [B, rows, P, h, w] in float32, on a GPU."""
+    """Whether the kernel supports these: [B, rows, C, H, W] and [B, rows, P, h, w] in float32, on a GPU."""
     return (
         image.dim() == g.dim() == 5
         and image.dtype == g.dtype == torch.float32
@@ -47,7 +47,7 @@ def weight_gradients(
     *,
     tf32: bool,
 ) -> Tensor:
-    """One gradient for each example, summed over its rows: [B, P, C, *kernel] in float32. Any strides."""
+    """One gradient per example, summed over its rows: [B, P, C, *kernel] in float32. Any strides."""
     B, rows, C, H, W = image_BrCHW.shape
     P, h, w = g_BrPhw.shape[2:]
     columns = C * kernel[0] * kernel[1]
@@ -72,7 +72,7 @@ def weight_gradients(
 
 
 def _tiles(P: int, columns: int, positions: int) -> tuple[int, int, int]:
-    """Sizes of a tile: large enough to read each number seldom, and with little left over at the edge."""
+    """Tile sizes: large enough to avoid repeated reads, with little waste at the edge."""
     tile_P = min(128, max(16, power_of_two(P)))
     tile_J = min(128, max(16, power_of_two(columns)))
     if tile_J == 128 and blocks(columns, 64) * 64 < blocks(columns, 128) * 128:
@@ -81,7 +81,7 @@ def _tiles(P: int, columns: int, positions: int) -> tuple[int, int, int]:
 
 
 def _span(t: Tensor) -> int:
-    """How far an example's entries lie apart."""
+    """The distance between the first and the last entry of an example."""
     return sum((size - 1) * step for size, step in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
@@ -96,7 +96,7 @@ def _write_tile(
     TILE_K: constexpr, PRECISION: constexpr,
 ) -> None:  # fmt: skip
     """One tile [TILE_P, TILE_J] of one example's gradient."""
-    # Programs that follow each other share an example: what one has read is still near for the next.
+    # Consecutive programs share an example, so that reads hit the cache.
     program = tl.program_id(0)
     example = (program // (tiles_P * tiles_J)).to(tl.int64)
     p_P = (program // tiles_J) % tiles_P * TILE_P + tl.arange(0, TILE_P)
@@ -106,7 +106,7 @@ def _write_tile(
         c_J, offset_J = j_J % C, j_J // C
     else:
         c_J, offset_J = j_J // offsets, j_J % offsets
-    # Where a column looks, seen from the place of a position. One beyond the last looks far outside.
+    # The offset of each column relative to a position. Columns beyond the last point far outside the image.
     far = -(1 << 28)
     down_J = offset_J // WIDTH * dilation_y - padding_y
     right_J = offset_J % WIDTH * dilation_x - padding_x
@@ -127,7 +127,7 @@ def _write_tile(
         top_K = tl.where(inside_K, top_K, far)
         if CHANNELS_LAST:
             y_KJ, x_KJ = top_K[:, None] + down_J[None, :], left_K[:, None] + right_J[None, :]
-            # As a number without sign, one below 0 is beyond the image as well.
+            # As an unsigned number, a negative coordinate is beyond the image as well.
             seen_KJ = (y_KJ.to(tl.uint32) < H) & (x_KJ.to(tl.uint32) < W)
             window_KJ = tl.load(image + (to_image_K[:, None] + from_J[None, :]), mask=seen_KJ, other=0.0)
             given_KP = inside_K[:, None] & (p_P < P)[None, :]

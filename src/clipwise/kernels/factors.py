@@ -1,9 +1,9 @@
-"""From what was measured to what examples are scaled by, one launch each: the formulas of layers/clipped/scales.py.
+"""Scale factors of the examples, from measured norms, in one launch each: the formulas of layers/clipped/scales.py.
 
     input_factors      |x| and s = min(1, C / |x|)
-    gradient_factors   nu = min(most, C / n), with n = m (a |first| op b |second|), op the smaller or the larger
+    gradient_factors   nu = min(most, C / n), with n = m (a |first| op b |second|), op the minimum or the maximum
 
-All in float64. Whoever is not finite has a factor of 0. Legend: B examples, K channels.
+All in float64. The factor of an example that is not finite is 0. Legend: B examples, K channels.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from clipwise.kernels import usable
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
-_EXAMPLES = 128  # of a program that only looks at numbers
-_TILE = 2048  # entries of a tile that is summed over
+_EXAMPLES = 128  # examples per program, if nothing is summed
+_TILE = 2048  # entries of a tile in a sum
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of layers/clipped/scales.py: a scaled vector aims at `aim` of its bound, and so on."""
+    """Constants of layers/clipped/scales.py: a scaled vector aims at `aim` times its bound, and so on."""
 
     aim: float
     least: float
@@ -32,15 +32,15 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Norms:
-    """n of each example: a |first| or b |second|, the smaller or the larger one; times m.
+    """n of each example: the minimum or the maximum of a |first| and b |second|, times m.
 
     Args:
         first: rows [B, K], or None.
-        second: rows [B, K], or where `has_squares` squares to be added up, or None.
+        second: rows [B, K], or squares to be summed if `has_squares`, or None.
         first_times: a.
         second_times: b.
-        takes_larger: which one.
-        times: m, one number an example.
+        takes_larger: the maximum instead of the minimum.
+        times: m, one number per example.
     """
 
     first: Tensor | None = None
@@ -87,7 +87,7 @@ def input_factors_in_torch(square_B: Tensor, bound: float, limits: Limits) -> tu
 
 
 def gradient_factors(norms: Norms, bound: float | None, most: float, limits: Limits) -> Tensor:
-    """nu of each example, `most` at most; without a bound 1, or 0 for whoever is not finite."""
+    """nu of each example, at most `most`. Without a bound it is 1, or 0 for an example that is not finite."""
     looked_at = norms.first if norms.first is not None else norms.second
     assert looked_at is not None
     if not usable(looked_at) or looked_at.numel() == 0:
@@ -125,7 +125,6 @@ def _write_input_factors(
     B: int, bound: float, aimed: float, smallest: float,
     EXAMPLES: constexpr,
 ) -> None:  # fmt: skip
-    """Of EXAMPLES examples."""
     b = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
     norm = tl.sqrt(tl.load(square_B + b, mask=b < B, other=0.0))
     scale = tl.where(norm <= bound, 1.0, aimed / norm)
@@ -142,7 +141,6 @@ def _write_gradient_factors(
     HAS_FIRST: constexpr, HAS_SECOND: constexpr, HAS_SQUARES: constexpr, TAKES_LARGER: constexpr,
     TIMES: constexpr, CLIPS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Of ROWS examples."""
     b_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     first_RK = tl.zeros([ROWS, COLUMNS], tl.float64)
     second_RK = tl.zeros([ROWS, COLUMNS], tl.float64)
@@ -163,7 +161,7 @@ def _write_gradient_factors(
         if not HAS_FIRST:
             norm_R = other_R
         elif TAKES_LARGER:
-            norm_R = tl.where(norm_R < other_R, other_R, norm_R) + 0.0 * other_R  # not finite if one is not
+            norm_R = tl.where(norm_R < other_R, other_R, norm_R) + 0.0 * other_R  # NaN if either is
         else:
             norm_R = tl.where(norm_R < other_R, norm_R, other_R)
     if TIMES:

@@ -2,39 +2,39 @@
 
     |sum_t l_t r_t^T|^2 = sum_{t,s} L_ts R_ts,   L_ts = <l_t, l_s>,   R_ts = <r_t, r_s>.
 
-L and R are matrix products of the library, a chunk of features at a time. They are symmetric: of long ones only the
-blocks on the diagonal and below it are formed, and those below count twice. One kernel then reads both once, for the
-sums over L R, L^2 and R^2 and for the diagonals, which give the lengths |l_t|, |r_t|.
+L and R are matrix products of the library, a chunk of features at a time. They are symmetric: for long sequences only
+the blocks on and below the diagonal are computed, and those below count twice. One kernel then reads both once, for the
+sums over L R, L^2 and R^2 and for the diagonals, which give the norms |l_t|, |r_t|.
 
-**Why it is an upper bound.** K features are summed in an order that the library chooses, and the m/K results in
-float32. A step of the tensor cores adds four products or more to what they hold. They may cut off instead of
-rounding, each product, what they hold and the result by v = 2^-23 of the largest: six cuts to four products. An
-addition or a product in float32 loses v/2. Nothing at hand exceeds sum_i |l_ti| |l_si| <= |l_t| |l_s| by more than
-these errors, so with c = 3/2 K + m / K
+**Why it is an upper bound.** The library sums K features in an order of its choice, and the m/K results are summed in
+float32. A tensor core step adds four products or more to its accumulator. It may truncate instead of rounding: each
+product, the accumulator and the result, by v = 2^-23 of the largest. That is six truncations per four products. An
+addition or a product in float32 loses v/2. No intermediate value exceeds sum_i |l_ti| |l_si| <= |l_t| |l_s| by more
+than these errors, so with c = 3/2 K + m / K
 
     |L^_ts - L_ts| <= gamma |l_t| |l_s| + e,   gamma = c v (1 + c v),   e = 8 m tiny,
 
-where e is what products and sums below the smallest normal float32 may lose. Let a_t^2 = (L^_tt + e) / (1 - gamma)
-+ e / gamma. Then a_t >= |l_t|, and gamma a_t a_s >= gamma |l_t| |l_s| + e by Cauchy and Schwarz, so that the
-error of L^_ts is at most gamma a_t a_s. With b_t and gamma' the same of r,
+where e bounds the loss of products and sums below the smallest normal float32. Let a_t^2 = (L^_tt + e) / (1 - gamma)
++ e / gamma. Then a_t >= |l_t|, and gamma a_t a_s >= gamma |l_t| |l_s| + e by Cauchy-Schwarz, so that the
+error of L^_ts is at most gamma a_t a_s. With b_t and gamma' defined likewise for r,
 
     |sum L^ R^ - sum L R| <= gamma sum a_t a_s |R^_ts| + gamma' sum b_t b_s |L^_ts| + gamma gamma' N^2
                           <= min( gamma |a|^2 |R^|_F + gamma' |b|^2 |L^|_F,
                                   (gamma + gamma')(1 + gamma)(1 + gamma') N^2 ) + gamma gamma' N^2,
 
-N = sum_t a_t b_t, by Cauchy and Schwarz again. The first is smaller by about sqrt(T) where positions are
-nearly orthogonal. It is added to the square. Products of inner products are exact in float64, and the T^2
-additions there lose at most T^2 2^-53 |L^|_F |R^|_F, which is added too.
+N = sum_t a_t b_t, by Cauchy-Schwarz again. The first is smaller by about sqrt(T) if positions are nearly orthogonal. It
+is added to the square. Products of inner products are exact in float64, and the T^2 additions lose at most
+T^2 2^-53 |L^|_F |R^|_F, which is added too.
 
 **Precision.** Rows of bfloat16 and float16 have exact products. For float32,
 
-    "tf32"  The tensor cores read 11 significant bits: l~ with |l~ - l| <= 2^-10 |l|. All of the above holds for
-            l~ and r~: the square bounds |sum_t l~_t r~_t^T|^2, and the caller adds what the cut moves, at most
-            `OPERAND_ERROR` times the mass. The mass is that of the uncut rows.
-    "ieee"  The square bounds that of the rows as they are. A GPU whose float64 is as fast as its float32 takes the
-            twin, which is exact for all purposes.
+    "tf32"  The tensor cores read 11 significant bits: l~ with |l~ - l| <= 2^-10 |l|. The above holds for l~ and r~: the
+            square bounds |sum_t l~_t r~_t^T|^2, and the caller adds the effect of the truncation, at most
+            `OPERAND_ERROR` times the mass. The mass is that of the original rows.
+    "ieee"  The square bounds that of the original rows. A GPU with float64 as fast as float32 uses the twin, which has
+            negligible error.
 
-The caller sees to it that products run in this precision (gradients/precision.py).
+The caller ensures that products run in this precision (gradients/precision.py).
 
 Legend: B examples, T positions, m and n features; K features of a chunk; P blocks of rows.
 """
@@ -53,31 +53,31 @@ from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, 
 
 Precision = Literal["tf32", "ieee"]
 
-# |l r^T - l~ r~^T| <= OPERAND_ERROR |l| |r| for rows cut to tf32: (1 + 2^-10)^2 - 1.
+# |l r^T - l~ r~^T| <= OPERAND_ERROR |l| |r| for rows truncated to tf32: (1 + 2^-10)^2 - 1.
 OPERAND_ERROR = (1 + 2.0**-10) ** 2 - 1
 _UNCUT = (1 - 2.0**-10) ** -1 * (1 + 2.0**-41)  # |l| <= _UNCUT |l~|
 _CUT_OFF = 2.0**-23  # v
 _UNIT = 2.0**-53
 _TINY = torch.finfo(torch.float32).tiny
-_CHUNK, _LONG_CHUNK = 1536, 4096  # features at a time at most, and where there are very many
+_CHUNK, _LONG_CHUNK = 1536, 4096  # largest chunk of features, and the largest for very many features
 _LONG = 8192
-_SHORT = 512  # up to so many positions one product is faster than the three of its blocks
-_ALIGNED = 4  # numbers of float32 in 16 bytes: rows that begin elsewhere are read and written slowly
+_SHORT = 512  # up to this many positions one product is faster than three products of blocks
+_ALIGNED = 4  # float32 numbers in 16 bytes: unaligned rows are slow to read and write
 _SIDE = 128  # positions of a tile of these products
-_BLOCK = 1024  # entries of L and of R that a program has at hand,
+_BLOCK = 1024  # entries of L and of R that a program holds,
 _TIMES = 8  # one after another
 _TWIN_BYTES = 64 * 2**20  # float64 copies of operands that the twin makes at a time
 
 
 class Last:
-    """What was made of a tensor last: several layers in a row often take the same input."""
+    """Caches the last result: consecutive layers often share an input."""
 
     def __init__(self) -> None:
         self._key: tuple[Tensor, tuple[object, ...]] | None = None
         self._made: Tensor | None = None
 
     def of(self, x: Tensor, make: Callable[[], Tensor], *others: object) -> Tensor:
-        """The last result if it was made of the same numbers, and of the same other things; or a new one."""
+        """The cached result if it was computed from the same tensor and the same other arguments; or a new one."""
         key, made = self._key, self._made
         if (
             key is None
@@ -95,11 +95,11 @@ def gram_norms(
     """For each example an upper bound on |sum_t l_t r_t^T|^2 and on the mass sum_t |l_t| |r_t|, in float64.
 
     Args:
-        left_BTm: rows l_t of any strides, float32, bfloat16 or float16 (float64 is the twin's).
+        left_BTm: rows l_t of any strides, float32, bfloat16 or float16 (float64 uses the twin).
         right_BTn: rows r_t likewise.
-        precision: of products of float32. With "tf32" the square is that of the rows as cut to tf32, and the
+        precision: of products of float32. With "tf32" the square is that of the rows truncated to tf32, and the
             bound on the norm is sqrt(square) + OPERAND_ERROR * mass.
-        last: remembers the left rows' inner products for the next call.
+        last: caches the left rows' inner products for the next call.
     """
     B, T, m = left_BTm.shape
     n = right_BTn.shape[-1]
@@ -132,15 +132,15 @@ def gram_norms(
 
 @cache
 def _has_fast_float64(device: torch.device) -> bool:
-    """Large GPUs multiply float64 on tensor cores; others do so at a small part of their speed."""
+    """Whether the GPU has float64 tensor cores, as large GPUs do. On others float64 is much slower than float32."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
 def inner_products(x_BTm: Tensor) -> Tensor:
-    """<x_t, x_s> of all positions of each example, in float32; above the diagonal's blocks there is nothing.
+    """<x_t, x_s> of all positions of each example, in float32; blocks above the diagonal are not filled.
 
-    A number of positions that is no multiple of 4 makes these products slow. So a few rows of the next example are
-    multiplied too, where they follow in memory, and what they give is left out.
+    These products are slow if the number of positions is not a multiple of 4. In that case a few rows of the next
+    example are multiplied too, if they follow in memory, and their results are dropped.
     """
     B, T, m = x_BTm.shape
     more = blocks(T, _ALIGNED) * _ALIGNED
@@ -156,7 +156,7 @@ def inner_products(x_BTm: Tensor) -> Tensor:
 
 
 def _add_products(inner_BTT: Tensor, x_BTm: Tensor) -> None:
-    """A chunk of features at a time, block by block."""
+    """Adds the products chunk by chunk of features, and block by block."""
     T, m = x_BTm.shape[1:]
     K, first = _chunk(m), _first_block(T)
     for k in range(0, m, K):
@@ -167,27 +167,27 @@ def _add_products(inner_BTT: Tensor, x_BTm: Tensor) -> None:
 
 
 def _first_block(T: int) -> int:
-    """Positions in the first of two blocks: whole tiles, about half of all; or T, where one product serves."""
+    """Positions in the first of two blocks: whole tiles, about half of all; or T, if one product is used."""
     return T if T <= _SHORT else blocks(T, 2 * _SIDE) * _SIDE
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same numbers at the same place."""
+    """Whether two tensors are the same view of the same memory."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
 def _chunk(m: int) -> int:
-    """Features of a chunk: all chunks alike, but for the last one's rest."""
+    """Features per chunk: all chunks equal, except for the remainder in the last one."""
     if m > _LONG:
         return _LONG_CHUNK
     return blocks(blocks(m, blocks(m, _CHUNK)), _ALIGNED) * _ALIGNED
 
 
 def _cuts(m: int) -> int:
-    """c, with one to spare."""
+    """c, with a margin of one."""
     in_chunk = min(m, _chunk(m))
     cuts = in_chunk + 2 * blocks(in_chunk, 4) + blocks(m, _chunk(m)) + 1
-    assert cuts * _CUT_OFF < 0.1  # gamma stays far below 1 for any m that there is
+    assert cuts * _CUT_OFF < 0.1  # gamma stays far below 1 for any realistic m
     return cuts
 
 
@@ -196,7 +196,7 @@ def _uncut(x: Tensor, precision: Precision) -> float:
 
 
 def gram_norms_in_torch(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of `gram_norms`, in float64, for rows as they are: apart by no more than the kernel's error.
+    """The twin of `gram_norms`, in float64, for the original rows: the results differ by at most the kernel's error.
 
     Inner products of m and n terms and T^2 products lose at most (m + n + T^2 + 4) u M^2.
     """
@@ -209,7 +209,7 @@ def gram_norms_in_torch(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, Te
         square_B[c] = ((left @ left.mT) * (right @ right.mT)).sum((1, 2))
         mass_B[c] = (torch.linalg.vector_norm(left, dim=2) * torch.linalg.vector_norm(right, dim=2)).sum(1)
     mass_B *= 1 + 2 * (m + n + T + 8) * _UNIT
-    square_B.masked_fill_(square_B < 0, 0)  # and a NaN stays
+    square_B.masked_fill_(square_B < 0, 0)  # keeps NaN
     return square_B + 2 * (m + n + T**2 + 4) * _UNIT * mass_B.square(), mass_B
 
 
@@ -219,7 +219,7 @@ def _write_sums(
     T: int, first: int, stride_B: int, stride_T: int,
     ROWS: constexpr, COLUMNS: constexpr, TIMES: constexpr,
 ) -> None:  # fmt: skip
-    """Some rows of L and R: their part of sum L R, sum L^2 and sum R^2, and of the diagonals."""
+    """The contribution of some rows of L and R to sum L R, sum L^2, sum R^2 and the diagonals."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.num_programs(0).to(tl.int64) * T
     lr = tl.zeros([ROWS, COLUMNS], tl.float64)
@@ -302,7 +302,7 @@ def _write_bounds(
         ll += tl.load(at + 1, mask=is_there, other=0.0)
         rr += tl.load(at + 2, mask=is_there, other=0.0)
 
-    # A relative 2^-20 of these pays for all their roundings: they only bound errors, or are the mass.
+    # A relative margin of 2^-20 covers the rounding of these: they bound errors, or are the mass.
     spare = 1.0 + 9.5367431640625e-07
     mass_all = tl.sum(mass, axis=0) * spare
     l_frobenius = tl.sqrt(tl.sum(ll, axis=0)) * spare
@@ -314,6 +314,6 @@ def _write_bounds(
     error = tl.where(by_frobenius < by_mass, by_frobenius, by_mass) + gamma_l * gamma_r * mass_all * mass_all
     summing = (1.0 * T * T + 64.0) * tl.full([], 2 * UNIT, tl.float64) * l_frobenius * r_frobenius
     gram = tl.sum(lr, axis=0)
-    gram = tl.where(gram < 0.0, 0.0, gram)  # and a NaN stays
+    gram = tl.where(gram < 0.0, 0.0, gram)  # keeps NaN
     tl.store(square_B + b, gram + (error + summing) * spare)
     tl.store(mass_B + b, mass_all * UNCUT)

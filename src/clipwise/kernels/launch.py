@@ -1,6 +1,6 @@
-"""What all kernels share: Triton's names, or stand-ins where there is no Triton, and how work is laid over programs.
+"""Shared by all kernels: Triton's names, or placeholders without Triton, and the partition of work over programs.
 
-Operands are seen as [B, K, R], with free strides: B examples, K channels, R positions.
+Operands are viewed as [B, K, R] with any strides: B examples, K channels, R positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _present = find_spec("triton") is not None
 triton: Any = import_module("triton") if _present else None
 tl: Any = import_module("triton.language") if _present else None
 
-# What a kernel's arguments are annotated with. Triton types them by what is passed, knows compile-time
-# arguments by the word `constexpr`, and lets a kernel name nothing in its annotations but its own classes.
+# Annotations of kernel arguments. Triton infers types from the values passed, recognises compile-time arguments by the
+# word `constexpr`, and allows only its own classes in a kernel's annotations.
 if TYPE_CHECKING or not _present:
     Pointer: TypeAlias = Any
     constexpr: TypeAlias = Any
@@ -32,17 +32,17 @@ else:
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`; without Triton the function itself, which is then never called."""
+    """`triton.jit`. Without Triton, the function itself, which is then never called."""
     return triton.jit(function) if triton is not None else function
 
 
 def device_of(t: Tensor) -> AbstractContextManager[Any]:
-    """Makes a tensor's GPU the current one: Triton launches there, wherever its arguments are."""
+    """Makes a tensor's GPU the current device: Triton launches there, regardless of its arguments."""
     return torch.cuda.device(t.device) if t.device.type == "cuda" else nullcontext()
 
 
 def fits_float32(*operands: Tensor) -> bool:
-    """Whether a kernel that sums in float32 takes these operands, the first of which is not empty."""
+    """Whether a kernel that sums in float32 supports these operands; the first must not be empty."""
     first = operands[0]
     return usable(first) and first.numel() > 0 and torch.float64 not in (t.dtype for t in operands)
 
@@ -53,43 +53,43 @@ def blocks(total: int, size: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def split(
     total: int, tile: int, programs: int, busy: int, *, tiles: int = 4, least: int = 1
 ) -> tuple[int, int]:
-    """Into how many parts to split a sum over `total` entries so that about `busy` programs run, and their size.
+    """The number of parts of a sum over `total` entries for about `busy` programs in total, and the size of a part.
 
-    Every part writes its own sum, and these are added in one order (`added`): atomics would not repeat.
+    Every part writes its own sum, and `added` sums them in a fixed order: atomics would not be deterministic.
 
     Args:
         total: entries to sum.
-        tile: entries that a program reads at a time; a part is whole tiles.
-        programs: how many there are of each part.
-        busy: how many keep a large GPU busy.
-        tiles: of a part, at least.
-        least: parts.
+        tile: entries that a program reads at a time; a part consists of whole tiles.
+        programs: programs per part.
+        busy: programs that keep a large GPU busy.
+        tiles: minimum number of tiles per part.
+        least: minimum number of parts.
     """
     parts = max(least, min(blocks(busy, programs), blocks(total, tiles * tile)))
     return parts, blocks(blocks(total, parts), tile) * tile
 
 
 def added(partial: Tensor, dim: int = 0) -> Tensor:
-    """The sum of all parts, which lie along `dim`."""
+    """The sum of all parts along `dim`."""
     return partial.select(dim, 0) if partial.shape[dim] == 1 else partial.sum(dim)
 
 
 class Rows(NamedTuple):
-    """Each example is one row of entries that lie side by side: entry e is of channel e // inner % K."""
+    """Each example is one contiguous row: entry e belongs to channel e // inner % K."""
 
     length: int
     inner: int
 
 
 def rows_of(*operands: Tensor) -> Rows | None:
-    """Of operands with one shape, if the entries of an example lie side by side and in one order in all of them."""
+    """The rows of operands of equal shape, if each example is contiguous, in the same order, in all of them."""
     _, K, R = operands[0].shape
     if not 0 < K * R < _FAR:
         return None
@@ -100,7 +100,7 @@ def rows_of(*operands: Tensor) -> Rows | None:
 
 
 def tile_of(x_BKR: Tensor, entries: int) -> tuple[int, int]:
-    """Channels and positions of a tile of so many entries: as long as can be where neighbours in memory are."""
+    """Channels and positions of a tile with so many entries, as long as possible along the contiguous axis."""
     _, K, R = x_BKR.shape
     wide_K, wide_R = power_of_two(K), power_of_two(R)
     if R == 1 or (K > 1 and x_BKR.stride(1) < x_BKR.stride(2)):

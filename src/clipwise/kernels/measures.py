@@ -1,11 +1,11 @@
-"""What is summed over the positions of an upstream gradient, in one reading of it.
+"""Sums over the positions of an upstream gradient, in one read of it.
 
-    sum_r g_kr,   sum_r |g_kr|,   sum_r l_r |g_kr|,   sum_r g_kr^2      of each example and channel k
+    sum_r g_kr,   sum_r |g_kr|,   sum_r l_r |g_kr|,   sum_r g_kr^2      for each example and channel k
 
-Squares run in float64, where that of a float32 is exact; the others in float32, in blocks: they err by less than 2^-15
-of the sum of their terms' sizes, since no more than 256 are added one after the other.
+Squares are summed in float64, where the square of a float32 is exact; the others in float32, in blocks. Their error is
+below 2^-15 of the sum of absolute terms, since at most 256 terms are added sequentially.
 
-Legend: B examples, K channels, R positions, G groups of channels, each with a length l of every position; S splits of
+Legend: B examples, K channels, R positions, G groups of channels, each with a length l for every position; S splits of
 the positions.
 """
 
@@ -20,12 +20,12 @@ from clipwise.kernels import launch
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, tl
 
 _TILE = 1024  # entries of a tile
-_PROGRAMS = 256  # about how many keep a large GPU busy
-_LONGEST = 256  # terms that are added one after the other
+_PROGRAMS = 256  # about as many as keep a large GPU busy
+_LONGEST = 256  # terms that are added sequentially
 
 
 class Measures(NamedTuple):
-    """Those that were asked for, [B, K] each."""
+    """The requested sums, [B, K] each."""
 
     total: Tensor | None
     mass: Tensor | None
@@ -41,7 +41,7 @@ def measures(
     mass: bool = False,
     square: bool = False,
 ) -> Measures:
-    """The sums that are asked for; the weighted one if there are lengths."""
+    """The requested sums; the weighted one if lengths are given."""
     if not launch.fits_float32(g_BKR):
         return measures_in_torch(g_BKR, lengths_BGR, total=total, mass=mass, square=square)
     B, K, R = g_BKR.shape
@@ -54,7 +54,7 @@ def measures(
         torch.empty(splits, B, K, dtype=dtype, device=g_BKR.device) if is_wanted else None
         for is_wanted, dtype in zip(wanted, (*[torch.float32] * 3, torch.float64), strict=True)
     ]
-    by_group = g_BKR if lengths_BGR is None else lengths_BGR  # a stand-in where nothing reads it
+    by_group = g_BKR if lengths_BGR is None else lengths_BGR  # a placeholder that is not read
     with device_of(g_BKR):
         _write_measures[(programs, splits)](
             g_BKR, by_group, *(by_group if t is None else t for t in partial), B, K, R, per_split,
@@ -73,7 +73,7 @@ def measures_in_torch(
     mass: bool = False,
     square: bool = False,
 ) -> Measures:
-    """The twin of `measures`, the same up to the order of its sums."""
+    """The twin of `measures`, equal up to the order of its sums."""
     g_BKR = g_BKR if g_BKR.dtype == torch.float64 else g_BKR.float()
     weighted_BK = None
     if lengths_BGR is not None:

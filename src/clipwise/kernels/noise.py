@@ -1,22 +1,22 @@
 """Normals from a counter: Philox4x32-10 and Box-Muller in float64, one launch for a whole draw.
 
-Pair j of normals is a pure function of j and of the key, so a longer draw begins with a shorter one, and
-the key is read on the device: a captured CUDA graph draws new noise when it finds a new key there.
+Pair j of normals is a pure function of j and the key, so a shorter draw is a prefix of a longer one. The key is read on
+the device: a captured CUDA graph draws new noise when the key there changes.
 
-The key is 32 bytes as four int64. The first is Philox's 64-bit key, the second the upper half of its
-counter, whose lower half is j: 128 bits of secret; the other two are not read. The four 32-bit words of a
-count are two 64-bit words (k, a), low halves first, and these make a pair: k unsigned, a signed,
+The key is 32 bytes as four int64. The first is Philox's 64-bit key, the second the upper half of its counter, with j as
+the lower half: 128 bits of secret. The other two are not used. The four 32-bit output words are two 64-bit words
+(k, a), low halves first, which give a pair of normals: with k unsigned and a signed,
 
     u = (k + 1/2) 2^-64,   r = std sqrt(-2 ln u),   t = pi a 2^-63,   the pair r cos t, r sin t.
 
-u is rounded once, in its own binade: the smallest is 2^-65 exactly (r = 9.49 std), and the tail has the full
-relative precision of float64; the largest rounds to 1, where r = 0. u is never 0 and never above 1, so no word
-gives NaN or infinity. Only the finished value is rounded to the asked dtype.
+u is rounded once, in its own binade: the smallest is 2^-65 exactly (r = 9.49 std), and the tail has the full relative
+precision of float64; the largest rounds to 1, where r = 0. u is never 0 and never above 1, so no word gives NaN or
+infinity. Only the final value is rounded to the requested dtype.
 
-The kernel turns angles back into an eighth of a circle before it computes: a = 2^62 q + r with q a number of
-quarters and |r| <= 2^61 is exact in integers, and for |x| <= pi / 4 the series of sine and cosine end below half
-a unit of float64 after eight and nine terms. That is a third of the work of library functions, which have to
-serve every angle, and work is what the draw takes its time for.
+The kernel reduces angles to an eighth of a circle: a = 2^62 q + r, with q the quadrant and |r| <= 2^61, is exact in
+integers. For |x| <= pi / 4 the error of the series of cosine and sine is below half a unit of float64 after nine and
+eight terms. This takes a third of the time of library functions, which support every angle, and the draw is
+compute-bound.
 
 Legend: P pairs.
 """
@@ -31,15 +31,15 @@ from torch import Tensor
 from clipwise.kernels import usable
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, tl
 
-# Philox4x32-10, "Parallel random numbers: as easy as 1, 2, 3" (2011): multipliers, and what the key grows by.
+# Philox4x32-10, "Parallel random numbers: as easy as 1, 2, 3" (2011): multipliers, and key increments.
 ROUNDS = 10
 _MULTIPLY_0, _MULTIPLY_2 = 0xD2511F53, 0xCD9E8D57
 _GROW_0, _GROW_1 = 0x9E3779B9, 0xBB67AE85
 
 _LOW = 0xFFFFFFFF
 _ANGLE = math.pi * 2.0**-63
-_BLOCK = 512  # pairs in a program
-_TWIN_PAIRS = 1 << 21  # pairs that the twin makes at a time: bounds its workspace
+_BLOCK = 512  # pairs per program
+_TWIN_PAIRS = 1 << 21  # pairs that the twin computes at a time: bounds its workspace
 
 
 def normals(
@@ -51,23 +51,23 @@ def normals(
     onto: Tensor | None = None,
     divisor: float | Tensor = 1.0,
 ) -> Tensor:
-    """`size` independent values of N(0, std^2), flat; with a tensor to put them onto, (onto + noise) / divisor.
+    """`size` independent values of N(0, std^2), flat; with `onto`, (onto + noise) / divisor.
 
-    The sum is taken where the noise is made, so that the noise itself never passes through memory. Each of the
-    three values is rounded to `dtype`, as if it did.
+    The sum is fused, so that the noise is never written to memory. Each of the three intermediate values is rounded to
+    `dtype`, as if they were separate operations.
 
     Args:
-        key_4: the step's key, int64[4], on the device. Two draws from one key are the same noise.
-        size: how many values.
-        std: the standard deviation: a number, which a captured graph keeps, or float64[1] on the device.
+        key_4: the step's key, int64[4], on the device. Two draws with one key give the same noise.
+        size: the number of values.
+        std: the standard deviation: a number, which is constant in a captured graph, or float64[1] on the device.
         dtype: torch.float32 or torch.float64.
-        device: where to draw: the key's device, and no other.
-        onto: `size` values of that type on that device, contiguous; not written to.
-        divisor: likewise; on the device it is of the type `dtype`.
+        device: must be the key's device.
+        onto: `size` values of that dtype on that device, contiguous; not modified.
+        divisor: likewise a number or a tensor on the device, of dtype `dtype`.
     """
     assert key_4.dtype == torch.int64 and key_4.shape == (4,) and key_4.is_contiguous()
     assert dtype in (torch.float32, torch.float64)
-    # "cuda" without a number is the current device: a name alone says no less than where the key is.
+    # "cuda" without an index is the current device, and matches any device of the key.
     assert device is None or torch.device(device).type == key_4.device.type
     assert onto is None or (onto.numel() == size and onto.dtype == dtype and onto.is_contiguous())
     if not usable(key_4):
@@ -76,7 +76,7 @@ def normals(
     pairs = blocks(size, 2)
     out = torch.empty(2 * pairs, dtype=dtype, device=key_4.device)
     if pairs:
-        # In memory, because Triton would pass a float as float32.
+        # In memory, because Triton passes a float as float32.
         std_1, divisor_1 = _in_memory(std, torch.float64, key_4), _in_memory(divisor, dtype, key_4)
         with device_of(key_4):
             _write_normals[(blocks(pairs, _BLOCK),)](
@@ -106,7 +106,7 @@ def normals_in_torch(key_4: Tensor, size: int, std: float | Tensor, dtype: torch
 
 
 def pairs_from_words(k_P: Tensor, a_P: Tensor, std: float | Tensor) -> Tensor:
-    """Box-Muller as above, from words as int64, whose bits count for k and whose value for a: [P, 2] in float64."""
+    """Box-Muller as above, from int64 words (k as unsigned bits, a as signed value): [P, 2] in float64."""
     u_P = (k_P.view(torch.uint64).double() + 0.5) * 2.0**-64
     r_P, t_P = torch.sqrt(-2 * torch.log(u_P)) * std, a_P.double() * _ANGLE
     return torch.stack([torch.cos(t_P) * r_P, torch.sin(t_P) * r_P], 1)
@@ -125,7 +125,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The low and the high 32 bits of an int64. (Its right shift copies the sign: the mask removes that.)"""
+    """The low and the high 32 bits of an int64. (The mask removes the sign that its right shift copies.)"""
     return x & _LOW, (x >> 32) & _LOW
 
 
@@ -136,7 +136,7 @@ def _write_normals(
     ROUNDS: constexpr, MULTIPLY_0: constexpr, MULTIPLY_2: constexpr, GROW_0: constexpr, GROW_1: constexpr,
     ANGLE: constexpr, ADD: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Pairs BLOCK * program ... of the draw, stored side by side; or the sums with them, divided."""
+    """Pairs BLOCK * program ... of the draw, stored contiguously; or the sums with them, divided."""
     j_P = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     secret = tl.load(key).to(tl.uint64, bitcast=True)
     upper = tl.load(key + 1).to(tl.uint64, bitcast=True)
@@ -167,7 +167,7 @@ def _write_normals(
     pair_P2 = tl.join(across_P * r_P, up_P * r_P)
     at_P2 = 2 * j_P[:, None] + tl.arange(0, 2)[None, :]
     value_P2 = pair_P2.to(out.dtype.element_ty)
-    if ADD:  # the last pair may have a second half that belongs to nothing
+    if ADD:  # the second half of the last pair may be unused
         value_P2 = (value_P2 + tl.load(onto + at_P2, mask=at_P2 < size, other=0.0)) / tl.load(divisor)
     tl.store(out + at_P2, value_P2, mask=(j_P < pairs)[:, None])
 

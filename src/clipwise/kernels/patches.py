@@ -1,8 +1,7 @@
-"""What each position of a convolution's output sees of an image whose channels lie side by side in memory.
+"""Copies the input windows of a convolution's output positions, for channels-last images.
 
-A view can say the same, and a copy of that view takes several times as long: it works out the place of every single
-number. Here a program works out the place of a position, and copies its channels in one go; what lies outside of
-the image is 0.
+Copying a strided view of the windows takes several times as long, because it computes the address of every number.
+Here a program computes the address of a position and copies its channels together. Entries outside of the image are 0.
 
 Legend: N images of H by W, c channels; T = P_h P_w positions of the output; o offsets of the kernel.
 """
@@ -17,13 +16,13 @@ from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, 
 
 _TILE = 2048  # numbers that a program copies at a time
 _LINE = 256  # channels of a tile, at most
-_UNROLLED = 9  # offsets that are written out: 256 of them would take half a minute to compile
+_UNROLLED = 9  # unrolled offsets: 256 would take half a minute to compile
 
 Pair = tuple[int, int]
 
 
 def fits(x_NcHW: Tensor) -> bool:
-    """Whether the kernel can copy windows of these images."""
+    """Whether the kernel supports these images."""
     return usable(x_NcHW) and x_NcHW.dim() == 4 and x_NcHW.stride(1) == 1
 
 
@@ -56,7 +55,6 @@ def _copy(
     stride_h: int, stride_w: int, padding_h: int, padding_w: int, dilation_h: int, dilation_w: int,
     KERNEL_H: constexpr, KERNEL_W: constexpr, UNROLLED: constexpr, PLACES: constexpr, LINE: constexpr,
 ) -> None:  # fmt: skip
-    """Some positions, and some channels of all their offsets."""
     place_P = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     channel_L = tl.program_id(1) * LINE + tl.arange(0, LINE)
     is_there = (place_P < total)[:, None] & (channel_L < channels)[None, :]

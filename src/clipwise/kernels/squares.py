@@ -1,12 +1,12 @@
-"""Squared lengths of rows, as upper bounds, in one reading of the rows.
+"""Upper bounds on the squared norms of rows, in one read of the rows.
 
-Squares and sums are taken in float64, where the square of a float32 is exact. The loads cost more than that
-arithmetic on any GPU, and nothing is lost below the smallest float32. With n terms in any order
+Squares and sums are computed in float64, where the square of a float32 is exact. Loads cost more than this arithmetic
+on any GPU, and float32 values do not underflow. With n terms in any order
 
     |computed - true| <= (n + 2) u true,   u = 2^-53,
 
-and `row_squares` adds twice that, with some more for adding up the parts of a long row. (A float64 square
-below 1e-308 may vanish: `LOST` a term.)
+and `row_squares` adds twice that, and a margin for summing the parts of a long row. (A float64 square below 1e-308 may
+underflow: `LOST` per term.)
 
 Legend: R rows of n entries; S splits of a row, K columns in a tile.
 """
@@ -22,19 +22,19 @@ from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, 
 LOST = torch.finfo(torch.float64).tiny
 _UNIT = torch.finfo(torch.float64).eps / 2
 _TILE = 4096  # entries of a tile: enough loads in flight, few enough registers
-_PROGRAMS = 1024  # about how many keep a large GPU busy, and the most splits of a row
-_MORE = _PROGRAMS + 16  # roundings beyond those of the squares: adding the splits, a root, the bound itself
+_PROGRAMS = 1024  # about as many as keep a large GPU busy, and the most splits of a row
+_MORE = _PROGRAMS + 16  # roundings beyond those of the squares: summing the splits, a root, the bound itself
 
 
 def row_squares(x_Rn: Tensor) -> Tensor:
-    """An upper bound on the squared length of each row, [R] in float64. Rows of any strides and float dtype."""
+    """An upper bound on the squared norm of each row, [R] in float64. Rows of any strides and float dtype."""
     R, n = x_Rn.shape
     if R == 0 or n == 0 or not usable(x_Rn):
         return row_squares_in_torch(x_Rn)
     columns = min(power_of_two(n), _TILE)
     rows = max(1, min(_TILE // columns, power_of_two(R)))
     programs = blocks(R, rows)
-    # Few long rows are split, or a few programs would do all the work.
+    # Few long rows are split, so that enough programs run.
     splits, per_split = launch.split(n, columns, programs, _PROGRAMS)
     partial_SR = torch.empty(splits, R, dtype=torch.float64, device=x_Rn.device)
     with device_of(x_Rn):
@@ -45,7 +45,7 @@ def row_squares(x_Rn: Tensor) -> Tensor:
 
 
 def row_squares_in_torch(x_Rn: Tensor) -> Tensor:
-    """The twin of `row_squares`: the same up to a relative (n + 2) 2^-53."""
+    """The twin of `row_squares`: equal up to a relative (n + 2) 2^-53."""
     n = x_Rn.shape[1]
     if n == 0:
         return torch.zeros(len(x_Rn), dtype=torch.float64, device=x_Rn.device)

@@ -1,10 +1,9 @@
-"""Take out of a gradient what is along the input that was clipped, in place.
+"""Removes from a gradient, in place, the component along a clipped input.
 
-    dx <- f dx - u (u^T f dx),   u = x / |x| where the input was clipped, else 0;   f = 1 / nu or 1
+    dx <- f dx - u (u^T f dx),   u = x / |x| if the input was clipped, else 0;   f = 1 / nu or 1
 
-An example that one program can hold is read once. A longer one is read twice, by few programs at a time, so that the
-second reading finds most of it in the cache. Rows that stay as they are (f = 1, not clipped) are not touched, whatever
-they hold.
+An example that fits into one program is read once. A longer one is read twice, by few programs at a time, so that the
+second read mostly hits the cache. Rows without a change (f = 1, not clipped) are not accessed.
 
 Legend: B examples, [K, R] entries of each, E of them in a tile.
 """
@@ -17,15 +16,15 @@ from torch import Tensor
 from clipwise.kernels import launch
 from clipwise.kernels.launch import Pointer, constexpr, device_of, jit, power_of_two, tl
 
-_HELD, _ENTRIES_A_WARP = 8192, 1024  # entries that one program holds, and how many of them a warp does
-_TILE, _WARPS = 8192, 16  # of a longer example
-_PROGRAMS = 528  # that are at work on longer examples: four on each multiprocessor of a large GPU
+_HELD, _ENTRIES_A_WARP = 8192, 1024  # entries that one program holds, and entries per warp
+_TILE, _WARPS = 8192, 16  # for longer examples
+_PROGRAMS = 528  # for longer examples: four on each multiprocessor of a large GPU
 
 
 def to_tangent_(
     dx_BKR: Tensor, x_BKR: Tensor, norm_B: Tensor, scale_B: Tensor, nu_B: Tensor | None = None
 ) -> Tensor:
-    """In place; `scale_B` says whose input was clipped (0 < s < 1), and |x| is `norm_B`. Without `nu_B` f is 1."""
+    """In place. An input was clipped if 0 < `scale_B` < 1, and |x| is `norm_B`. Without `nu_B`, f is 1."""
     rows = launch.rows_of(dx_BKR, x_BKR) if launch.fits_float32(dx_BKR, x_BKR) else None
     if rows is None:
         return to_tangent_in_torch_(dx_BKR, x_BKR, norm_B, scale_B, nu_B)
@@ -59,13 +58,12 @@ def _write_tangent(
     B: int, length: int, dx_B: int, x_B: int,
     RESTORED: constexpr, IS_HELD: constexpr, TILE: constexpr,
 ) -> None:  # fmt: skip
-    """Some examples, one after the other."""
     for example in range(tl.program_id(0), B, tl.num_programs(0)):
         b = tl.zeros([], tl.int64) + example
         scale = tl.load(scale_B + b)
         inverse = tl.where(scale > 0.0, 1.0 / tl.load(norm_B + b), 0.0)
         inverse = tl.where(scale < 1.0, inverse, 0.0).to(tl.float32)
-        # What is not to be read, or changed, lies beyond the end.
+        # A limit of 0 masks the entries that are not read or changed.
         clipped = tl.where(inverse > 0.0, length, 0)
         changed = clipped
         factor = tl.full([], 1.0, tl.float32)

@@ -1,4 +1,4 @@
-"""sum_b w_b row_b in one reading of the rows; a row with a weight of 0 counts nothing, whatever it holds.
+"""sum_b w_b row_b in one read of the rows. A row with weight 0 is excluded, and may hold NaN.
 
 Sums run in float32. Legend: B rows of K entries, S splits of the rows.
 """
@@ -12,11 +12,11 @@ from clipwise.kernels import launch
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
 
 _COLUMNS, _ROWS = 128, 8  # of a tile
-_PROGRAMS = 1024  # about how many keep a large GPU busy
+_PROGRAMS = 1024  # about as many as keep a large GPU busy
 
 
 def weighted_sum(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
-    """[K], in the type of the rows."""
+    """[K], in the dtype of the rows."""
     if not launch.fits_float32(rows_BK):
         return weighted_sum_in_torch(rows_BK, weight_B)
     B, K = rows_BK.shape
@@ -32,7 +32,7 @@ def weighted_sum(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
 
 
 def weighted_sum_in_torch(rows_BK: Tensor, weight_B: Tensor) -> Tensor:
-    """The twin of `weighted_sum`, the same up to the order of its sum."""
+    """The twin of `weighted_sum`, equal up to the order of its sum."""
     weight_B1 = weight_B.to(torch.promote_types(rows_BK.dtype, torch.float32))[:, None]
     return torch.where(weight_B1 > 0, rows_BK * weight_B1, 0).sum(0).to(rows_BK.dtype)
 

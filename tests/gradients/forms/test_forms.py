@@ -1,4 +1,4 @@
-"""Norms are upper bounds, whatever form a gradient takes; sums and instantiated gradients agree."""
+"""Norms are upper bounds for every form; sums and instantiated gradients agree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_squared_norm_is_a_close_upper_bound(n: int, scale: float, dtype: torc
 
 
 def test_adversarial_orders_of_summation_are_covered() -> None:
-    """One large entry and many that it swallows, or that are swallowed one by one."""
+    """One large entry and many small ones that it absorbs, at once or one by one."""
     for n in (256, 4096, 10_000):
         x = torch.full((2, n), 2.0**-12.5)
         x[0, 0], x[1, -1] = 1.0, 1.0
@@ -89,7 +89,7 @@ def test_norms_and_sums_are_those_of_the_instantiated_gradients(
     torch.testing.assert_close(found, norms, rtol=tolerance, atol=1e-12)
     expected = torch.einsum("b,bmn->mn", weights, each)
     torch.testing.assert_close(form.weighted_sum(weights).double(), expected, rtol=tolerance, atol=tolerance)
-    # Muted after the norms were taken: a NaN would survive a weight of 0.
+    # Muted after the norms were computed: a NaN would survive a weight of 0.
     muted = torch.tensor([False, True, False, True])
     form.mute(muted)
     expected = torch.einsum("b,bmn->mn", weights.masked_fill(muted, 0), each)
@@ -115,7 +115,7 @@ def test_a_budget_is_spent_once() -> None:
 
 
 def test_gradients_of_nothing_are_not_worth_writing_out() -> None:
-    """Where the loss has no gradient, a Gram norm is all rounding; it needs no second look."""
+    """Without a gradient, a Gram norm is pure rounding error, and needs no tightening."""
     left = torch.randn(3, 4, 512)
     right = torch.randn(3, 4, 512)
     right[1:] = 0
@@ -125,13 +125,13 @@ def test_gradients_of_nothing_are_not_worth_writing_out() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 2**30], ids=["made again", "kept"])
-def test_an_example_that_cancels_is_summed_by_itself(budget: int) -> None:
-    """Its terms are huge beside its gradient: a float32 product with the others would lose both."""
+def test_an_example_that_cancels_is_summed_separately(budget: int) -> None:
+    """Its terms are huge relative to its gradient: a float32 product with the others would lose both."""
     torch.manual_seed(0)
     left, right = torch.randn(3, 4, 40), torch.randn(3, 4, 30)
     left[1, 2:], right[1, 2:] = left[1, :2], -right[1, :2]
     left[1] *= 1e6
-    right[1, 2:] *= 1 + 2**-12  # all but cancels
+    right[1, 2:] *= 1 + 2**-12  # cancels almost exactly
     form = Outer(left, right)
     norms = measured(form, Budget(budget)).sqrt()
     truth = left.double().mT @ right.double()
@@ -167,7 +167,7 @@ def test_pieces_change_nothing(piece: int, keep: int) -> None:
 
 
 def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
-    """What an example's gradient is made of would stay in memory until then."""
+    """Otherwise the factors of an example's gradient would stay in memory until then."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     memory = Memory()
@@ -187,7 +187,7 @@ def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
 
 
 def _of_ours_in_the_garbage() -> list[object]:
-    """Only ours: threads of other libraries may have left something too."""
+    """Only clipwise's objects: threads of other libraries may have left garbage too."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
@@ -211,7 +211,6 @@ def test_inner_products_of_many_positions_come_in_blocks(T: int, monkeypatch: py
 
 
 def test_written_gradients_keep_their_memory_while_they_are_used() -> None:
-    """The next form's gradients do not overwrite those that an earlier one has kept."""
     torch.manual_seed(0)
     first, second = (Outer(torch.randn(4, 9, 6), torch.randn(4, 9, 5)) for _ in range(2))
     expected = first.instantiate(slice(0, 4)).clone()

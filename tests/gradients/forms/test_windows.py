@@ -1,4 +1,4 @@
-"""Gradients as sums over windows: norms, sums and bounds against gradients written out in float64."""
+"""Gradients as sums over windows: norms, sums and bounds against written-out float64 gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def operands(name: str, B: int = 4, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def one_by_one(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """Each example's gradient by itself, in float64."""
+    """Each example's gradient separately, in float64."""
     pairs = zip(x.double(), g.double(), strict=True)
     return torch.stack([geometry.weight_gradient(x_k, g_k) for x_k, g_k in pairs])
 
@@ -67,7 +67,6 @@ def test_norms_sums_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_products_of_windows(name: str) -> None:
-    """Against windows that are copied."""
     x, _, geometry = operands(name, dtype=torch.float64)
     if geometry.groups > 1:
         x = x[:, :, : geometry.weight[1]]
@@ -87,20 +86,20 @@ def test_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def cancelling(scale: float, remainder: float) -> tuple[Tensor, Tensor, Geometry]:
-    """Images that are constant, and output gradients that add up to almost nothing over positions."""
+    """Constant images, and output gradients that nearly cancel over positions."""
     torch.manual_seed(0)
     geometry = Geometry(torch.Size((16, 12, 3, 3)), (1, 1), (0, 0), (1, 1))
     x = torch.randn(3, 1, 12, 1, 1).expand(3, 1, 12, 6, 6).contiguous()
     signs = 1 - 2.0 * (torch.arange(16) % 2).view(4, 4)
     g = torch.randn(3, 1, 16, 1, 1) * signs * (1 + remainder * torch.randn(3, 1, 16, 4, 4))
-    g[2], x[2] = torch.randn(1, 16, 4, 4), torch.randn(1, 12, 6, 6)  # an ordinary example among them
+    g[2], x[2] = torch.randn(1, 16, 4, 4), torch.randn(1, 12, 6, 6)  # with an ordinary example
     return x, g * scale, geometry
 
 
 @pytest.mark.parametrize("budget", [0, PLENTY], ids=["made again", "kept"])
 @pytest.mark.parametrize("remainder", [0.0, 1e-6, 1e-3])
 @pytest.mark.parametrize("scale", [1e-30, 1e-5, 1.0, 1e15])
-def test_what_is_released_is_no_longer_than_its_norm(scale: float, remainder: float, budget: int) -> None:
+def test_the_released_gradient_is_at_most_its_norm_bound(scale: float, remainder: float, budget: int) -> None:
     x, g, geometry = cancelling(scale, remainder)
     form = Windows(x, g, geometry)
     norms = bounds(form, budget)
@@ -113,7 +112,7 @@ def test_what_is_released_is_no_longer_than_its_norm(scale: float, remainder: fl
     assert (norms >= truth).all() and (norms <= truth * SLACK + 1e-12 * mass.double() + 1e-12).all()
 
 
-def test_an_example_that_cancels_is_summed_by_itself() -> None:
+def test_an_example_that_cancels_is_summed_separately() -> None:
     x, g, geometry = cancelling(1e5, 1e-6)
     form = Windows(x, g, geometry)
     bounds(form)
@@ -121,7 +120,7 @@ def test_an_example_that_cancels_is_summed_by_itself() -> None:
 
 
 def test_the_rounding_bound_covers_the_norm_of_windows_that_cancel() -> None:
-    """Before any example is tightened: n + c u M is no less than the truth, however little is left of it."""
+    """Without tightening, n + c u M is at least the true norm, however much cancels."""
     for remainder in (0.0, 1e-9, 1e-6, 1e-3):
         x, g, geometry = cancelling(1.0, remainder)
         norms = Windows(x, g, geometry).squared_norms(Budget(0)).sqrt()
@@ -137,7 +136,7 @@ def test_many_terms_that_are_all_alike_are_summed_well() -> None:
     assert (form.weighted_sum(w_B).double() - truth).norm() <= 1e-5 * truth.norm()
 
 
-def test_muted_examples_are_gone() -> None:
+def test_muted_examples_add_nothing() -> None:
     x, g, geometry = cancelling(1.0, 1e-6)
     x[0, 0, 0, 2, 2], g[1, 0, 3, 1, 1] = torch.nan, torch.inf
     form = Windows(x, g, geometry)
@@ -148,7 +147,7 @@ def test_muted_examples_are_gone() -> None:
     assert torch.allclose(form.weighted_sum(torch.ones(3).double()).double(), truth, atol=1e-4)
 
 
-def test_an_example_summed_by_itself_is_muted_too() -> None:
+def test_an_example_summed_separately_is_muted_too() -> None:
     x, g, geometry = cancelling(1e5, 1e-6)
     form = Windows(x, g, geometry)
     bounds(form)
@@ -161,7 +160,7 @@ def test_an_example_summed_by_itself_is_muted_too() -> None:
     [(512, 512, 4, 3, True), (256, 256, 8, 3, True), (64, 64, 32, 3, False), (3, 64, 32, 7, False)],
 )
 def test_few_positions_and_many_channels_pay(c: int, p: int, size: int, kernel: int, pays: bool) -> None:
-    """The two ends of a network; what lies between may move with the constants."""
+    """The two ends of a network; layers in between depend on the constants."""
     geometry = Geometry(torch.Size((p, c, kernel, kernel)), (1, 1), (kernel // 2,) * 2, (1, 1))
     x, g = torch.empty(1, 1, c, size, size), torch.empty(1, 1, p, size, size)
     assert windows_pay(x, g, geometry) == pays

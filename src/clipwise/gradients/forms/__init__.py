@@ -1,12 +1,12 @@
-"""The forms that per-example gradients can take, and what can be done with each.
+"""The forms of per-example gradients, each with norms, weighted sums and instantiation.
 
-    Outer    sum_t left_t right_t^T, never written out unless that is cheaper (linear layers)
+    Outer    sum_t left_t right_t^T, written out only if that is cheaper (linear layers)
     Rows     a few rows of a table (embeddings)
-    Tied     the sum of an Outer and of Rows of one table (an embedding that is the output head as well)
-    Windows  a convolution of few positions and many channels, as a sum over windows of its input
-    Written  a tensor for each example (biases, norms, convolutions, anything else)
+    Tied     the sum of an Outer and Rows of one table (an embedding tied to the output head)
+    Windows  a convolution with few positions and many channels, as a sum over windows of its input
+    Written  one tensor per example (biases, norms, convolutions, all others)
 
-A rule turns one operation into forms; norms, weighted sums and instantiation are written once, here.
+A rule turns one operation into forms.
 """
 
 from clipwise.gradients.forms.base import (

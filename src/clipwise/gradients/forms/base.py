@@ -1,16 +1,16 @@
-"""What every form of per-example gradients can do, and how norms are bounded.
+"""The interface of all forms of per-example gradients, and bounds on norms.
 
-Norms are *upper bounds in the arithmetic used*, squared and in float64. Three things could make a
-computed norm too small: rounding in the sum of squares (`squared_norms` bounds it), cancelling positions
-in a Gram product, and cancelling positions in the product that later forms the weighted sum, whose
-rounding error grows with the *mass* M = sum_t |left_t| |right_t| and not with the norm. Where the gradient
-is not written out, the bound is therefore n + c u M, with u the unit roundoff of the product; an example
-whose bound would be loose by more than 1e-5 is written out instead, in float64 (outer.py).
+Norms are *upper bounds in the arithmetic used*, squared and in float64. A computed norm can be too small for three
+reasons: rounding in the sum of squares (`squared_norms` bounds it), positions that cancel in a Gram product, and
+positions that cancel in the product that later forms the weighted sum. The rounding error of that product grows with
+the *mass* M = sum_t |left_t| |right_t| and not with the norm. If the gradient is not written out, the bound is
+therefore n + c u M, with u the unit roundoff of the product. An example with a bound that is loose by more than 1e-5 is
+written out in float64 instead (outer.py).
 
-Where products run in less than IEEE arithmetic (precision.py), rounding of their operands moves an example's
-part of the sum by up to e M more. That is no part of the norm: it stands beside it, in `squared_error_B`.
+With products in less than IEEE arithmetic (precision.py), rounded operands change an example's part of the sum by up to
+e M more. This error is not part of the norm; it is kept separately in `squared_error_B`.
 
-Legend: B examples, T positions, m and n the sides of a weight; w_B one weight an example.
+Legend: B examples, T positions, m and n the sides of a weight; w_B one weight per example.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from clipwise.gradients.rare import Rare
 from clipwise.kernels.gram import Last
 from clipwise.kernels.squares import row_squares
 
-CHUNK_BYTES = 64 * 2**20  # at most this much of per-example gradients is written out at a time
+CHUNK_BYTES = 64 * 2**20  # limit on per-example gradients written out at a time
 _BLOCK = 256  # squares are summed in blocks of this length in the tensor's own dtype, then in float64
 PRODUCT_ERROR = 4.0  # c in the bound n + c u M
-LOOSE = 1e-5  # a relative width of the bound that is too much
-NEGLIGIBLE = 1e-12  # a norm below which no bound worth using clips, however loose the norm's own bound
+LOOSE = 1e-5  # the largest acceptable relative width of the bound
+NEGLIGIBLE = 1e-12  # norms below this are never clipped, so their bound may be loose
 
 
 class Budget:
-    """Bytes that per-example gradients may occupy from the norms until the weighted sum, and its arithmetic."""
+    """Bytes that per-example gradients may occupy from the norms to the weighted sum, and the arithmetic."""
 
     def __init__(self, total_bytes: int, arithmetic: Arithmetic = IEEE) -> None:
         self.left = total_bytes
@@ -42,7 +42,7 @@ class Budget:
         self.last_products, self.last_scaled = Last(), Last()
 
     def take(self, wanted: int) -> bool:
-        """Reserve `wanted` bytes if there are as many."""
+        """Reserve `wanted` bytes if available."""
         if wanted > self.left:
             return False
         self.left -= wanted
@@ -55,7 +55,7 @@ class Form(ABC):
     batch: int
     shape: torch.Size
     dtype: torch.dtype
-    # Set by `squared_norms`: what the operands' rounding can add to the norm, squared, and whose bound is loose.
+    # Set by `squared_norms`: the squared error of rounded operands, and which examples have a loose bound.
     squared_error_B: Tensor | None = None
     loose_B: Tensor | None = None
 
@@ -64,7 +64,7 @@ class Form(ABC):
         """Upper bounds on the squared norms, [B] in float64."""
 
     def tighten(self, square_B: Tensor, budget: Budget) -> None:  # noqa: B027 (most forms have nothing loose)
-        """Replace loose bounds by better ones. (Separate from `squared_norms` because it waits for the device.)"""
+        """Replace loose bounds by tight ones. (Separate from `squared_norms` because it waits for the device.)"""
 
     @abstractmethod
     def weighted_sum(self, w_B: Tensor) -> Tensor:
@@ -76,15 +76,15 @@ class Form(ABC):
 
     @abstractmethod
     def mute(self, muted_B: Tensor) -> None:
-        """Make the gradients of these examples 0: a weight of 0 does not cancel an Inf or a NaN."""
+        """Set the gradients of these examples to 0: a weight of 0 does not cancel an Inf or a NaN."""
 
     def mass(self, example: int) -> float:
-        """How large the terms are whose sum is this example's gradient: rounding errors scale with it."""
+        """The norm of the terms that sum to this example's gradient: rounding errors scale with it."""
         return 0.0
 
 
 def measured(form: Form, budget: Budget, rare: Rare | None = None) -> Tensor:
-    """A form's squared norms, with no bound left loose."""
+    """A form's squared norms, with all loose bounds tightened."""
     square_B = form.squared_norms(budget)
     if form.loose_B is not None and (rare or Rare()).any(form.loose_B):
         form.tighten(square_B, budget)
@@ -97,22 +97,22 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Sums run in float32 or better."""
+    """Promote to float32 or better, for sums."""
     if x.is_complex():
         return x if x.dtype != torch.complex32 else x.to(torch.complex64)
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def as_real(x_Bn: Tensor) -> Tensor:
-    """Rows of complex numbers as rows of twice as many real ones, of the same length; real rows as they are."""
+    """Rows of complex numbers as rows of twice as many real numbers; real rows unchanged."""
     return torch.view_as_real(x_Bn.resolve_conj()).flatten(1) if x_Bn.is_complex() else x_Bn
 
 
 def squared_norms(x_Bn: Tensor) -> Tensor:
     """An upper bound on the squared norm of each row, in float64.
 
-    A block of k squares is summed, in any order, with relative error at most (k + 2) u, which is half of
-    that for its root. A square below the smallest number is lost: at most sqrt(k tiny) a block.
+    The sum of a block of k squares, in any order, has a relative error of at most (k + 2) u, and its root half of that.
+    A square below the smallest number is lost: at most sqrt(k tiny) per block.
     """
     x_Bn = as_real(x_Bn)
     B, n = x_Bn.shape
@@ -135,7 +135,7 @@ def squared_norms(x_Bn: Tensor) -> Tensor:
 
 
 def bytes_of(batch: int, shape: torch.Size, dtype: torch.dtype) -> int:
-    """The size of so many gradients."""
+    """The size of `batch` gradients in bytes."""
     return batch * shape.numel() * dtype.itemsize
 
 
@@ -145,16 +145,16 @@ def slices(batch: int, step: int) -> list[slice]:
 
 
 def chunks(batch: int, bytes_each: int, most_bytes: int | None = None) -> list[slice]:
-    """The examples in pieces of so many bytes at most (CHUNK_BYTES if not given), or of one."""
+    """The examples in pieces of at most so many bytes (default CHUNK_BYTES), or of one example."""
     most_bytes = CHUNK_BYTES if most_bytes is None else most_bytes
     return slices(batch, max(1, min(batch, most_bytes // max(1, bytes_each))))
 
 
 def zeroed(x: Tensor, muted_B: Tensor) -> Tensor:
-    """Zeros in place of these examples."""
+    """Set the rows of these examples to zero."""
     return x.masked_fill(along_first(muted_B, x), 0)
 
 
 def along_first(per_example_B: Tensor, t: Tensor) -> Tensor:
-    """One number an example, in a shape that broadcasts to a tensor's with the examples along its first axis."""
+    """One number per example, in a shape that broadcasts to a tensor with the examples along its first axis."""
     return per_example_B.view(-1, *[1] * (t.dim() - 1))

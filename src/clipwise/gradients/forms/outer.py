@@ -1,6 +1,6 @@
-"""Product, a gradient sum_t left_t right_t^T with a bound on its norm; and Outer, that of a linear layer.
+"""Product, a gradient sum_t left_t right_t^T with a bound on its norm; and Outer, the gradient of a linear layer.
 
-Legend: B examples, T positions, m and n the sides of a weight; w_B one weight an example.
+Legend: B examples, T positions, m and n the sides of a weight; w_B one weight per example.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from clipwise.kernels.gram import Last, gram_norms
 
 _PIECE_BYTES = 8 * 2**20
 _LONG_ROW = 4096
-_POSITIONS, _FEATURES = 48, 2048  # of a block of inner products, and of the copies that it is made of
+_POSITIONS, _FEATURES = 48, 2048  # of a block of inner products, and of its float64 copies
 
 
 def gram_is_cheaper(T: int, m: int, n: int) -> bool:
-    """Whether inner products of T positions cost less than gradients of m by n that are written and read again.
+    """Whether inner products of T positions cost less than writing out and reading gradients of size m by n.
 
-    The inner products are T^2 (m + n) in float64; a gradient is m n numbers, each about six of those by its
-    ways through memory, and its own T m n products take the place of the sum's. (A rough constant: it decides how
-    long a step takes, and no result.)
+    The inner products are T^2 (m + n) operations in float64. A gradient has m n numbers, each worth about six of these
+    operations in memory traffic; its own T m n products replace those of the sum. (A rough constant: it affects the
+    speed, and no result.)
     """
     return T * T * (m + n) < 6 * m * n and 2 * T * (m + n) < m * n
 
 
 def gram_pays_on_cuda(T: int, m: int, n: int, arithmetic: Arithmetic = TF32) -> bool:
-    """The same on CUDA: products run on tensor cores, and a gradient passes through memory three times.
+    """The same on CUDA: products use tensor cores, and a gradient passes through memory three times.
 
     2 T^2 (m + n) / 200e12 seconds against 12 m n / 4e12, or 2 T^2 (m + n) / 40e12 without TF32.
     """
@@ -53,14 +53,14 @@ def gram_pays_on_cuda(T: int, m: int, n: int, arithmetic: Arithmetic = TF32) -> 
 
 
 class Product(Form):
-    """gradient_i = sum_t left_t right_t^T, not written out. Examples with a loose bound are summed by themselves."""
+    """gradient_i = sum_t left_t right_t^T, not written out. Examples with a loose bound are summed separately."""
 
-    keeps_exact = True  # whether a gradient that `tighten` wrote out may be kept for the sum
+    keeps_exact = True  # whether a gradient written out by `tighten` may be kept for the sum
 
     def __init__(self) -> None:
         self._exact: dict[
             int, Tensor | None
-        ] = {}  # examples summed by themselves; None: written out again then
+        ] = {}  # examples summed separately; None: written out again for the sum
 
     @abstractmethod
     def _in_float64(self, example: int) -> Tensor:
@@ -69,7 +69,7 @@ class Product(Form):
     def _bound(
         self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None
     ) -> Tensor:
-        """(n + c u M)^2, or n + c u M with e M beside it, where e M may be that of a part of the product."""
+        """(n + c u M)^2. Below IEEE precision, stores (e M)^2 too; M may be that of `rounded_mass_B` there."""
         slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
         bound_B = (norm_B + slack_B).square()
         if budget.arithmetic is not IEEE:
@@ -96,7 +96,6 @@ class Product(Form):
         return w_B
 
     def _add_exact(self, total: Tensor, w_B: Tensor) -> Tensor:
-        """Add the examples that are summed by themselves."""
         for i, kept in self._exact.items():
             total += (w_B[i] * (self._in_float64(i) if kept is None else kept)).to(self.dtype)
         return total
@@ -107,7 +106,7 @@ class Product(Form):
 
 
 class Outer(Product):
-    """gradient_i = sum_t left_it right_it^T, of shape [m, n] or of one with as many entries."""
+    """gradient_i = sum_t left_it right_it^T, of shape [m, n] or any shape with as many entries."""
 
     def __init__(
         self,
@@ -117,10 +116,10 @@ class Outer(Product):
         *,
         upright: bool = False,
     ) -> None:
-        """`upright`: the weighted sum is wanted as it is, and not transposed as a linear layer's weight is."""
+        """`upright`: the weighted sum is returned as is, and not transposed as for a linear layer's weight."""
         super().__init__()
         dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
-        # A product of bf16 or fp16 rows is summed in float32: its rounding must not eat the bound.
+        # A product of bf16 or fp16 rows is summed in float32, so that its rounding stays within the bound.
         self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
         self.left, self.right = left_BTm, right_BTn
         if torch.float64 in (left_BTm.dtype, right_BTn.dtype) or left_BTm.device.type == "cpu":
@@ -147,7 +146,7 @@ class Outer(Product):
             written = Written(B, self.shape, self.dtype, multiply, _piece(self.shape, self.left))
             square_B = written.squared_norms(budget)
             if written.is_kept:
-                self._written = written  # what gets summed is what was measured: no more to bound
+                self._written = written  # the measured gradients are summed: no further error
                 self.left, self.right = self.left.new_empty(0), self.right.new_empty(0)
                 return square_B
             norm_B = square_B.sqrt()
@@ -193,24 +192,24 @@ class Outer(Product):
         m, n = self.left.shape[-1], self.right.shape[-1]
         if self._upright:
             total = _product(left.flatten(0, 1).T, right.flatten(0, 1), self.dtype)[:m, :n]
-        else:  # a linear layer's weight is [outputs, inputs], and is then contiguous
+        else:  # a linear layer's weight is [outputs, inputs], and contiguous this way
             total = _product(right.flatten(0, 1).T, left.flatten(0, 1), self.dtype)[:n, :m].T
         return self._add_exact(total, w_B).reshape(self.shape)
 
     def _padded(self) -> tuple[Tensor, Tensor]:
-        """Both operands, with zeros behind long rows of a length that makes products slow (a vocabulary's)."""
+        """Both operands, with long rows zero-padded if their length makes products slow (a vocabulary's)."""
         if self._aligned is None:
             self._aligned = tuple(_aligned(x) for x in (self.left, self.right))
         return self._aligned[0], self._aligned[1]
 
     def _scaled(self, w_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Both operands, the smaller one scaled. Operands in bfloat16 stay so where that error is stated."""
+        """Both operands, the smaller one scaled. Operands in bfloat16 stay so if that error is stated."""
         left, right = self._padded()
         short = {left.dtype, right.dtype} == {torch.bfloat16} and self._arithmetic is not IEEE
         dtype, last = torch.bfloat16 if short else self.dtype, self._last_scaled or Last()
 
         def scaled(x_BTm: Tensor) -> Tensor:
-            """w_i times the rows of example i; layers with one input share it."""
+            """w_i times the rows of example i. Cached, since several layers may share an input."""
             wide = torch.promote_types(x_BTm.dtype, torch.float32)
             return last.of(x_BTm, lambda: (x_BTm * w_B.to(wide)[:, None, None]).to(dtype), w_B, dtype)
 
@@ -236,13 +235,13 @@ class Outer(Product):
 
 
 def lengths(x_BTm: Tensor) -> Tensor:
-    """An upper bound on the length of each position's row: [B, T] in float64."""
+    """An upper bound on the norm of each position's row: [B, T] in float64."""
     B, T, m = x_BTm.shape
     return squared_norms(x_BTm.reshape(B * T, m)).view(B, T).sqrt()
 
 
 def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[slice], Tensor]:
-    """Writes out the gradients of some examples. (No method of Outer: the two would keep each other alive.)"""
+    """Writes out the gradients of some examples. (Not a method of Outer, to avoid a reference cycle.)"""
 
     dtype = at_least_float32(torch.empty(0, dtype=torch.promote_types(left.dtype, right.dtype))).dtype
 
@@ -254,7 +253,7 @@ def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[sli
 
 
 def _aligned(x_BTm: Tensor) -> Tensor:
-    """On CUDA, rows that begin at multiples of 16 bytes and are a multiple of 64 numbers long."""
+    """On CUDA, rows aligned to 16 bytes, with a length that is a multiple of 64 numbers."""
     m = x_BTm.shape[-1]
     if x_BTm.device.type != "cuda" or m < _LONG_ROW or m * x_BTm.element_size() % 16 == 0:
         return x_BTm
@@ -267,10 +266,10 @@ def _product(a_mk: Tensor, b_kn: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def inner_products(x_bTm: Tensor) -> dict[tuple[int, int], Tensor]:
-    """<x_t, x_s> in float64, for every two positions of an example: a flat block by the blocks (i, j) of t and s.
+    """<x_t, x_s> in float64, for all pairs of positions of an example: flat blocks, keyed by their (i, j).
 
-    They are symmetric, so that j <= i is enough where there are many positions. Features are taken a few at a
-    time, or their copies in float64 would fall out of a CPU's caches.
+    They are symmetric, so j <= i is enough for many positions. Features are processed in chunks, so that their float64
+    copies stay in a CPU's caches.
     """
     T, m = x_bTm.shape[1:]
     step = _POSITIONS if T >= 2 * _POSITIONS else max(1, T)

@@ -1,7 +1,6 @@
-"""Rows: a few rows of a table, as an embedding gives them.
+"""Rows: a few rows of a table, the gradient of an embedding.
 
-Legend: B examples, K entries (example, id, row) of all of them, U of one example, V rows of the table, n the size
-of a row.
+Legend: B examples, K entries (example, id, row) in total, U of one example, V rows of the table, n the size of a row.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class Rows(Form):
         table: torch.Size,
         each: int | None = None,
     ) -> None:
-        """`table` is the parameter's shape, of V * n entries however they are arranged.
+        """`table` is the parameter's shape, of V * n entries in any arrangement.
 
-        `each` is how many entries every example has, where all have as many.
+        `each` is the number of entries per example, if it is the same for all examples.
         """
         self.example, self.ids, self.g, self.each = example_K, ids_K, g_Kn, each
         self.batch, self.shape, self.dtype = batch, table, g_Kn.dtype
@@ -34,14 +33,13 @@ class Rows(Form):
         self._merged: tuple[Tensor, Tensor, Tensor] | None = None
 
     def merged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Repeated ids of one example added up first: (example, id, row) of each distinct pair, in order.
+        """Sum repeated ids of each example: (example, id, row) of each distinct pair, in order.
 
-        As many entries as before: what is left over at the end are rows of zeros (of example 0).
-
-        Norm and weighted sum both start from these rows, so what is summed is what was measured.
+        The number of entries is unchanged; rows of zeros (of example 0) fill the end. Norm and weighted sum both use
+        these rows, so the measured gradient is the summed one.
         """
         if self._merged is None:
-            # (No `unique`: its result has a size that the host would have to wait for.)
+            # (Not `unique`: the host would have to wait for the size of its result.)
             keys_K, order_K = torch.sort(self.example * self.V + self.ids)
             begins_K = torch.ones_like(keys_K)
             begins_K[1:] = keys_K[1:] != keys_K[:-1]
@@ -53,7 +51,7 @@ class Rows(Form):
         return self._merged
 
     def by_example(self) -> tuple[Tensor, Tensor]:
-        """Ids and rows as [B, U] and [B, U, n], with rows of zeros where an example has fewer than U entries."""
+        """Ids and rows as [B, U] and [B, U, n], with rows of zeros if an example has fewer than U entries."""
         order_K = torch.argsort(self.example, stable=True)
         if self.each is not None:
             order_BU = order_K.view(self.batch, self.each)
@@ -83,7 +81,7 @@ class Rows(Form):
     def instantiate(self, examples: slice) -> Tensor:
         first, last, _ = examples.indices(self.batch)
         example, ids, g = self.example, self.ids, self.g
-        if last - first < self.batch:  # (to pick entries makes the host wait for a GPU)
+        if last - first < self.batch:  # (selecting entries makes the host wait for a GPU)
             inside = (example >= first) & (example < last)
             example, ids, g = example[inside] - first, ids[inside], g[inside]
         tables = torch.zeros(last - first, self.V, g.shape[1], dtype=self.dtype, device=g.device)

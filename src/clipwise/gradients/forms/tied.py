@@ -1,12 +1,12 @@
-"""One table that is looked up and multiplied with: an embedding whose weight is the output head's as well.
+"""Tied: a table used both in a lookup and in a product, such as an embedding tied to the output head.
 
-With R the looked-up rows' part and O = sum_t left_t right_t^T the product's part of an example's gradient,
+With R the lookup's part and O = sum_t left_t right_t^T the product's part of an example's gradient,
 
     |R + O|^2 = |R|^2 + |O|^2 + 2 <R, O>,   <R, O> = sum_u sum_t left_t[id_u] <right_t, row_u>,
 
-so that no [V, n] gradient is written out for each example. |R|^2 and |O|^2 are upper bounds; the cross term may
-have either sign, and its rounding error is added, as is that of the product that is summed later (base.py).
-An example whose bound would be loose is written out in float64 instead, and summed by itself.
+so no [V, n] gradient is written out per example. |R|^2 and |O|^2 are upper bounds. The cross term has either sign; its
+rounding error is added, as is that of the product that is summed later (base.py). An example with a loose bound is
+written out in float64 instead, and summed separately.
 
 Legend: B examples, T positions, U entries of an example, V rows of the table, n the size of a row.
 """
@@ -37,10 +37,10 @@ class Tied(Product):
         ids_BU, rows_BUn = self.rows.by_example()
         size_B = lengths(rows_BUn).sum(1)
         square_B = own_B + self.rows.squared_norms(budget) + 2 * self._cross_terms(ids_BU, rows_BUn)
-        # U T products of length n, and the sum of three terms, none of them above (M + |R|)^2.
+        # U T products of length n, and the sum of three terms, each at most (M + |R|)^2.
         terms = 2 * ids_BU.shape[1] * self.outer.left.shape[1] + rows_BUn.shape[2] + 8
         square_B = square_B.clamp_min(0) + terms * roundoff(torch.float64) * (mass_B + size_B).square()
-        # |O|^2 may be that of rounded operands, and <R, O> is not.
+        # |O|^2 may be that of rounded operands; <R, O> is not.
         square_B = square_B + 2 * budget.arithmetic.operand_error * size_B * mass_B
         return self._bound(square_B.sqrt(), mass_B + size_B, budget, rounded_mass_B=mass_B)
 

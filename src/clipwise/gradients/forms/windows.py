@@ -1,21 +1,22 @@
-"""Convolutions of few positions and many channels: no gradient is written out, and no window is copied.
+"""Convolutions with few positions and many channels: no gradient is written out, and no window is copied.
 
-A convolution is a linear layer on *windows* of its input: win_t is what position t of the output saw, and the
+A convolution is a linear layer on *windows* of its input: win_t is the input window of output position t, and the
 gradient is sum_t g_t win_t^T. So its squared norm is a sum over pairs of positions,
 
     |gradient|^2 = sum_{t,s} <g_t, g_s> <win_t, win_s>.
 
-Two windows meet pixel by pixel, at the same offset. With P[u, v] = <x_u, x_v>, the inner products of *pixels*,
+The inner product of two windows pairs pixels at the same offset. With P[u, v] = <x_u, x_v>, the inner products of
+*pixels*,
 
     <win_t, win_s> = sum_o P[t stride + o dilation - padding, s stride + o dilation - padding],
 
-where P is 0 outside of the image. That is P added to itself, moved along its diagonal, once for each offset of
-the kernel, one axis after another. Two pixels that meet lie a multiple of the stride apart, so pixels fall into
-*phases* (their places modulo the stride), each with a small P of its own: with q and r the quotient and the rest
-of (o dilation - padding) / stride, the offset o moves phase r by q.
+where P is 0 outside of the image. This adds copies of P, shifted along its diagonal, one for each offset of the kernel,
+one axis after another. Paired pixels differ by a multiple of the stride, so pixels divide into *phases* (their
+positions modulo the stride), each with its own small P: with q and r the quotient and the remainder of
+(o dilation - padding) / stride, the offset o shifts phase r by q.
 
-A fold (k rows an example) is one more axis, with a kernel of size 1. Groups are convolutions of their own, each
-with a part of the gradient.
+A fold (k rows per example) is one more axis, with a kernel of size 1. Groups are separate convolutions, each with a
+part of the gradient.
 
 Legend: B examples (b in a chunk), k rows each, T positions of the output, c and p channels of a group.
 """
@@ -37,20 +38,20 @@ from clipwise.kernels.gram import gram_norms
 
 GRAM_BYTES = 64 * 2**20  # of inner products at a time
 COPY_BYTES = 256 * 2**20  # of windows at a time, on CUDA
-_CACHED_BYTES = 8 * 2**20  # the same on a CPU: more fall out of its caches
-# Convolutions may add positions and examples one after another, where a matrix product adds them in blocks. So many
-# terms that are all alike, the worst case, leave an error of 1e-5 of their sum; sums of these are added then.
+_CACHED_BYTES = 8 * 2**20  # the same on a CPU, so that they stay in its caches
+# Convolutions may add positions and examples one by one, where a matrix product adds them in blocks. In the worst case,
+# all terms equal, so many terms give an error of 1e-5 of their sum. Sums of this many terms are then added.
 _TERMS = 1024
 
-# What it costs to move and add a pair of pixels, and to write, measure and sum a number of a gradient, in products
-# of two numbers in float64. (Rough: they decide how long a step takes, and no result. Both pass through memory,
-# which a GPU's products outrun by far.)
+# The cost to shift and add a pair of pixels, and to write, measure and sum a number of a gradient, in products of two
+# numbers in float64. (Rough: they affect the speed, and no result. Both are limited by memory, which is much slower
+# than a GPU's products.)
 _MOVED = {"cpu": 8, "cuda": 200}
 _WRITTEN = {"cpu": 50, "cuda": 80}
 
 
 def windows_pay(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> bool:
-    """Whether inner products cost less than gradients that are written out, whose sum needs no product then."""
+    """Whether inner products cost less than gradients that are written out, which need no product in the sum."""
     if geometry.transposed:
         return False
     k, channels, *pixels = x_Bk.shape[1:]
@@ -69,7 +70,7 @@ class Windows(Product):
     """gradient_i = sum_t g_it win_it^T, of the weight's shape."""
 
     def __init__(self, x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> None:
-        """Inputs [B, k, groups * c, *pixels] and output gradients [B, k, groups * p, *places], alike in dtype."""
+        """Inputs [B, k, groups * c, *pixels] and output gradients [B, k, groups * p, *places], of the same dtype."""
         super().__init__()
         self.x, self.g, self.geometry = x_Bk, g_Bk, geometry
         self.batch, self.shape, self.dtype = len(x_Bk), geometry.weight, x_Bk.dtype
@@ -82,26 +83,26 @@ class Windows(Product):
             found = [self._squares_and_mass(examples) for examples in self._chunks()]
         square_B, mass_B = (torch.cat(parts) for parts in zip(*found, strict=True))
         if budget.arithmetic is not IEEE:
-            self._together = max(1, self.batch)  # whose sum errs less than its operands
+            self._together = max(1, self.batch)  # the sum errs less than its operands
         return self._bound(square_B.sqrt(), mass_B, budget)
 
     def _by_tensor_cores(self, examples: slice, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-        """The same, by inner products of windows that are copied after all: a GPU has more products to spare."""
+        """The same by inner products of copied windows: faster on a GPU."""
         windows_bTn = self.geometry.patches(self.x[examples])  # in any order of features
         return gram_norms(positions(self.g[examples]), windows_bTn, arithmetic.name)
 
     def _copies(self) -> list[slice]:
-        """Examples whose windows fit into COPY_BYTES."""
+        """Pieces of the batch with windows that fit into COPY_BYTES."""
         T = self.g.shape[1] * self.g.shape[3:].numel()
         return chunks(self.batch, self.shape[1:].numel() * T * self.x.element_size(), COPY_BYTES)
 
     def _squares_and_mass(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Upper bounds on |gradient|^2 and on the mass M = sum_t |g_t| |win_t|, both in float64.
 
-        Inner products of c and p numbers are added over the offsets o of the kernel, and then T^2 of their
-        products. Since sum_o |x_(t+o)| |x_(s+o)| <= |win_t| |win_s|, the rounding error is at most
-        (c + p + offsets + T^2 + 4) u64 M^2, and is added. M itself comes from sums of squares, and errs by less
-        than that factor; c times the offsets is more than their sum.
+        Inner products of c and p numbers are added over the offsets o of the kernel, and then T^2 of their products.
+        Since sum_o |x_(t+o)| |x_(s+o)| <= |win_t| |win_s|, the rounding error is at most
+        (c + p + offsets + T^2 + 4) u64 M^2, and is added. M is computed from sums of squares, with an error below that
+        factor, since c times the offsets exceeds their sum.
         """
         groups = self.geometry.groups
         windows_bTT = window_products(_by_group(self.x[examples], groups), self.geometry)
@@ -115,7 +116,7 @@ class Windows(Product):
         mass_b = torch.linalg.vecdot(left_bT, right_bT) * (1 + error)
         gram_b = torch.linalg.vecdot(windows_bTT.flatten(1), outputs_bTT.flatten(1))
         square_b = gram_b.clamp_min(0) + error * mass_b.square()
-        # Squares of the groups' parts add up; so do their masses, which is more than the length of these.
+        # Squared norms of the groups add up. So do their masses, which bounds the mass of the whole.
         return square_b.view(-1, groups).sum(1), mass_b.view(-1, groups).sum(1)
 
     def _chunks(self) -> list[slice]:
@@ -149,9 +150,9 @@ class Windows(Product):
 
 
 def window_products(x_bck: Tensor, geometry: Geometry) -> Tensor:
-    """[b, c, k, *pixels] -> [b, T, T]: <win_t, win_s> of every two positions of an example, for one group."""
+    """[b, c, k, *pixels] -> [b, T, T]: <win_t, win_s> of all pairs of positions of an example, for one group."""
     b, _, k, *pixels = x_bck.shape
-    # The rows of a fold come first, as an axis on which nothing moves.
+    # The rows of a fold come first, as an axis without shifts.
     strides = (1, *geometry.stride)
     shifts = [{0: [0]}, *(geometry.shifts(axis) for axis in range(len(pixels)))]
     places = [k, *(geometry.places(axis, size) for axis, size in enumerate(pixels))]
@@ -173,7 +174,7 @@ def window_products(x_bck: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _every(t: Tensor, dim: int, first: int, step: int) -> Tensor:
-    """Every `step`-th entry along a dimension; none, where the first lies beyond its end."""
+    """Every `step`-th entry along a dimension; empty if `first` lies beyond its end."""
     return t if step == 1 else t[(slice(None),) * dim + (slice(first, None, step),)]
 
 
@@ -186,7 +187,7 @@ def _slide(pairs: Tensor, dims: tuple[int, int], moves: Sequence[int], places: i
     shape[dims[0]] = shape[dims[1]] = places
     slid = pairs.new_zeros(shape)
     for q in moves:
-        first, last = max(0, -q), min(places, size - q)  # beyond these the pixels are padding
+        first, last = max(0, -q), min(places, size - q)  # pixels outside this range are padding
         if first < last:
             _square(slid, dims, first, last).add_(_square(pairs, dims, first + q, last + q))
     return slid

@@ -1,4 +1,4 @@
-"""Written: a gradient tensor for each example (biases, norms, convolutions, anything else).
+"""Written: one gradient tensor per example (biases, norms, convolutions, all others).
 
 Legend: B examples, b of them in a piece.
 """
@@ -24,11 +24,11 @@ from clipwise.gradients.forms.base import (
 )
 from clipwise.gradients.precision import ieee_arithmetic
 
-_blocks = Blocks(most_bytes=640 * 2**20)  # what is kept (examples.py), and pieces that are not
+_blocks = Blocks(most_bytes=640 * 2**20)  # kept gradients (examples.py), and temporary pieces
 
 
 class Written(Form):
-    """A gradient for each example, made piece by piece, and kept from the norms to the sum if memory allows."""
+    """One gradient per example, computed piece by piece, and kept from the norms to the sum if memory allows."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Written(Form):
         make: Callable[[slice], Tensor],
         piece: int | None = None,
     ) -> None:
-        """`make` gives the gradients of some examples; `piece` is how many of them it makes fastest at once."""
+        """`make` returns the gradients of some examples; `piece` is the number of examples that it computes fastest."""
         self.batch, self.shape, self.dtype = batch, shape, dtype
         self._make, self._piece = make, piece or max(1, batch)
         self._kept: list[Tensor] | None = None
@@ -46,19 +46,19 @@ class Written(Form):
 
     @classmethod
     def of(cls, ready: Tensor) -> Written:
-        """From gradients that are at hand, [B, *shape]."""
+        """Wrap computed gradients, [B, *shape]."""
         written = cls(len(ready), ready.shape[1:], ready.dtype, lambda examples: ready[examples])
         written._kept = [ready]
         return written
 
     @classmethod
     def zeros(cls, batch: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Written:
-        """No example has any gradient."""
+        """Gradients of 0 for all examples."""
         return cls.of(torch.zeros((), dtype=dtype, device=device).expand(batch, *shape))
 
     @property
     def is_kept(self) -> bool:
-        """Whether what was measured is what will be summed."""
+        """Whether the measured gradients are kept for the sum."""
         return self._kept is not None
 
     def squared_norms(self, budget: Budget) -> Tensor:
@@ -72,7 +72,7 @@ class Written(Form):
             if keep:
                 kept.append(made)
         if keep:
-            self._kept, self._make = kept, _made_before  # what they were made of can go
+            self._kept, self._make = kept, _made_before  # frees the inputs of `make`
         return torch.cat(found)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
@@ -98,7 +98,6 @@ class Written(Form):
             self._kept = [zeroed(piece, muted) for piece, muted in pairs]
 
     def _split(self, per_example_B: Tensor) -> list[Tensor]:
-        """As the kept pieces are."""
         assert self._kept is not None
         return list(torch.split(per_example_B, [len(piece) for piece in self._kept]))
 
@@ -111,7 +110,7 @@ class Written(Form):
 
 
 def real(form: Form) -> Form:
-    """The real part of complex gradients, of a form that writes them out."""
+    """The real part of complex gradients, for forms that write them out."""
     if not form.dtype.is_complex:
         return form
     return Written(
@@ -123,7 +122,7 @@ class Permuted(Form):
     """Gradients that are written out with their axes in another order."""
 
     def __init__(self, written: Written, order: Sequence[int]) -> None:
-        """`order` gives, for each axis of this form's shape, the axis of what is written."""
+        """`order` gives, for each axis of this form's shape, the axis of `written`."""
         self._written, self._order = written, tuple(order)
         self.batch, self.dtype = written.batch, written.dtype
         self.shape = torch.Size(written.shape[axis] for axis in self._order)
@@ -142,14 +141,14 @@ class Permuted(Form):
 
 
 def _made_before(examples: slice) -> Tensor:
-    raise AssertionError("these gradients are kept, and not made again")
+    raise AssertionError("these gradients are kept and must not be recomputed")
 
 
 def written_products(left_bTm: Tensor, right_bTn: Tensor) -> Tensor:
-    """sum_t left_t right_t^T of each example, [b, m, n]; on a CPU in memory that is used again."""
+    """sum_t left_t right_t^T of each example, [b, m, n]; on a CPU in reused memory."""
     size = torch.Size((len(left_bTm), left_bTm.shape[2], right_bTn.shape[2]))
-    room = _blocks.take(size, left_bTm.dtype) if left_bTm.device.type == "cpu" else None
-    return torch.bmm(left_bTm.mT, right_bTn, out=room)
+    out = _blocks.take(size, left_bTm.dtype) if left_bTm.device.type == "cpu" else None
+    return torch.bmm(left_bTm.mT, right_bTn, out=out)
 
 
 def _flat(gradients: Tensor) -> Tensor:
@@ -158,7 +157,7 @@ def _flat(gradients: Tensor) -> Tensor:
 
 @ieee_arithmetic()
 def _combine(w_B: Tensor, gradients: Tensor) -> Tensor:
-    """sum_i w_i gradient_i; what was measured is summed as it is, so these products are never rounded."""
+    """sum_i w_i gradient_i in IEEE products, so that the measured gradients are summed without rounding operands."""
     gradients = at_least_float32(gradients)
     flat = as_real(_flat(gradients))
     total = w_B.to(flat.dtype) @ flat

@@ -1,4 +1,4 @@
-"""Rules, one file for each kind of operation. Importing this package registers those of every file in it."""
+"""Rules for backward nodes. Importing this package registers the rules of every module in it."""
 
 from importlib import import_module
 from pkgutil import iter_modules

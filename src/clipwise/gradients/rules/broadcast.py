@@ -1,6 +1,6 @@
-"""Operands that are broadcast: biases, scales, slopes, choices, class tokens (expand), InstanceNorm's scale (repeat).
+"""Operands that are broadcast: biases, scales, slopes, `where`, class tokens (expand), InstanceNorm's scale (repeat).
 
-An operand's gradient is summed over the positions of one example over which it was broadcast.
+The gradient of an operand is summed over the positions of one example that it was broadcast to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def div(node: Node, shapes: Shapes) -> Finish:
 def prelu(node: Node, shapes: Shapes) -> Finish:
     """out = x where x > 0, else slope * x. Operand 1: the slope."""
     if 0 in shapes:
-        raise RuleDoesNotApply("what goes in is made of parameters")
+        raise RuleDoesNotApply("the input is made of parameters")
     return _linear(shapes, {1: node._saved_self.clamp(max=0)})
 
 
@@ -68,7 +68,7 @@ def masked_fill(node: Node, shapes: Shapes) -> Finish:
 
 
 def _linear(shapes: Shapes, factor: dict[int, float | Tensor]) -> Finish:
-    """The gradient of an operand at each position is g times that operand's factor there."""
+    """The gradient of an operand at each position is g times the operand's factor at that position."""
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         g = at_least_float32(g)
@@ -79,20 +79,20 @@ def _linear(shapes: Shapes, factor: dict[int, float | Tensor]) -> Finish:
 
 @register("ExpandBackward0", takes_complex=True)
 def expand(node: Node, shapes: Shapes) -> Finish:
-    """Every copy of the operand gets its own gradient; an example's copies are summed."""
+    """Each copy of the operand has its own gradient; the copies of an example are summed."""
     return lambda g, layout: {0: broadcast_sum(g, layout, shapes[0])}
 
 
 @register("RepeatBackward0", takes_complex=True)
 def repeat(node: Node, shapes: Shapes) -> Finish:
-    """As expand, but a repeated axis holds (copies, size) and the examples must lie in the copies."""
+    """Like expand, but a repeated axis is (copies, size), and the examples must lie along the copies."""
     shape = shapes[0]
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
         missing = g.dim() - len(shape)
         size = shape[layout.axis - missing] if layout.axis >= missing else 1
         if layout.inner % size:
-            raise RuleDoesNotApply("an example holds a part of the operand")
+            raise RuleDoesNotApply("an example holds only a part of the operand")
         split = layout.split(at_least_float32(g))  # [B, ..., outer, inner, ...]
         sizes, summed = [layout.batch], []
         for d in range(g.dim()):
@@ -110,9 +110,9 @@ def broadcast_sum(h: Tensor, layout: Layout, shape: torch.Size) -> Written:
     missing = h.dim() - len(shape)
     if layout.axis >= missing and shape[layout.axis - missing] != 1:
         raise RuleDoesNotApply("the operand has an entry for each example")
-    if shape and layout.axis < missing and h.shape[missing:] == shape:  # a bias, nearly always
+    if shape and layout.axis < missing and h.shape[missing:] == shape:  # nearly always a bias
         h_BTp = layout.rows(h.flatten(missing))
-        one_position = h_BTp.shape[1] == 1  # nothing to sum: as at each time step of an RNN
+        one_position = h_BTp.shape[1] == 1  # nothing to sum, e.g. at each time step of an RNN
         if one_position or h.is_complex():
             sums_Bp = at_least_float32(h_BTp[:, 0] if one_position else h_BTp.sum(1))
         else:

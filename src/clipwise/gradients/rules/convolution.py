@@ -1,14 +1,13 @@
 """nn.Conv1d/2d/3d and their transposes, with any stride, padding, dilation and groups.
 
-Where images are large and kernels few, the per-example weight gradients are written out. Where few positions
-meet many channels (the late layers of a network), a gradient is far larger than what it is made of: there it is
-left as what it is, a sum over windows of the input (forms/windows.py). With kernels of size 1 a convolution is a
-linear layer. What is cheaper is modelled, and measured constants decide.
+For large images and few kernels, the per-example weight gradients are written out. For few positions and many channels
+(the late layers of a network), a gradient is far larger than its factors, and stays a sum over windows of the input
+(forms/windows.py). A convolution with kernels of size 1 is a linear layer. A measured cost model decides.
 
-Gradients are written out in one of three ways, none of which unfolds a batch of images:
-    a kernel of our own, on a GPU, where few inputs are in a window (kernels/convolution.py);
-    products with windows, a few examples at a time, on a CPU, where no multiple of 8 channels comes in;
-    otherwise one convolution whose groups are the examples (geometry.py).
+Gradients are written out by one of three methods, none of which unfolds a batch of images:
+    a Triton kernel, on a GPU, for few inputs per window (kernels/convolution.py);
+    products with windows, a few examples at a time, on a CPU, if the input channels are not a multiple of 8;
+    otherwise one convolution with the examples as groups (geometry.py).
 
 Legend: B examples, k rows each, T positions of the output in those rows, p and c channels.
 """
@@ -42,11 +41,11 @@ from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, 
 from clipwise.gradients.walk import Node
 from clipwise.kernels import convolution as kernel
 
-_PIECE_BYTES = 4 * 2**20  # of gradients or windows at once on a CPU: more fall out of its caches
-_FEW_INPUTS = 64  # of a window, on CUDA
-_CHANNELS = 8  # a CPU's convolutions work on blocks of so many channels, and are slow with others
+_PIECE_BYTES = 4 * 2**20  # of gradients or windows at once on a CPU, so that they stay in its caches
+_FEW_INPUTS = 64  # per window, on CUDA
+_CHANNELS = 8  # CPU convolutions use blocks of this many channels, and are slow otherwise
 
-Gradients = Callable[[Tensor, Tensor], Tensor]  # of inputs and output gradients: those of the weight
+Gradients = Callable[[Tensor, Tensor], Tensor]  # (inputs, output gradients) -> weight gradients
 
 
 @register("ConvolutionBackward0")
@@ -74,7 +73,7 @@ def _geometry(node: Node, weight: torch.Size) -> Geometry:
     axes = len(weight) - 2
 
     def each(sizes: Sequence[int]) -> tuple[int, ...]:
-        """One entry may stand for all axes."""
+        """One entry may apply to all axes."""
         return tuple(sizes) * (axes if len(sizes) == 1 else 1)
 
     return Geometry(
@@ -111,8 +110,8 @@ def _form(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
 
 
 def _form_on_cuda(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
-    """Few inputs a window: the kernel. Otherwise windows are copied, for norms alone where inner products are
-    cheaper than gradients. (As timed: this decides how long a step takes, and no result.)
+    """The kernel for few inputs per window. Otherwise windows are copied: for norms only, if inner products are
+    cheaper than gradients. (Measured; this affects the speed, and no result.)
     """
     p, n, T = geometry.weight[0], geometry.weight[1:].numel(), g_Bk.shape[1] * g_Bk.shape[3:].numel()
     if geometry.kernel.numel() == 1:
@@ -153,9 +152,9 @@ def _by_kernel(geometry: Geometry, x_bk: Tensor, g_bk: Tensor) -> Tensor:
 
 
 def _tf32() -> bool:
-    """Whether convolutions run in TensorFloat-32 at this moment (precision.py sets it for norms and sums)."""
+    """Whether convolutions currently run in TensorFloat-32 (precision.py sets it for norms and sums)."""
     cudnn: Any = torch.backends.cudnn
     try:
         return bool(cudnn.allow_tf32)
-    except RuntimeError:  # set by backend, in a way that the common switch does not know
+    except RuntimeError:  # set per backend, which the common switch does not support
         return bool(cudnn.conv.fp32_precision == "tf32")

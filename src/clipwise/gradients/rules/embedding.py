@@ -1,7 +1,7 @@
-"""Rows picked from a table: nn.Embedding, nn.EmbeddingBag, table[ids], index_select.
+"""Lookups of table rows: nn.Embedding, nn.EmbeddingBag, table[ids], index_select.
 
-Every position is an entry (example, id, row of g). Positions of nobody and padding are left out; repeated ids
-of one example are added up before anything is squared (forms.Rows).
+Every position is an entry (example, id, row of g). Padding and positions without an owner are left out. Repeated ids of
+one example are summed before squaring (forms.Rows).
 
 Legend: N positions, V rows of the table, n the size of a row, G bags.
 """
@@ -23,7 +23,7 @@ _SUM, _MEAN, _MAX = 0, 1, 2  # torch's numbers for the modes of EmbeddingBag
 
 @register("EmbeddingBackward0")
 def embedding(node: Node, shapes: Shapes) -> Finish:
-    """Operand 0: the table [V, n]. torch gives a missing padding_idx as -1 in unsigned 64 bits."""
+    """Operand 0: the table [V, n]. torch returns a missing padding_idx as -1 in unsigned 64 bits."""
     _refuse_frequencies(node)
     return _lookup(node._saved_indices, shapes[0], node._saved_padding_idx)
 
@@ -32,7 +32,7 @@ def embedding(node: Node, shapes: Shapes) -> Finish:
 def index_select(node: Node, shapes: Shapes) -> Finish:
     """table.index_select(0, ids)."""
     if node._saved_dim != 0:
-        raise RuleDoesNotApply("columns of a table")
+        raise RuleDoesNotApply("index_select along another axis than the rows")
     return _lookup(node._saved_index, shapes[0])
 
 
@@ -41,7 +41,7 @@ def index(node: Node, shapes: Shapes) -> Finish:
     """table[ids]."""
     first, *others = node._saved_indices
     if first is None or others or first.dtype == torch.bool:
-        raise RuleDoesNotApply("more than rows of a table")
+        raise RuleDoesNotApply("an index other than rows of a table")
     return _lookup(first, shapes[0])
 
 
@@ -54,7 +54,7 @@ def _lookup(ids: Tensor, table: torch.Size, padding: int | None = None) -> Finis
         owner = layout.broadcast(layout.owners(ids.device), ids.dim())
         owner_N, ids_N = owner.expand_as(ids).flatten(), ids.flatten()
         g_Nn = at_least_float32(g).reshape(len(ids_N), -1)
-        if isinstance(layout, Ragged):  # some positions may be nobody's
+        if isinstance(layout, Ragged):  # some positions may have no owner
             kept_N = owner_N >= 0
             owner_N, ids_N, g_Nn = owner_N[kept_N], ids_N[kept_N], g_Nn[kept_N]
         if padding is not None and padding < V:
@@ -77,7 +77,7 @@ def embedding_bag(node: Node, shapes: Shapes) -> Finish:
     weight_N: Tensor | None = node._saved_per_sample_weights
     counted_N = ids_N != node._saved_padding_idx
     positions = torch.arange(len(ids_N), device=ids_N.device)
-    # Position k lies in the last bag that begins at k or before; empty bags begin where the next one does.
+    # Position k lies in the last bag that begins at or before k; an empty bag begins where the next one does.
     bag_N = torch.searchsorted(node._saved_offsets, positions, right=True) - 1
 
     def finish(g: Tensor, layout: Layout) -> dict[int, Form]:
@@ -100,7 +100,7 @@ def embedding_bag(node: Node, shapes: Shapes) -> Finish:
 
 
 def _largest(g_Gn: Tensor, ids_Gn: Tensor, owner_G: Tensor, batch: int, table: torch.Size) -> Rows:
-    """Each entry of a bag comes from a row of its own choice: the table as V * n rows of one entry."""
+    """In max mode each entry of a bag selects its own row: the table as V * n rows of one entry."""
     G, n = g_Gn.shape
     place_Gn = ids_Gn * n + torch.arange(n, device=ids_Gn.device)
     return Rows(owner_G.repeat_interleave(n), place_Gn.flatten(), g_Gn.reshape(G * n, 1), batch, table)
@@ -109,6 +109,6 @@ def _largest(g_Gn: Tensor, ids_Gn: Tensor, owner_G: Tensor, batch: int, table: t
 def _refuse_frequencies(node: Node) -> None:
     if node._saved_scale_grad_by_freq:
         raise CoupledExamplesError(
-            "An embedding has scale_grad_by_freq=True: it divides an example's gradient by how often its ids "
-            "occur in the whole batch. Set scale_grad_by_freq=False."
+            "An embedding has scale_grad_by_freq=True: it divides an example's gradient by the frequency of its ids "
+            "in the whole batch. Set scale_grad_by_freq=False."
         )

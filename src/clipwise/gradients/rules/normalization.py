@@ -1,8 +1,8 @@
 """Scale and shift of LayerNorm, GroupNorm, RMSNorm and of batch norm with fixed statistics.
 
-With y = gamma * x_hat + beta the gradients are sum_t g_t * x_hat_t and sum_t g_t: positions are summed
-before anything is squared. InstanceNorm repeats its scale for every example, and unfused RMSNorm
-multiplies by it: the rules for repeat and multiplication cover those two.
+With y = gamma * x_hat + beta the gradients are sum_t g_t * x_hat_t and sum_t g_t: positions are summed before squaring.
+The rules for repeat and multiplication cover InstanceNorm, which repeats its scale for every example, and unfused
+RMSNorm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rms_norm(node: Node, shapes: Shapes) -> Finish:
 
 
 def _along_features(shapes: Shapes, x: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Finish:
-    """Statistics of each position, over the trailing dimensions."""
+    """Statistics per position, over the trailing dimensions."""
     _refuse_normalized_parameters(shapes)
     shape = next(iter(shapes.values()))
 
@@ -76,7 +76,7 @@ def group_norm(node: Node, shapes: Shapes) -> Finish:
 
 @register("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 def fixed_batch_norm(node: Node, shapes: Shapes) -> Finish:
-    """Batch norm in evaluation mode: a constant affine map a channel, then scale and shift."""
+    """Batch norm in evaluation mode: a constant affine map per channel, then scale and shift."""
     if node._saved_training:
         raise CoupledExamplesError(
             "A batch norm uses the statistics of the batch, so the loss of one example depends on the others. "
@@ -108,4 +108,4 @@ def _of(sums_Bd: Tensor, shape: torch.Size) -> Written:
 
 def _refuse_normalized_parameters(shapes: Shapes) -> None:
     if 0 in shapes:
-        raise RuleDoesNotApply("what is normalized is made of parameters")
+        raise RuleDoesNotApply("the normalized input is made of parameters")

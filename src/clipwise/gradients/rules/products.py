@@ -1,6 +1,6 @@
 """Products with a weight: nn.Linear with any number of middle dimensions, addmm, mm, x @ W, torch.bmm, nn.Bilinear.
 
-Positions were folded into the rows of a matrix product before autograd saw it; the layout unfolds them.
+torch folds positions into the rows of a matrix product; the layout unfolds them.
 
 Legend: B examples, T positions; G products of a stack, each [N, d] x [d, p] with the examples along N.
 """
@@ -46,7 +46,7 @@ def mm(node: Node, shapes: Shapes) -> Finish:
 def _factors(
     g: Tensor, left: Tensor | None, right: Tensor | None, layout: Layout, first: int
 ) -> dict[int, Form]:
-    """out = left @ right, operands `first` and `first + 1`, of which the one is wanted whose partner is given."""
+    """out = left @ right, operands `first` and `first + 1`. The operand with a given partner is requested."""
     forms: dict[int, Form] = {}
     if right is not None:  # examples along the columns: gradient of left is sum_t g_t conj(right_t)^T
         require_axis(layout, 1)
@@ -59,7 +59,7 @@ def _factors(
 
 
 def _outer(left_BTm: Tensor, right_BTn: Tensor) -> Form:
-    """sum_t left_t right_t^T. Complex ones are written out: inner products of positions are of real numbers."""
+    """sum_t left_t right_t^T. Complex products are written out, since inner products support real numbers only."""
     if not (left_BTm.is_complex() or right_BTn.is_complex()):
         return Outer(left_BTm, right_BTn)
     shape = torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))

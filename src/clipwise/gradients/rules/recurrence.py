@@ -1,8 +1,7 @@
-"""One layer and direction of a recurrent network, backwards in time, from what its forward pass left.
+"""Backward recursion of one layer and direction of a recurrent network, from tensors of its forward pass.
 
-Layer inputs x_t and outputs h_t are enough to rebuild all gates with one product over time. What depends on
-the recurrence is then a few elementwise products a step, which give the gradients of the pre-activations:
-
+All gates are recomputed from the layer inputs x_t and outputs h_t with one product over time. The recursion is then a
+few elementwise products per step, which give the gradients of the pre-activations:
     RNN    h_t = f(z_t)                                      z_t = W_ih x_t + b_ih + W_hh h_{t-1} + b_hh
     LSTM   c_t = f c_{t-1} + i g,  h_t = W_hr (o tanh(c_t))  (i, f, g, o) = gates of z_t; W_hr only with proj_size
     GRU    h_t = (1 - u) n + u h_{t-1},  n = tanh(a_n + r b_n), with a_t = W_ih x_t + b_ih on the input side and
@@ -29,7 +28,7 @@ _tanh_slope = torch.ops.aten.tanh_backward
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer and direction computed, in the order of its own time."""
+    """The tensors of one layer and direction, in its own order of time."""
 
     x_TNd: Tensor
     h_TNP: Tensor
@@ -40,7 +39,7 @@ class Layer:
     b_ih_G: Tensor | None
     b_hh_G: Tensor | None
     w_hr_PH: Tensor | None = None
-    valid_TN1: Tensor | None = None  # false behind the end of a shorter sequence, where nothing happens
+    valid_TN1: Tensor | None = None  # false after the end of a shorter sequence
 
     @property
     def before(self) -> Tensor:
@@ -48,11 +47,11 @@ class Layer:
         return torch.cat([self.h0_NP[None], self.h_TNP[:-1]])
 
     def keep_valid(self, t_TNx: Tensor) -> Tensor:
-        """Zeros behind the end of each sequence."""
+        """Zeros after the end of each sequence."""
         return t_TNx if self.valid_TN1 is None else t_TNx * self.valid_TN1
 
     def carried(self, t: int, new_Nx: Tensor, old_Nx: Tensor) -> Tensor:
-        """What goes on to the step before t: behind its end a sequence hands on what it got."""
+        """The state passed on to step t - 1: after its end, a sequence passes it on unchanged."""
         return new_Nx if self.valid_TN1 is None else torch.where(self.valid_TN1[t], new_Nx, old_Nx)
 
     def input_side(self) -> Tensor:
@@ -64,7 +63,7 @@ class Layer:
         return F.linear(self.before, self.w_hh_GP, self.b_hh_G)
 
     def both_sides(self) -> Tensor:
-        """Their sum, by one product: [W_ih W_hh] times x_t on top of h_{t-1}."""
+        """Their sum, from one product: [W_ih W_hh] times the concatenation of x_t and h_{t-1}."""
         xh_TNk = torch.cat([self.x_TNd, self.before], -1)
         bias_G = None if self.b_ih_G is None or self.b_hh_G is None else self.b_ih_G + self.b_hh_G
         return F.linear(xh_TNk, torch.cat([self.w_ih_Gd, self.w_hh_GP], 1), bias_G)
@@ -72,7 +71,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the pre-activations, on the input's and on the hidden side, and of W_hr's two factors."""
+    """Of the pre-activations on the input and hidden side, and of the two factors of W_hr."""
 
     input_TNG: Tensor
     hidden_TNG: Tensor
@@ -110,8 +109,8 @@ def lstm(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) 
     tanh_c = c_TNH[1:].tanh()
     unprojected_TNH = None if layer.w_hr_PH is None else o * tanh_c
 
-    # All that does not depend on the recurrence, for every step at once: dz = (dc, dc, dc, dm) * slopes, and each
-    # slope takes the place of its gate.
+    # All terms that do not depend on the recursion, for every step at once: dz = (dc, dc, dc, dm) * slopes. Each slope
+    # replaces its gate.
     by_c_T, f_T = _tanh_slope(o, tanh_c).unbind(), f.clone().unbind()
     _tanh_slope.grad_input(i, g, grad_input=unused)
     _sigmoid_slope.grad_input(g, i, grad_input=i)

@@ -1,8 +1,8 @@
 """nn.RNN, nn.LSTM and nn.GRU where torch runs them as one fused operation.
 
-oneDNN fuses an LSTM layer and direction on the CPU, in float32; cuDNN fuses all layers of any kind on the GPU.
-Everywhere else every time step is a product of its own, and needs no rule here. The gradients come from
-recurrence.py; what lies below the top layer of cuDNN's operation is computed again, layer by layer.
+oneDNN fuses an LSTM layer and direction on the CPU, in float32. cuDNN fuses all layers of any kind on the GPU. In other
+cases every time step is a separate product and needs no rule here. recurrence.py computes the gradients. The outputs of
+cuDNN's lower layers are recomputed layer by layer.
 
 Legend: T steps, N sequences, d inputs, H hidden, P outputs of a layer and direction, G gates; B examples.
 """
@@ -27,7 +27,7 @@ from clipwise.gradients.rules.registry import (
 from clipwise.gradients.walk import Node
 
 _LSTM = 2
-_KINDS: dict[int, Backward] = {  # cuDNN's numbers
+_KINDS: dict[int, Backward] = {  # cuDNN's mode numbers
     0: rnn(lambda h: (h > 0).to(h.dtype)),
     1: rnn(lambda h: 1 - h.square()),
     _LSTM: lstm,
@@ -39,7 +39,7 @@ _KINDS: dict[int, Backward] = {  # cuDNN's numbers
 def onednn_layer(node: Node, shapes: Shapes) -> FinishAll:
     """Outputs: h [T, N, H], the last h and c [N, H]. Operands: 1 W_ih, 2 W_hh, 3 b_ih, 4 b_hh."""
     if not set(shapes) <= {1, 2, 3, 4} or node._saved_mode != _LSTM:
-        raise RuleDoesNotApply("the input or the first state is made of parameters")
+        raise RuleDoesNotApply("the input or the initial state is made of parameters")
     has_biases, backwards = node._saved_has_biases, node._saved_reverse
     x, h, h0, c0, w_ih, w_hh = (
         at_least_float32(t)
@@ -64,12 +64,12 @@ def onednn_layer(node: Node, shapes: Shapes) -> FinishAll:
 
 @register_for_all_outputs("CudnnRnnBackward0")
 def cudnn(node: Node, shapes: Shapes) -> FinishAll:
-    """Outputs: h of the top layer, the last h and c of all. Operands: 0 the input, then the weights."""
+    """Outputs: h of the top layer, the last h and c of all layers. Operands: 0 the input, then the weights."""
     weights = [at_least_float32(w) for w in node._saved_weight]
     if not set(shapes) <= set(range(1, len(weights) + 1)):
-        raise RuleDoesNotApply("the input or the first state is made of parameters")
+        raise RuleDoesNotApply("the input or the initial state is made of parameters")
     if node._saved_num_layers > 1 and node._saved_train and node._saved_dropout > 0:
-        raise RuleDoesNotApply("the dropout masks between the layers are not at hand")
+        raise RuleDoesNotApply("the dropout masks between the layers are not saved")
     mode, packed = node._saved_mode, list(node._saved_batch_sizes)
     time_axis = 1 if node._saved_batch_first and not packed else 0
     directions, depth = 1 + node._saved_bidirectional, node._saved_num_layers
@@ -138,7 +138,7 @@ def cudnn(node: Node, shapes: Shapes) -> FinishAll:
 
 
 class Padded:
-    """Time as it is in [T, N, ...], or from the end for a layer that runs backwards."""
+    """Time in the order of [T, N, ...], or reversed for a layer that runs backwards."""
 
     valid_TN1: Tensor | None = None
 
@@ -155,7 +155,7 @@ class Padded:
 
 
 class Packed(Padded):
-    """Rows of a packed sequence: those of the first step, then of the second, of as many as last so long."""
+    """Rows of a packed sequence: of the first step, then of the second, for all sequences that are long enough."""
 
     def __init__(self, sizes: list[int], backwards: bool, device: torch.device) -> None:
         super().__init__(backwards)
@@ -193,7 +193,7 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _layout_of_rows(outputs: Outputs, layouts: Layouts, axis_of: dict[int, int]) -> Layout:
-    """Where the examples lie along N, as a layout of [T, N, ...]: from any output that has a gradient."""
+    """The layout of the examples along N in [T, N, ...], from any output that has a gradient."""
     live = list(outputs)
     if len(live) > 1:
         live = [k for k, g in outputs.items() if bool(g.any())] or live
@@ -204,18 +204,18 @@ def _layout_of_rows(outputs: Outputs, layouts: Layouts, axis_of: dict[int, int])
 
 
 def _layout_of_packed(outputs: Outputs, layouts: Layouts, time: Padded) -> Layout:
-    """The same for a packed sequence, whose rows follow one another along the first axis of the output."""
+    """The same for a packed sequence, with its rows along the first axis of the output."""
     if any(bool(outputs[k].any()) for k in outputs if k > 0):
         return _layout_of_rows({k: g for k, g in outputs.items() if k > 0}, layouts, {1: 1, 2: 1})
     if layouts[0].axis != 0 or not isinstance(time, Packed) or time.valid_TN1 is None:
         raise RuleDoesNotApply("the examples do not lie along the rows")
     owner_TN = layouts[0].owners(outputs[0].device)[time.row_TN]
-    # A step without a gradient belongs to nobody; the other steps tell whose sequence it is.
+    # A step without a gradient has no owner; the other steps show the owner of the sequence.
     return Ragged.of(1, owner_TN.masked_fill(~time.valid_TN1[..., 0], -1).amax(0), layouts[0].batch)
 
 
 def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
-    """In torch's order: W_ih, W_hh, b_ih and b_hh if there are any, W_hr if there is one."""
+    """In torch's order: W_ih, W_hh, b_ih and b_hh if present, W_hr if present."""
     inputs = layout.rows(found.input_TNG).contiguous()
     shared = found.hidden_TNG is found.input_TNG
     hidden = inputs if shared else layout.rows(found.hidden_TNG).contiguous()
@@ -233,5 +233,5 @@ def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
 
 
 def _bias_rows(g_TNG: Tensor, layout: Layout) -> Tensor:
-    """[B, G]: over time first, which adds whole slices, then over an example's sequences."""
+    """[B, G]: sums over time first, which adds contiguous slices, then over an example's sequences."""
     return layout.rows(g_TNG.sum(0, keepdim=True)).sum(1)

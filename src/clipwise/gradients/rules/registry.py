@@ -1,8 +1,8 @@
-"""Where rules are entered and found.
+"""The registry of rules. A rule computes the per-example gradients of one kind of operation.
 
-A rule knows one kind of operation. It is called twice, because an autograd node gives its saved tensors
-only before the backward pass and its output gradient only after: the first call reads what was saved and
-returns a function that turns the output gradient into forms, one for each operand that is wanted.
+A rule runs in two parts, because an autograd node gives access to its saved tensors only before the backward pass and
+to its output gradient only after. The first part reads the saved tensors and returns `finish`. `finish` turns the
+output gradient into one form for each requested operand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shapes = Mapping[int, torch.Size]  # operand position -> shape of that operand
 Finish = Callable[[Tensor, Layout], dict[int, Form]]
 Rule = Callable[[Node, Shapes], Finish]
 
-# For operations with several outputs, of which some may have no gradient: by the output's number.
+# For operations with several outputs: keyed by output number. Outputs without a gradient are missing.
 Outputs = Mapping[int, Tensor]
 Layouts = Mapping[int, Layout]
 FinishAll = Callable[[Outputs, Layouts], dict[int, Form]]
@@ -28,11 +28,11 @@ RuleForAll = Callable[[Node, Shapes], FinishAll]
 
 
 class RuleDoesNotApply(Exception):  # noqa: N818 (a signal between modules, not an error)
-    """This case of the operation is not covered: use the fallback."""
+    """The rule does not cover this case of the operation. The fallback is used instead."""
 
 
 def require_axis(layout: Layout, axis: int) -> None:
-    """A rule does not apply where the examples lie along another axis."""
+    """Raise RuleDoesNotApply if the examples lie along another axis."""
     if layout.axis != axis:
         raise RuleDoesNotApply(f"the examples do not lie along axis {axis}")
 
@@ -43,18 +43,17 @@ _RULES_FOR_ALL: dict[str, RuleForAll] = {}
 
 
 def register(*names: str, takes_complex: bool = False) -> Callable[[Rule], Rule]:
-    """Enter a rule for the autograd nodes of these names, by their first output.
+    """Register a rule for the first output of the autograd nodes with these names.
 
-    A rule is a function `rule(node, shapes)`. `shapes` holds the shapes of those operands whose per-example
-    gradients are wanted, by position. It reads what the node saved and returns `finish(g, layout)`: from the
-    gradient at the output, and from where the examples lie in it, one form for each wanted operand. It raises
-    RuleDoesNotApply where it does not cover a case. The first batches of every new kind of graph are compared
-    with plain autograd, so a rule with a mistake in it is found before anything is released. Positions count the
-    tensors among the arguments.
+    A rule is a function `rule(node, shapes)`. `shapes` maps the positions of the operands that need per-example
+    gradients to their shapes; positions count the tensor arguments only. The rule reads the tensors that the node saved
+    and returns `finish(g, layout)`. `finish` takes the output gradient and the layout of the examples in it, and
+    returns one form for each operand in `shapes`. Raise RuleDoesNotApply for a case that the rule does not cover.
+    clipwise compares the first batches of every new graph with plain autograd, so that a wrong rule is detected before
+    anything is released.
 
-    A rule with `takes_complex` is also called where the output is complex. The gradient of a loss L is then
-    dL/dRe + i dL/dIm, as torch has it; the imaginary part of what the rule gives for a real operand is dropped. Other
-    rules are not called there.
+    With `takes_complex`, the rule is also called for complex outputs. Gradients then follow torch's convention
+    dL/dRe + i dL/dIm, and the imaginary part is dropped for real operands.
 
     Example, for a `torch.autograd.Function` called Scale that computes x * w for w of shape [n]:
 
@@ -79,7 +78,7 @@ def register(*names: str, takes_complex: bool = False) -> Callable[[Rule], Rule]
 
 
 def register_for_all_outputs(*names: str) -> Callable[[RuleForAll], RuleForAll]:
-    """As `register`, for operations with several outputs: `finish(outputs, layouts)` takes mappings."""
+    """Register a rule for operations with several outputs: `finish(outputs, layouts)` takes mappings."""
 
     def enter(rule: RuleForAll) -> RuleForAll:
         for name in names:
@@ -90,12 +89,12 @@ def register_for_all_outputs(*names: str) -> Callable[[RuleForAll], RuleForAll]:
 
 
 def registered() -> Mapping[str, Rule | RuleForAll]:
-    """All rules by node name."""
+    """All rules, keyed by node name."""
     return {**_RULES, **_RULES_FOR_ALL}
 
 
 def begin(node: Node, shapes: Shapes) -> FinishAll | None:
-    """Read what the node saved; None where no rule applies or torch names its saved tensors otherwise."""
+    """Read the saved tensors. None if no rule applies, or if torch uses other names for the saved tensors."""
     name = node.name()
     try:
         if name in _RULES_FOR_ALL:
@@ -108,14 +107,14 @@ def begin(node: Node, shapes: Shapes) -> FinishAll | None:
 
 
 def covers(node: Node) -> bool:
-    """Whether the node's rule is one for the type of its output."""
+    """Whether the node's rule supports the dtype of its output."""
     return not dtype_at(node, 0).is_complex or node_name(node) in _TAKES_COMPLEX
 
 
 def _of_the_first(finish: Finish, node: Node) -> FinishAll:
     def finish_all(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
         if set(outputs) != {0}:
-            raise RuleDoesNotApply("another output than the first has a gradient")
+            raise RuleDoesNotApply("an output other than the first has a gradient")
         g, layout = outputs[0], layouts[0]
         if not g.is_complex():
             return finish(g, layout)
