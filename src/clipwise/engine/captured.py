@@ -149,8 +149,8 @@ class Captured:
             return None
         if not continues:
             raise StepError(
-                "All pieces of a batch must go through the same step function, each of them once. Begin the batch again "
-                "with a new iterator of private.loader."
+                "All pieces of a batch must go through the same step function, each of them once. Begin the batch "
+                "again with a new iterator of private.loader."
             )
         # If all earlier pieces were empty, the sums are still those of another batch.
         return [t.clone() for t in self._sums] if self._holds_any else None

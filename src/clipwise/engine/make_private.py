@@ -294,8 +294,8 @@ def _users(group: Any, strategy: Strategy) -> ByUser:
     if not strategy.protects_users:
         raise ConfigurationError(
             f"group= protects users with all their records, and {type(strategy).__name__} bounds the contribution of "
-            "a single record: a user with many records would not be protected. Use Batch(max_norm=...), which clips the mean "
-            "gradient of each user."
+            "a single record: a user with many records would not be protected. Use Batch(max_norm=...), which clips "
+            "the mean gradient of each user."
         )
     if strategy.mini_sets != 1:
         raise ConfigurationError(
@@ -321,13 +321,15 @@ def _require_whole_mini_sets(limit: int, strategy: Strategy, draws: Draws, recor
     advice = " and use Batch(..., mini_sets=k) with a larger k: the loader yields one microbatch at a time."
     if isinstance(draws.cut, ByUser):
         size = records / draws.cut.users
-        advice = ". With group= the records of each user are one microbatch, and the loader yields one microbatch at a time."
+        advice = (
+            ". With group= the records of each user are one microbatch, which the loader yields as one piece."
+        )
     elif isinstance(scheme, Partition):
         size = scheme.mini_set_size
     if whole("max_physical_batch_size", limit, least=1) < size:
         raise ConfigurationError(
-            f"max_physical_batch_size would cut microbatches, and {type(strategy).__name__} clips each as a whole: leave "
-            f"it out{advice}"
+            f"max_physical_batch_size would cut microbatches, and {type(strategy).__name__} clips each as a whole: "
+            f"leave it out{advice}"
         )
 
 

@@ -136,8 +136,8 @@ def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
     """Raise for an adjacency that the sampling does not support, or that keeps the data set's size secret."""
     if adjacency is Adjacency.ADD_REMOVE:
         raise ConfigurationError(
-            "adjacency='add-remove' hides the size of the data set, but make_private derives the sample rate, the number "
-            "of steps and delta from that size: use 'zero-out' with Poisson sampling, which gives the same epsilon."
+            "adjacency='add-remove' hides the size of the data set, but make_private derives the sample rate, the "
+            "number of steps and delta from that size: use 'zero-out' with Poisson sampling, which has the same epsilon."
         )
     if adjacency not in SUPPORTED[sampling]:
         usable = " or ".join(repr(str(a)) for a in SUPPORTED[sampling] if a is not Adjacency.ADD_REMOVE)

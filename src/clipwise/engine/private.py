@@ -234,7 +234,7 @@ class Private:
         return self._context.clipper.divisor
 
     def tradeoff(self) -> accounting.Tradeoff:
-        """The f-DP trade-off of all releases so far: the least false negative rate of an attack at each false positive rate.
+        """The f-DP trade-off function of all releases so far: least false negative rate over false positive rate.
 
         If other runs have charged the ledger as well, it assumes that all were configured before the first release.
         """

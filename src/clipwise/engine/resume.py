@@ -151,8 +151,8 @@ def _require_fitting(context: StepContext, state: Mapping[str, Any], is_new: boo
     for name in ("parameters", "optimizer"):
         if state["configuration"].get(name) != mine[name]:
             raise CheckpointError(
-                f"The checkpoint's run has another {name} than this one: build the same model and optimizer, or begin a "
-                "new run."
+                f"The checkpoint's run has another {name} than this one: build the same model and optimizer, or begin "
+                "a new run."
             )
     if is_new and context.ledger.position > 0:
         raise LedgerError(

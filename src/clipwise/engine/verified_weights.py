@@ -41,7 +41,7 @@ class VerifiedWeights:
         self._warned: set[str] = set()
 
     def verify(self, looks_inside: bool = False) -> bool:
-        """`require` an unchanged model. Compares contents where version counters changed, or always if `looks_inside`."""
+        """`require` an unchanged model. Compares contents if version counters changed, or if `looks_inside`."""
         return self.require(self.state.changed(looks_inside=looks_inside))
 
     def require(self, changed: Sequence[str]) -> bool:

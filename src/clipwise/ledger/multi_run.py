@@ -138,7 +138,8 @@ class Held:
             raise ConfigurationError(
                 f"epsilon={epsilon:g} at delta={delta:g} is used up: the ledger already holds {releases} releases of "
                 f"{runs} run{'s' * (runs > 1)}, which cost epsilon {spent} ({FILTER}). epsilon is the budget of the "
-                "whole ledger: give a larger one, or give this run its own ledger if the two need not be counted together."
+                "whole ledger: give a larger one, or give this run its own ledger if it need not be counted together "
+                "with the others."
             )
         return z
 
@@ -176,8 +177,8 @@ def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
     sizes = sorted({header["dataset_size"] for header in headers if "dataset_size" in header}, key=str)
     if len(sizes) > 1:
         warnings.warn(
-            f"the ledgers are of data sets of different sizes ({', '.join(map(str, sizes))} records). Only runs that share "
-            "records need to be counted together; all of them are counted here.",
+            f"the ledgers are of data sets of different sizes ({', '.join(map(str, sizes))} records). Only runs that "
+            "share records need to be counted together; all of them are counted here.",
             PrivacyWarning,
             stacklevel=2,
         )

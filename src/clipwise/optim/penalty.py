@@ -1,4 +1,4 @@
-"""A penalty on the weights. Its gradient is added after the noise: it does not depend on the data and needs no noise."""
+"""A penalty on the weights. Its gradient is added after the noise, since it does not depend on the data."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ def _inputs_of(batch: Mapping[Any, Any]) -> Any:
         raise ConfigurationError(
             "Views with random changes needs one entry of the batch to be the inputs, and in this mapping "
             + ("no tensor" if not found else f"each of {', '.join(map(repr, found))}")
-            + " could be: return a tuple with the inputs first from collate_fn, or give averaged_views=K and change the "
-            "rows in your loop."
+            + " could be: return a tuple with the inputs first from collate_fn, or give averaged_views=K and change "
+            "the rows in your loop."
         )
     return found[0]
 

@@ -71,9 +71,9 @@ class Fetcher(Dataset[Any]):
             except Exception:
                 pass  # its message could quote a record
         raise ConfigurationError(
-            "collate_fn returns something whose form for an empty batch is not clear, and a sampled batch may be empty. "
-            "Return tensors, lists, tuples or dicts in which one dimension counts the records, or give a collate_fn "
-            "that also accepts []."
+            "collate_fn returns something whose form for an empty batch is not clear, and a sampled batch may be "
+            "empty. Return tensors, lists, tuples or dicts in which one dimension counts the records, or give a "
+            "collate_fn that also accepts []."
         )
 
     @property

@@ -224,7 +224,7 @@ class PrivateLoader:
                 return
 
     def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
-        """The pieces and their batches through a `DataLoader`, which requests pieces ahead and returns them in order."""
+        """The pieces and their batches through a `DataLoader`, which requests pieces ahead and keeps their order."""
         requested: deque[Piece] = deque()
         secret = blake2b(next(self._secrets())[0], digest_size=32, person=b"clipwise.workers").digest()
 
@@ -242,7 +242,9 @@ class PrivateLoader:
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
             worker_init_fn=partial(_seed_worker, secret),
-            generator=generator_from(secret),  # the default would seed workers from torch's global seed, which may be known
+            generator=generator_from(
+                secret
+            ),  # the default would seed workers from torch's global seed, which may be known
         )
         arriving = iter(batches)
         while True:

@@ -81,7 +81,7 @@ class ByIndex(Cut):
 
 @dataclass(frozen=True)
 class ByBlock(Cut):
-    """The mini-sets are the blocks that were drawn of a partition into blocks of `size` records."""
+    """The microbatches are the drawn blocks of a partition into blocks of `size` records."""
 
     size: int
     may_be_empty = False
@@ -160,8 +160,8 @@ def _listed(ids: Any) -> list[Hashable]:
             )
         if owner is None or owner != owner:
             raise ConfigurationError(
-                "group: a user id is missing (None or NaN). Every record needs the id of its user: give each such record "
-                "its own id if it belongs to a user without other records, or leave it out."
+                "group: a user id is missing (None or NaN). Every record needs the id of its user: give each such "
+                "record its own id if it belongs to a user without other records, or leave it out."
             )
     return found
 

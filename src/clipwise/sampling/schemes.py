@@ -72,8 +72,8 @@ class Poisson(Scheme):
 class TruncatedPoisson(Poisson):
     """A Poisson draw, truncated to a uniform subset of `max_batch_size` units if it is larger.
 
-    It limits the memory of a step. Whether a batch was truncated is secret. The default limit is so high that truncation
-    costs no privacy: about 9.5 standard deviations above the mean.
+    It limits the memory of a step. Whether a batch was truncated is secret. The default limit is so high that
+    truncation costs no privacy: about 9.5 standard deviations above the mean.
     """
 
     sampling: ClassVar[Sampling] = Sampling.TRUNCATED_POISSON
@@ -196,9 +196,9 @@ class FixedSize(_OfMiniSets):
 class Partition(_OfMiniSets):
     """A uniform choice, in each step, of `mini_sets` blocks of a partition into blocks of B / mini_sets units.
 
-    The blocks are the units 0..b-1, b..2b-1, and so on; the last block is shorter if b does not divide N. A unit changes
-    one block only. If each block is clipped as a whole, choosing k of n blocks is equivalent to choosing k of n units,
-    and the subsampling operator at rate k / n applies. If units are clipped one by one it does not apply, and
+    The blocks are the units 0..b-1, b..2b-1, and so on; the last block is shorter if b does not divide N. A unit
+    changes one block only. If each block is clipped as a whole, choosing k of n blocks is equivalent to choosing k of n
+    units, and the subsampling operator at rate k / n applies. If units are clipped one by one it does not apply, and
     `make_private` raises an error.
     """
 

@@ -4,8 +4,8 @@ X comes in pairs, by Box-Muller from two real uniforms with the words k and a as
 
     U in (k, k + 1) 2^-64,   t in pi (a, a + 1) 2^-63,   r = sqrt(-2 ln U),   the pair r cos t, r sin t
 
-with k unsigned and a signed. float64 computes y, near ratio X, from the words. Let e = 2^-53, and let log, sin and cos err
-by at most 8 e of their value (4 units of the last place). Then
+with k unsigned and a signed. From the words, float64 computes y near ratio X. Let e = 2^-53, and let log, sin and cos
+err by at most 8 e of their value (4 units of the last place). Then
 
     |Δ ln U|    <= e + 1/k + 8 e |ln U|                      the conversion of k; the bits after it; log
     |Δ r|       <= 2 |Δ ln U| / r + 2 e r                    as r^2 = -2 ln U
