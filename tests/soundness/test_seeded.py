@@ -191,7 +191,7 @@ def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
         train(model, later, 1)
         later.close()
         paths.append(later._context.ledger.path)  # type: ignore[attr-defined]
-    with pytest.raises(LedgerError, match="noise of one key"):
+    with pytest.raises(LedgerError, match="same noise key"):
         multi_run.read_files(paths)
 
 

@@ -137,7 +137,7 @@ def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
     if adjacency is Adjacency.ADD_REMOVE:
         raise ConfigurationError(
             "adjacency='add-remove' hides the size of the data set, but make_private derives the sample rate, the "
-            "number of steps and delta from that size: use 'zero-out' with Poisson sampling, which has the same epsilon."
+            "number of steps and delta from that size: use 'zero-out' with Poisson sampling, with the same epsilon."
         )
     if adjacency not in SUPPORTED[sampling]:
         usable = " or ".join(repr(str(a)) for a in SUPPORTED[sampling] if a is not Adjacency.ADD_REMOVE)
