@@ -462,7 +462,7 @@ def test_bad_settings_are_refused(what: str) -> None:
 
 
 def test_users_are_not_protected_by_it() -> None:
-    with pytest.raises(ConfigurationError, match="Lipschitz bounds what a single record"):
+    with pytest.raises(ConfigurationError, match="Lipschitz bounds the contribution of a single record"):
         run(group=[0] * 40)
 
 

@@ -767,7 +767,7 @@ def test_a_step_that_cannot_be_captured_warns_once_and_runs_eagerly(
     monkeypatch.setattr(cuda_graphs, "capture", refuse)
     model, private = private_run(seed=1)
     step = private.compiled(loss_with(model))
-    with pytest.warns(CaptureWarning, match="ordinary one: no graph for this$") as caught:
+    with pytest.warns(CaptureWarning, match="runs eagerly: no graph for this$") as caught:
         go(private, step, 12)
     assert len([w for w in caught if w.category is CaptureWarning]) == 1
     expected, plain = private_run(seed=1)

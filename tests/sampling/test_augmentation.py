@@ -226,7 +226,7 @@ def test_rows_that_are_alike_change_nothing(most):
 def test_losses_of_examples_are_not_those_of_rows():
     model, private = run_with(2, sample_rate=0.9)
     x, y = next(iter(private.loader))
-    with pytest.raises(StepError, match="2 an example"):
+    with pytest.raises(StepError, match="2 rows per example"):
         private.step(plain_losses(model, x, y)[::2])
 
 
