@@ -227,9 +227,8 @@ class StepContext:
     def follow_update(self, has_stepped: bool = False) -> None:
         """Update what depends on the released weights: public statistics, bounds, noise, averages.
 
-        Args:
-            has_stepped: whether an optimizer has just updated the weights with a released gradient. Only then the
-                averages are updated. (Fused optimizers do not increase torch's version counters.)
+        `has_stepped` is whether an optimizer has just updated the weights with a released gradient. Only then the
+        averages are updated. (Fused optimizers do not increase torch's version counters.)
         """
         self.clipper.settle()
         made = self.made()

@@ -52,12 +52,7 @@ def assumption_of(history: Sequence[Entry], accountant: str) -> str:
 
 
 def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
-    """The order of the filter.
-
-    Args:
-        history: all releases. Only the event of the first one is used.
-        plan: `Ledger.plan`. Missing values are replaced by constants.
-    """
+    """The order of the filter, from the first event and `Ledger.plan`. Missing values are replaced by constants."""
     plan, event = plan or {}, history[0].event
     delta, budget = plan.get("delta") or DEFAULT_DELTA, plan.get("budget")
     if budget is not None and plan.get("late"):

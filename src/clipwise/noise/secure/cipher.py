@@ -24,14 +24,7 @@ def require_cipher() -> None:
 
 
 def words(key: bytes, use: int, index: int, count: int) -> Words:
-    """The first `count` 64-bit words of a stream.
-
-    Args:
-        key: 32 bytes.
-        use: the purpose of the words, a number below 2^32.
-        index: the number of the stream for that use, below 2^64.
-        count: at most 2^15.
-    """
+    """The first `count` (at most 2^15) 64-bit words of stream `index` (below 2^64) for a `use` (below 2^32)."""
     assert 8 * count <= _LONGEST
     # OpenSSL takes the counter, then the nonce, both little-endian.
     place = bytes(4) + use.to_bytes(4, "little") + index.to_bytes(8, "little")

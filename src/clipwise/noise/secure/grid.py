@@ -34,9 +34,7 @@ def grid_step(sensitivity: float, noise_std: float, size: int) -> float:
 def on_grid(parts: Sequence[Part], sizes: Mapping[str, int]) -> tuple[Part, ...]:
     """The same parts on grids, with the same multiplier: S' = S + g sqrt(d), and noise in proportion.
 
-    Args:
-        parts: with their noise; a part without noise gets no grid.
-        sizes: the number of coordinates of each parameter, and of each part without parameters.
+    `sizes` is the number of coordinates of each parameter, and of each part without parameters.
     """
     return tuple(_on_grid(p, sum(sizes[name] for name in p.parameters or (p.name,))) for p in parts)
 
