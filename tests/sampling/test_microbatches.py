@@ -132,7 +132,9 @@ def test_a_mapping_is_no_column(ids: Any) -> None:
 
 @pytest.mark.parametrize("ids", [set(range(6)), frozenset(range(6))], ids=lambda ids: type(ids).__name__)
 def test_a_set_is_no_column(ids: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"group is a (frozen)?set.*not in the order.*id for each record"):
+    with pytest.raises(
+        ConfigurationError, match=r"group is a (frozen)?set.*not in the order.*id for each record"
+    ):
         ByUser(ids)
 
 

@@ -51,9 +51,7 @@ def test_the_noise_of_two_seeded_executions_cancels_and_nothing_is_claimed(tmp_p
         assert plain["guarantee"] is None and plain["seeded"] is True
         assert plain["figures_with_a_fresh_key"] == {"epsilon": said.spent.epsilon, "delta": said.spent.delta}
         private.close()
-    with pytest.raises(
-        LedgerError, match=r"one and .*two have releases with the same noise key: .*cancels"
-    ):
+    with pytest.raises(LedgerError, match=r"one and .*two have releases with the same noise key: .*cancels"):
         multi_run.read_files(paths)
     assert "none is claimed" in str(of_ledger(paths[0]))
 
