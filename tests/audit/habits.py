@@ -145,7 +145,7 @@ def one_seed_twice(folder: Path) -> bool:
         with run(model, seed=1, ledger=path) as private:
             train(private, lambda x, y, m=model: losses_of(m, x, y), 2)  # type: ignore[misc]
             claims = private.statement().to_dict()["guarantee"]
-    return claims is None and raises(LedgerError, "one key", lambda: multi_run.read_files(paths))
+    return claims is None and raises(LedgerError, "same noise key", lambda: multi_run.read_files(paths))
 
 
 def known_masks(folder: Path) -> bool:

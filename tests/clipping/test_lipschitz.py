@@ -462,7 +462,7 @@ def test_bad_settings_are_refused(what: str) -> None:
 
 
 def test_users_are_not_protected_by_it() -> None:
-    with pytest.raises(ConfigurationError, match="Lipschitz bounds what a single record"):
+    with pytest.raises(ConfigurationError, match="Lipschitz bounds the contribution of a single record"):
         run(group=[0] * 40)
 
 
@@ -540,7 +540,7 @@ def test_settings_that_change_after_the_trace_are_refused() -> None:
 
 def test_a_compiled_step_says_that_it_has_no_place_for_outputs() -> None:
     model, private = run()
-    with pytest.raises(ConfigurationError, match="compiled has no place for the model's outputs"):
+    with pytest.raises(ConfigurationError, match="compiled cannot pass the model's outputs"):
         private.compiled(lambda x, y: F.cross_entropy(model(x), y, reduction="none"))
 
 

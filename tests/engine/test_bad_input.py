@@ -130,7 +130,7 @@ def test_a_coupled_model(layer: type[nn.Module], place: str) -> None:
             train(model, private, 1)
 
 
-def test_the_message_for_a_coupled_loss_says_where_to_look() -> None:
+def test_the_message_for_a_coupled_loss_names_where_to_look() -> None:
     model, private = private_run(sampling="fixed-size")
     batch = next(iter(private.loader))
     with pytest.raises(CoupledExamplesError, match=r"mean over the batch.*clipwise\.check"):
@@ -250,7 +250,7 @@ def test_a_parameter_that_takes_no_part() -> None:
     train(model, private, 1)
 
 
-# Somebody else's gradients
+# Gradients of other code
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -423,7 +423,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no strategy": ({"clipping": 1.0}, ("clipping", "PerExample")),
     "physical batch 0": ({"max_physical_batch_size": 0}, ("max_physical_batch_size", "at least 1")),
     "workers below 0": ({"num_workers": -1}, ("num_workers", "at least 0")),
-    "prefetching by nobody": ({"prefetch_factor": 2}, ("prefetch_factor", "num_workers")),
+    "prefetching without workers": ({"prefetch_factor": 2}, ("prefetch_factor", "num_workers")),
     "seed in words": ({"seed": "lucky"}, ("seed", "whole number")),
     "unknown parts": ({"clipping": PerExample(1.0, parts="head")}, ("parts='head'", "'layer'")),
     "a part that is not there": ({"clipping": PerExample(1.0, parts=[["0"], ["9"]])}, ("parts", "'9'")),
@@ -458,7 +458,7 @@ def test_arguments_that_make_no_sense(what: str, tmp_path: Path) -> None:
     for word in words:
         assert word in str(error.value), str(error.value)
     assert not before or same(before, parameters(model))
-    # Whoever mends the argument can go on with the same ledger: nothing was released.
+    # After the argument is corrected, the same ledger can be used: nothing was released.
     _, private = private_run(ledger=tmp_path / "run.ledger")
     next(iter(private.loader))
     private.close()
@@ -583,12 +583,12 @@ def test_a_ledger_in_use(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_is_closed() -> None:
-    book = clipwise.MemoryLedger()
-    model, private = private_run(ledger=book)
+    open_ledger = clipwise.MemoryLedger()
+    model, private = private_run(ledger=open_ledger)
     train(model, private, 1)
     private.close()
     with pytest.raises(LedgerError, match="closed"):
-        private_run(ledger=book)
+        private_run(ledger=open_ledger)
 
 
 # The order of the loop

@@ -1,4 +1,4 @@
-"""A run goes on where it stopped, bit for bit if it may; no secret is ever published or used twice."""
+"""A run resumes where it stopped, bit for bit if possible. No secret is published or used twice."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_stop_in_the_middle_of_a_batch_draws_that_batch_again(place: Place) ->
     assert same(parameters(model), parameters(straight))
 
 
-def test_a_scheduler_does_not_get_in_the_way(place: Place) -> None:
+def test_a_scheduler_does_not_interfere(place: Place) -> None:
     """The learning rate has changed since the beginning: that is no other configuration."""
 
     def scheduled(private: Private) -> torch.optim.lr_scheduler.StepLR:
@@ -165,7 +165,7 @@ def test_the_optimizer_s_settings_come_from_the_checkpoint(place: Place) -> None
     assert same(parameters(model), parameters(straight))
 
 
-def test_a_run_in_memory_goes_on_through_a_resume_file_of_its_own(place: Place) -> None:
+def test_a_run_in_memory_continues_through_a_resume_file_of_its_own(place: Place) -> None:
     options = {"ledger": None, "resume_file": place.folder / "secrets"}
     model, private = place.begin(**options)
     straight, twin = twin_of(private, "sgd")
@@ -270,7 +270,7 @@ def stopped(place: Place, steps: int = 3, after: int = 0, **options: Any) -> byt
     return last
 
 
-def test_releases_after_the_checkpoint_stay_counted_and_are_made_anew(place: Place) -> None:
+def test_releases_after_the_checkpoint_stay_counted_and_are_made_again(place: Place) -> None:
     model, private = place.begin(seed=3)
     train(model, private, 3)
     place.save(model, private)
@@ -376,7 +376,7 @@ def test_a_resume_file_that_was_put_back_is_not_used(place: Place) -> None:
     assert secret(private) != last and not place.resume_file.exists()
 
 
-def test_a_fresh_key_begins_a_shuffled_pass_anew(place: Place) -> None:
+def test_a_fresh_key_begins_a_shuffled_pass_again(place: Place) -> None:
     stopped(place, steps=3, after=1, sampling="shuffled")
     model, private = place.go_on(fresh=True, sampling="shuffled")
     seen: list[int] = []
@@ -507,7 +507,7 @@ def test_a_file_that_is_no_checkpoint(place: Place, capsys: pytest.CaptureFixtur
         with pytest.raises(CheckpointError, match=r"run\.pt"):
             checkpoint.load(place.checkpoint)
     place.checkpoint.unlink()
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="the checkpoint does not exist"):
         checkpoint.load(place.checkpoint)
     with pytest.raises(CheckpointError):
         checkpoint.load(place.folder)
@@ -552,7 +552,7 @@ def test_a_state_that_is_no_state(place: Place) -> None:
 
 
 def test_a_state_of_another_model_or_optimizer(place: Place) -> None:
-    """Even where no ledger can tell: a run in memory."""
+    """Even for a run in memory, without a ledger file."""
     stopped(place)
     good = checkpoint.load(place.checkpoint)["private"]
     model = nn.Linear(5, 3)
@@ -570,7 +570,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(place: Place) -> None:
     assert [p.name for p in place.folder.iterdir()] == ["run.pt"]
 
 
-# The budget goes on too
+# The budget continues too
 
 
 EPSILON, DELTA = 2.0, 1e-5
@@ -616,8 +616,8 @@ def test_the_budget_is_kept_however_the_run_was_stopped(place: Place, sampling: 
 
 def test_a_budget_counts_what_a_joined_ledger_holds(place: Place) -> None:
     stopped(place, steps=8, noise_multiplier=2.0)
-    book = ledger.FileLedger(place.ledger, join=True)
-    model, private = place.begin(ledger=book, epsilon=EPSILON, delta=DELTA, epochs=2)
+    open_ledger = ledger.FileLedger(place.ledger, join=True)
+    model, private = place.begin(ledger=open_ledger, epsilon=EPSILON, delta=DELTA, epochs=2)
     train(model, private, 10)  # the planned steps fit beside those of the other run
     until_exhausted(model, private)
     assert 18 <= private._context.ledger.position <= 20
@@ -626,9 +626,7 @@ def test_a_budget_counts_what_a_joined_ledger_holds(place: Place) -> None:
 
 def test_what_is_no_state_and_where_nothing_can_be_written(tmp_path: Path) -> None:
     for other in (nn.Linear(2, 2), None, [1]):
-        with pytest.raises(
-            CheckpointError, match=r"made of a state_dict, not of a .*private\.state_dict\(\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"holds a state_dict, not a .*private\.state_dict\(\)"):
             checkpoint.save(tmp_path / "x", other)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "x"):

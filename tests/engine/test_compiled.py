@@ -107,7 +107,7 @@ def ordinary(model: nn.Module, private: Private) -> Callable[..., bool]:
 
 
 def exact_run(dataset: Any = None, **options: Any) -> tuple[nn.Module, Private]:
-    """In float64 and without noise, so that two ways to the same sum can be told from two sums."""
+    """In float64 and without noise, so that sums computed in two ways can be compared exactly."""
     model = network(torch.float64)
     defaults = {"noise_multiplier": 0, "seed": 3, "clipping": PerExample(0.7)}
     optimizer = options.pop("optimizer", sgd)(model)
@@ -289,9 +289,7 @@ def test_empty_and_single_draws_go_through_the_graphs(recorded: list[Recorded], 
     assert release.replays == 6
 
 
-def test_it_is_not_captured_before_batches_that_tell_something(
-    recorded: list[Recorded], drawn: Drawn
-) -> None:
+def test_it_is_not_captured_before_batches_of_two_examples(recorded: list[Recorded], drawn: Drawn) -> None:
     model, private = exact_run()
     drawn.set(0, 1, 0, 1, 1, 1, 0, 2, 2, 2, 2, 0, 0, 2)
     step = private.compiled(loss_with(model))
@@ -328,7 +326,7 @@ def test_every_method_and_part(method: str, parts: str, recorded: list[Recorded]
     assert replays(recorded) > 0
 
 
-# Mini-sets, which are neither cut nor filled up
+# Microbatches, which are neither cut nor padded
 
 
 def coupled_network() -> nn.Sequential:
@@ -372,7 +370,7 @@ def trained_both_ways(updates: int, is_one_number: bool, **options: Any) -> Comp
 
 @pytest.mark.parametrize("is_one_number", [False, True])
 @pytest.mark.parametrize("clipping", BATCHES)
-def test_mini_sets_of_one_size_are_captured(
+def test_microbatches_of_one_size_are_captured(
     clipping: str, is_one_number: bool, recorded: list[Recorded]
 ) -> None:
     trained_both_ways(12, is_one_number, clipping=BATCHES[clipping])
@@ -382,7 +380,7 @@ def test_mini_sets_of_one_size_are_captured(
 
 @pytest.mark.parametrize("is_one_number", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mini_set_of_another_size_goes_by_itself(
+def test_a_microbatch_of_another_size_is_gathered_eagerly(
     seed: int, is_one_number: bool, recorded: list[Recorded]
 ) -> None:
     """40 records in blocks of 7: one has 5. Rows that fill it up would move the statistics of its batch norm."""
@@ -393,7 +391,7 @@ def test_a_mini_set_of_another_size_goes_by_itself(
     assert step._captured._size == 7  # and not 5, whatever came when it was captured
 
 
-def test_a_mini_set_that_goes_by_itself_may_not_change_buffers(
+def test_a_microbatch_gathered_eagerly_may_not_change_buffers(
     recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Keeps(nn.Sequential):
@@ -420,8 +418,8 @@ def test_a_mini_set_that_goes_by_itself_may_not_change_buffers(
         go(private, step, 2)
 
 
-def test_mini_sets_that_a_shuffle_makes_are_never_captured(recorded: list[Recorded]) -> None:
-    """Record i is in mini-set i mod k: of 8 records in random order it may get none or many."""
+def test_microbatches_that_a_shuffle_makes_are_never_captured(recorded: list[Recorded]) -> None:
+    """Record i is in microbatch i mod k, so of 8 records in random order it may have none or many."""
     model, private = coupled_run(clipping=Batch(0.7, mini_sets=4), sampling="shuffled")
     go(private, private.compiled(loss_with(model)), 80)
     assert recorded == []
@@ -430,8 +428,8 @@ def test_mini_sets_that_a_shuffle_makes_are_never_captured(recorded: list[Record
 def test_what_was_gathered_of_an_earlier_batch_is_no_part_of_the_next(
     recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first mini-set is empty and the second not finite, so that it is gathered again: onto nothing."""
-    odd = np.array([1, 2, 3, 6, 7, 10, 11, 17])  # none is a multiple of 4; 1 and 17 are one mini-set
+    """The first microbatch is empty. The second is not finite and is gathered again, added to no earlier sum."""
+    odd = np.array([1, 2, 3, 6, 7, 10, 11, 17])  # none is a multiple of 4; 1 and 17 are one microbatch
     models = []
     for is_compiled in (True, False):
         model, private = coupled_run(with_record(17, torch.nan), clipping=Batch(0.7, mini_sets=4))
@@ -466,13 +464,13 @@ def test_what_a_graph_cannot_hold_is_never_captured(what: str, recorded: list[Re
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "truncated-poisson"])
-def test_mini_sets_of_random_sizes_are_never_captured(sampling: str, recorded: list[Recorded]) -> None:
+def test_microbatches_of_random_sizes_are_never_captured(sampling: str, recorded: list[Recorded]) -> None:
     model, private = coupled_run(clipping=Batch(0.7, mini_sets=2), sampling=sampling)
     go(private, private.compiled(loss_with(model)), 12)
     assert recorded == []
 
 
-def test_sums_of_mini_sets_are_formed_in_float64(recorded: list[Recorded]) -> None:
+def test_sums_of_microbatches_are_formed_in_float64(recorded: list[Recorded]) -> None:
     model, private = private_run(clipping=Batch(0.7, mini_sets=4), sampling="fixed-size")
     step = private.compiled(loss_with(model))
     go(private, step, 6)
@@ -481,7 +479,7 @@ def test_sums_of_mini_sets_are_formed_in_float64(recorded: list[Recorded]) -> No
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_mini_set_that_is_not_finite_counts_nothing(value: float, recorded: list[Recorded]) -> None:
+def test_a_microbatch_that_is_not_finite_contributes_zero(value: float, recorded: list[Recorded]) -> None:
     options = {"clipping": Batch(0.7, mini_sets=4)}
     (model, private), (expected, plain) = (coupled_run(with_record(17, value), **options) for _ in range(2))
     go(private, private.compiled(loss_with(model)), 25)
@@ -527,7 +525,7 @@ LASTING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("clipping", LASTING)
-def test_steps_are_captured_anew_when_bounds_have_changed(
+def test_steps_are_captured_again_when_bounds_have_changed(
     clipping: str, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "_LASTING", 9)
@@ -566,7 +564,7 @@ def with_record(i: int, value: float) -> TensorDataset:
 
 @pytest.mark.parametrize("physical", [None, 9])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_an_example_that_is_not_finite_counts_nothing(
+def test_an_example_that_is_not_finite_contributes_zero(
     value: float, physical: int | None, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[int] = []
@@ -760,7 +758,7 @@ def test_tensors_at_other_places_of_the_batch_are_gathered_by_ordinary_steps(
 # Where it cannot be captured
 
 
-def test_a_step_that_cannot_be_captured_says_so_once_and_goes_on(
+def test_a_step_that_cannot_be_captured_warns_once_and_runs_eagerly(
     recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(act: object, device: object, warm: bool = True) -> None:
@@ -769,7 +767,7 @@ def test_a_step_that_cannot_be_captured_says_so_once_and_goes_on(
     monkeypatch.setattr(cuda_graphs, "capture", refuse)
     model, private = private_run(seed=1)
     step = private.compiled(loss_with(model))
-    with pytest.warns(CaptureWarning, match="ordinary one: no graph for this$") as caught:
+    with pytest.warns(CaptureWarning, match="runs eagerly: no graph for this$") as caught:
         go(private, step, 12)
     assert len([w for w in caught if w.category is CaptureWarning]) == 1
     expected, plain = private_run(seed=1)
@@ -782,7 +780,7 @@ def test_what_is_no_tensor_would_stay_what_it_was(recorded: list[Recorded]) -> N
         sampling="full",
         collate_fn=lambda rows: (*(torch.stack(side) for side in zip(*rows, strict=True)), 2.0),
     )
-    with pytest.warns(CaptureWarning, match="more than tensors"):
+    with pytest.warns(CaptureWarning, match="not tensors"):
         go(private, private.compiled(lambda x, y, factor: factor * losses_of(model, (x, y))), 9)
     assert recorded == []
 
@@ -791,7 +789,7 @@ def test_what_is_no_tensor_would_stay_what_it_was(recorded: list[Recorded]) -> N
 
 
 def wide_network() -> nn.Sequential:
-    """With so many weights that the size of the noise can be told."""
+    """With enough weights to estimate the size of the noise."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(FEATURES, 400), nn.Tanh(), nn.Linear(400, 3)).double()
 
@@ -953,7 +951,7 @@ def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
         patched.setattr(captured.Captured, "_fill", failing)
         with pytest.raises(MemoryError):
             step(*second)
-    with pytest.raises(StepError, match="all go through one step"):
+    with pytest.raises(StepError, match="go through the same step"):
         step(*second)
     go(private, step, 2)
     go(plain, ordinary(expected, plain), 8)
@@ -978,7 +976,7 @@ def test_one_batch_does_not_go_through_two_kinds_of_steps(
     names = tuple(dict(model.named_parameters()))
     batch = next(pieces)
     if begins_compiled:
-        with pytest.raises(StepError, match="all go through one step"):
+        with pytest.raises(StepError, match="go through the same step"):
             first(*batch)
     else:
         indices = private.loader.current.indices
@@ -1071,7 +1069,7 @@ def test_a_replay_makes_the_guards_of_an_ordinary_step(
     assert private.steps == done
 
 
-def test_an_update_by_other_hands_is_seen_although_the_step_was_replayed(recorded: list[Recorded]) -> None:
+def test_an_update_by_other_code_is_seen_although_the_step_was_replayed(recorded: list[Recorded]) -> None:
     """Four pieces of one batch are enough to capture, so that the second release is already a replayed one."""
     model = network()
     _, private = private_run(model, sampling="full", max_physical_batch_size=10)
@@ -1084,7 +1082,7 @@ def test_an_update_by_other_hands_is_seen_although_the_step_was_replayed(recorde
         go(private, step, 1)
 
 
-def test_after_a_change_of_mode_a_new_compiled_step_goes_on(recorded: list[Recorded]) -> None:
+def test_after_a_change_of_mode_a_new_compiled_step_continues(recorded: list[Recorded]) -> None:
     (model, private), (expected, plain) = exact_run(), exact_run()
     go(private, private.compiled(loss_with(model)), 6)
     model.eval()
@@ -1146,7 +1144,7 @@ def updates_of(optimizer: torch.optim.Optimizer, times: int, update: Any = None)
 
 
 @pytest.mark.parametrize("what", ["rate", "group", "state", "momentum", "nothing"])
-def test_an_update_is_captured_anew_when_what_it_took_for_granted_changes(
+def test_an_update_is_captured_again_when_what_it_took_for_granted_changes(
     what: str, recorded: list[Recorded]
 ) -> None:
     model = network()
@@ -1194,7 +1192,7 @@ def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(
     require_close(model, expected)
 
 
-# Looking again, stopping and going on
+# Eager steps between replays, stop and resume
 
 
 def steps_itself(private: Private, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -1268,7 +1266,7 @@ def test_what_looks_again_refuses_what_an_ordinary_step_refuses(
         go(private, step, 9)
 
 
-def test_a_run_that_stopped_goes_on_with_compiled_steps(recorded: list[Recorded], tmp_path: Path) -> None:
+def test_a_run_that_stopped_continues_with_compiled_steps(recorded: list[Recorded], tmp_path: Path) -> None:
     options = {"optimizer": OPTIMIZERS["momentum"], "steps": 40, "epochs": None}
 
     def begin() -> tuple[nn.Module, Private, CompiledStep]:

@@ -1,4 +1,4 @@
-"""Parameters without entries: they get no noise and stand in nobody's way, or are refused by name."""
+"""Parameters without entries: they get no noise and cause no error, or are refused by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(model: nn.Module, clipping: Strategy, **options: Any) -> Private:
 
 STRATEGIES: dict[str, Strategy] = {
     "one part": PerExample(),
-    "by layer": PerExample(parts="layer"),
+    "per layer": PerExample(parts="layer"),
     "equal": PerExample(parts="layer", split="equal"),
     "weights": PerExample(parts="layer", split={"linear": 1.0, "none": 2.0}),
     "normalize": PerExample(parts="tensor", mode="normalize"),
@@ -65,7 +65,7 @@ STRATEGIES: dict[str, Strategy] = {
     "vmap": PerExample(method="vmap"),
     "reweight": PerExample(method="reweight"),
     "batch": Batch(),
-    "batch by layer": Batch(parts="layer"),
+    "batch per layer": Batch(parts="layer"),
 }
 
 

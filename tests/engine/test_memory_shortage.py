@@ -77,12 +77,12 @@ def test_smaller_pieces_give_the_same_release(options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
 
 
-def test_whole_mini_sets_are_not_cut() -> None:
+def test_whole_microbatches_are_not_cut() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         released(3, clipping=Batch(1.0))
 
 
-def test_a_loop_of_ones_own_gets_the_error_and_can_go_on() -> None:
+def test_a_loop_of_ones_own_gets_the_error_and_can_continue() -> None:
     model, private = private_run(sampling="fixed-size")
     batch = next(iter(private.loader))
     clip = private._context.clipper.clipped_sum

@@ -17,7 +17,7 @@ from tests.runs import gradients, losses_of, private_run, same, train
 
 
 class WithKey(Observer):
-    """Looks on, with a key that is the same each time."""
+    """Changes nothing, and gives the same key each time."""
 
     def begins(self, run: StepContext) -> NoiseKey:
         return NoiseKey.from_seed(0, b"watch")
@@ -28,7 +28,7 @@ class WithoutFirst(WithKey):
         return drawn[drawn != 0]
 
 
-def test_nobody_watches_by_default_or_afterwards() -> None:
+def test_no_observer_by_default_or_afterwards() -> None:
     assert observer.current() is None
     _, before = private_run()
     with observing(Observer()):
@@ -41,7 +41,7 @@ def test_nobody_watches_by_default_or_afterwards() -> None:
     )
 
 
-def test_a_watched_run_keeps_nothing_and_says_that_its_noise_is_known(tmp_path: Path) -> None:
+def test_a_watched_run_keeps_nothing_and_states_that_its_noise_is_known(tmp_path: Path) -> None:
     with observing(Observer()):
         model, private = private_run(ledger=tmp_path / "ledger", resume_file=tmp_path / "resume")
         train(model, private, 2)
@@ -60,7 +60,7 @@ def test_looking_on_changes_nothing_but_the_key() -> None:
     assert same(gradients(model), gradients(again))
 
 
-def test_who_is_left_out_is_as_if_never_drawn() -> None:
+def test_a_unit_that_is_left_out_is_as_if_never_drawn() -> None:
     for looking in (WithKey(), WithoutFirst()):
         with observing(looking):
             model, private = private_run(sampling="full", max_physical_batch_size=16)

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def first_step(model: nn.Module, private: Private, backward_only: bool = False) -> list[int]:
-    """One step; who was in the batch."""
+    """Take one step and return the records of the batch."""
     batch = next(iter(private.loader))
     indices = private.loader.current.indices.tolist()  # type: ignore[union-attr]
     (private.backward if backward_only else private.step)(losses_of(model, batch))
@@ -122,7 +122,7 @@ def test_the_noise_has_the_stated_size(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("split", ["equal", "optimal"])
-def test_noise_of_several_parts_has_the_asked_multiplier_together(split: str) -> None:
+def test_noise_of_several_parts_has_the_requested_multiplier_together(split: str) -> None:
     clipping = PerExample(0.5, parts="layer", split=split)
     model, private = private_run(wide_network(), noise_multiplier=1.3, clipping=clipping, seed=5)
     parts = private.parts()
@@ -252,7 +252,7 @@ def test_a_batch_that_was_left_in_the_middle_is_not_counted_twice() -> None:
 
 
 def marks(model: nn.Module) -> list[Any]:
-    """Everything that somebody could have left on a model."""
+    """All hooks and attributes that could be left on a model."""
     found: list[Any] = [list(model.state_dict())]
     for name, module in model.named_modules():
         hooks = {
@@ -554,13 +554,13 @@ def test_a_release_that_fails_in_the_middle_is_charged_and_not_mixed_up(
 
 def test_two_runs_in_one_ledger_are_not_merged() -> None:
     """A shuffled pass that another key began is not finished by this one."""
-    book = MemoryLedger()
-    first, private = private_run(sampling="shuffled", ledger=book)
+    open_ledger = MemoryLedger()
+    first, private = private_run(sampling="shuffled", ledger=open_ledger)
     train(first, private, 2)
-    second, private = private_run(sampling="shuffled", ledger=book)
+    second, private = private_run(sampling="shuffled", ledger=open_ledger)
     train(second, private, 8)
     event = private.state_dict()["history"][0]["event"]
-    assert book.history() == [
+    assert open_ledger.history() == [
         Entry(clipwise.Event.from_dict(event), 2),
         Entry(clipwise.Event.from_dict(event), 8),
     ]
@@ -577,7 +577,7 @@ def test_every_release_is_counted(scheme: str) -> None:
     assert entry.event.noise_multiplier == private.noise_multiplier
 
 
-def test_spent_is_what_the_accountant_says() -> None:
+def test_spent_is_the_figure_of_the_accountant() -> None:
     model, private = private_run(delta=1e-5)
     assert private.spent().epsilon == 0
     train(model, private, 3)

@@ -1,4 +1,4 @@
-"""Private runs that clip mini-sets: the loop, users, local updates, batch norm, stopping and going on."""
+"""Private runs that clip microbatches: the loop, users, local updates, batch norm, stop and resume."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_one_clipped_mean_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "full", "shuffled"])
-def test_mini_sets_of_one_are_per_example_clipping(sampling: str) -> None:
+def test_microbatches_of_one_are_per_example_clipping(sampling: str) -> None:
     found = []
     for clipping in (PerExample(0.3, "layer"), Batch(0.3, SIZE, "layer")):
         model, private = private_run(clipping=clipping, sampling=sampling, noise_multiplier=0)
@@ -105,8 +105,8 @@ def test_a_step_has_k_pieces_and_one_release() -> None:
     assert private.steps == 5 and len(private.loader) == 5
 
 
-def test_the_sum_over_mini_sets_by_hand() -> None:
-    """Record i is in mini-set i mod k, under every draw."""
+def test_the_sum_over_microbatches_by_hand() -> None:
+    """Record i is in microbatch i mod k, in every draw."""
     k, C = 3, 0.1
     model, private = private_run(clipping=Batch(C, k), sampling="full", noise_multiplier=0)
     x, y = data().tensors
@@ -173,7 +173,7 @@ def test_empty_batches_release_noise() -> None:
 
 
 @pytest.mark.parametrize("nothing", [torch.tensor(0.0), torch.tensor(0), torch.zeros(0)], ids=repr)
-def test_of_an_empty_mini_set_any_loss_will_do(nothing: Tensor) -> None:
+def test_of_an_empty_microbatch_any_loss_will_do(nothing: Tensor) -> None:
     model, private = private_run(clipping=Batch(), batch_size=1)
     empty = 0
     for _, batch in zip(range(20), private.loader, strict=False):
@@ -183,7 +183,7 @@ def test_of_an_empty_mini_set_any_loss_will_do(nothing: Tensor) -> None:
 
 
 class Experts(nn.Module):
-    """Which expert a row goes to is decided by its first feature: a mini-set may not reach one of them."""
+    """The first feature of a row selects its expert, so a microbatch may not use one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_parameter_that_was_reached_before_may_be_left_out(clipping: Strategy)
 
 
 @pytest.mark.parametrize("clipping", [Batch(), PerExample()], ids=["batch", "per example"])
-def test_a_parameter_that_nobody_reached_is_refused(clipping: Strategy) -> None:
+def test_a_parameter_without_a_gradient_is_refused(clipping: Strategy) -> None:
     model, private = private_run(Experts(), clipping=clipping, sampling="full")
     x, y = next(iter(private.loader))
     with pytest.raises(UnsupportedModelError, match=r"experts\.1\.weight'.* no part"):
@@ -236,7 +236,7 @@ def iter_epochs(private: Private) -> Iterator[Any]:
         yield from private.loader
 
 
-def test_pieces_of_a_mini_set_are_refused() -> None:
+def test_pieces_of_a_microbatch_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"max_physical_batch_size.*mini_sets=k"):
         private_run(clipping=Batch(), max_physical_batch_size=4, batch_size=8)
     with pytest.raises(ConfigurationError, match="max_physical_batch_size"):
@@ -246,7 +246,7 @@ def test_pieces_of_a_mini_set_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size", "partition", "full"])
-def test_a_limit_that_mini_sets_keep_anyway_changes_nothing(sampling: str) -> None:
+def test_a_limit_that_microbatches_keep_anyway_changes_nothing(sampling: str) -> None:
     whole = {} if sampling == "full" else {"batch_size": 8}
     found = []
     for limit in (None, SIZE // 4 if sampling == "full" else 2):
@@ -257,7 +257,7 @@ def test_a_limit_that_mini_sets_keep_anyway_changes_nothing(sampling: str) -> No
     assert same(*found)
 
 
-def test_mini_sets_must_fit_draws_of_constant_size() -> None:
+def test_microbatches_must_fit_draws_of_constant_size() -> None:
     for sampling in ("partition", "fixed-size"):
         with pytest.raises(ConfigurationError, match="mini_sets=3 must divide batch_size=8"):
             private_run(clipping=Batch(1.0, 3), sampling=sampling)
@@ -286,7 +286,7 @@ def test_a_budget_is_kept() -> None:
         train(model, private, 20)
 
 
-def test_workers_fetch_the_same_mini_sets() -> None:
+def test_workers_fetch_the_same_microbatches() -> None:
     found = []
     for workers in (0, 1):
         model, private = private_run(clipping=Batch(1.0, 3), seed=4, num_workers=workers)
@@ -326,7 +326,7 @@ def test_running_statistics_are_refused_before_the_first_step() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_fail_on_one_record_are_refused_before_the_first_step(training: bool) -> None:
-    """torch's error would come in the middle of a run, and would tell the size drawn."""
+    """torch's error would come in the middle of a run, and would reveal the realised batch size."""
     plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(
         training
     )
@@ -476,7 +476,7 @@ def test_replacing_a_user_counts_twice() -> None:
     assert private.parts()[0].sensitivity == 2.0
 
 
-def test_who_cannot_protect_users_says_so() -> None:
+def test_a_strategy_that_cannot_protect_users_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"group=.*PerExample.*Batch"):
         user_run(clipping=PerExample())
     with pytest.raises(ConfigurationError, match=r"mini_sets=4 with group="):
@@ -547,7 +547,7 @@ def test_step_and_step_sets_refuse_each_other() -> None:
             break
 
 
-def test_nobody_is_no_local_update() -> None:
+def test_an_empty_batch_makes_no_local_update() -> None:
     called = []
     model, private = private_run(
         clipping=Batch(1.0, 2, local_update=lambda m, s: called.append(1)), sample_rate=1e-9
@@ -576,7 +576,7 @@ def test_a_local_update_may_not_touch_the_model_itself() -> None:
             private.step_sets(batch)
 
 
-def test_a_local_update_tells_no_size() -> None:
+def test_a_local_update_reveals_no_size() -> None:
     """torch's own error on a single record says how many there were."""
 
     def update(model: nn.Module, batch: Any) -> None:
@@ -610,10 +610,10 @@ def test_running_statistics_of_the_copy_are_thrown_away() -> None:
     assert same(before, dict(model.named_buffers()))
 
 
-# Seeds, stopping and going on
+# Seeds, stop and resume
 
 
-def test_other_mini_sets_or_users_are_another_run() -> None:
+def test_other_microbatches_or_users_are_another_run() -> None:
     """With one, a resume file of the other is not gone on with."""
 
     def digests(**options: Any) -> tuple[str, str]:
@@ -653,7 +653,7 @@ def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind:
     twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
     go(straight, twin, 5)
     go(model, private, 2)
-    assert not step(model, private, next(iter(private.loader.pieces())))  # one mini-set of the third batch
+    assert not step(model, private, next(iter(private.loader.pieces())))  # one microbatch of the third batch
     checkpoint.save(tmp_path / "run.pt", {"model": model.state_dict(), "private": private.state_dict()})
     private.close()
     model, private = private_run(network(seed=9), ledger=tmp_path / "run.ledger", **options)
@@ -665,7 +665,7 @@ def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind:
     assert same(parameters(model), parameters(straight)) and private.steps == 5
 
 
-def test_a_batch_that_is_begun_anew_counts_nobody_twice() -> None:
+def test_a_batch_that_is_begun_again_counts_no_record_twice() -> None:
     found = []
     for is_left in (False, True):
         model, private = private_run(clipping=Batch(1e6, 4), sampling="full", noise_multiplier=0)
@@ -681,7 +681,7 @@ def test_a_batch_that_is_begun_anew_counts_nobody_twice() -> None:
 # The statement
 
 
-def test_the_statement_names_mini_sets_and_what_they_rest_on() -> None:
+def test_the_statement_names_microbatches_and_what_they_rest_on() -> None:
     texts = {}
     for name, clipping in (
         ("whole", Batch()),
@@ -706,7 +706,7 @@ def test_the_statement_names_mini_sets_and_what_they_rest_on() -> None:
 
 def test_statistics_that_the_model_itself_learns_between_local_updates_are_refused() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, CLASSES))
-    # Large batches: torch's batch norm fails on a mini-set of one record.
+    # Large batches: torch's batch norm fails on a microbatch of one record.
     model, private = private_run(
         model=model, batch_size=38, sampling="fixed-size", clipping=Batch(1.0, 2, local_update=local_sgd)
     )

@@ -33,7 +33,7 @@ def counted(path: Path) -> tuple[int, bool]:
 
 
 def fail_on_a_batch(model: nn.Module, private: Private) -> None:
-    """The loop of a user whose code fails between a batch and its step."""
+    """A training loop that fails between a batch and its step."""
     for _ in private.loader:
         raise ZeroDivisionError
 
@@ -44,7 +44,7 @@ def fail_on_a_batch(model: nn.Module, private: Private) -> None:
 @pytest.mark.parametrize("steps", [1, 4, 12])
 @pytest.mark.parametrize("how", ["with", "finally", "except"])
 def test_a_batch_that_was_handed_out_stays_counted(path: Path, how: str, steps: int) -> None:
-    """The rest of the reservation is given back. That there was an error may tell something of the batch."""
+    """The rest of the reservation is given back. The error may depend on the data of the batch."""
     model, private = private_run(ledger=path)
     train(model, private, steps)
     with pytest.raises(ZeroDivisionError):

@@ -48,7 +48,7 @@ def run(
 
 
 def test_the_gradient_goes_through_the_public_statistics() -> None:
-    """Without noise and clipping it is that of a network whose statistics are computed along the way."""
+    """Without noise and clipping it is that of a network that computes its statistics in the forward pass."""
     model, private = run("public-exact")
     x, y = next(iter(private.loader))
     private.backward(losses_of(model, x, y))
@@ -113,7 +113,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_fresh_statistics(model: nn.Module, x: Tensor) -> Tensor:
-    """By a copy, whose statistics are made anew."""
+    """By a copy that computes its statistics again."""
     other = copy.deepcopy(model)
     PublicStatistics.of(other).refresh()
     return other.eval()(x)
@@ -167,7 +167,7 @@ def test_a_loaded_checkpoint_can_be_evaluated_at_once() -> None:
     torch.testing.assert_close(other.eval()(images(3)), model.eval()(images(3)))
 
 
-def test_an_optimizer_is_told_of_by_one_hook_that_goes_with_the_run() -> None:
+def test_the_optimizer_has_one_hook_that_is_removed_with_the_run() -> None:
     _, private = run("public", 1.0)
     optimizer = private.optimizer
     assert len(optimizer._optimizer_step_post_hooks) == 1

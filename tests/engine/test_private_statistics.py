@@ -1,4 +1,4 @@
-"""Private runs that release running statistics: evaluation, statement, ledger, stopping and going on."""
+"""Private runs that release running statistics: evaluation, statement, ledger, stop and resume."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_multiplier_is_that_of_all_parts_together(options: dict[str, Any]) -
 
 
 def test_the_noise_on_the_statistics_has_the_stated_size() -> None:
-    """Nothing is in the batch that the layer could see: u and w are noise alone, over the number of mini-sets."""
+    """In an empty batch u and w are noise alone, over the number of microbatches."""
     model = nn.Sequential(layers.without_running_statistics(nn.BatchNorm1d(3000)), nn.Linear(3000, CLASSES))
     rows = TensorDataset(torch.randn(40, 3000), torch.zeros(40, dtype=torch.long))
     _, private = private_run(
@@ -98,8 +98,8 @@ def test_buffers_change_once_a_release_and_evaluation_uses_them() -> None:
 
 
 @pytest.mark.parametrize("parts", ["all", RandomLayer()])
-def test_the_mean_is_over_mini_sets_whatever_the_gradient_is_divided_by(parts: Any) -> None:
-    """Without noise, all mini-sets alike: the layer sees what one of them shows."""
+def test_the_mean_is_over_microbatches_whatever_the_gradient_is_divided_by(parts: Any) -> None:
+    """Without noise and with equal microbatches, the statistics are those of one microbatch."""
     x = torch.full((40, FEATURES), 0.2)
     rows = TensorDataset(x, torch.zeros(40, dtype=torch.long))
     model = nn.Sequential(
@@ -142,13 +142,13 @@ def test_the_statement_and_the_ledger_name_them(tmp_path: Path) -> None:
     assert "statistics of 1 batch norm layer" in str(read)
 
 
-def test_without_them_the_statement_says_nothing_of_statistics() -> None:
+def test_without_them_the_statement_does_not_mention_statistics() -> None:
     model, private = begin(rule=None)
     train(model, private, 1)
     assert "statistics" not in str(private.statement())
 
 
-def test_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
+def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
     """The buffers come with the model; the rest is in the checkpoint and the resume file."""
     whole, private = begin()
     train(whole, private, 6)
@@ -194,7 +194,7 @@ def test_per_example_clipping_still_refuses_batch_norm() -> None:
             private_run(model, clipping=PerExample(1.0))
 
 
-def test_the_refusal_of_ordinary_layers_says_what_there_is() -> None:
+def test_the_refusal_of_ordinary_layers_names_the_alternatives() -> None:
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
     with pytest.raises(UnsupportedModelError, match=r"running_statistics=NoisedStatistics\(\)"):
         private_run(model, clipping=Batch(1.0, running_statistics=RULE))

@@ -28,14 +28,14 @@ B = Event(Sampling.SHUFFLED, Adjacency.REPLACE_ONE, Unit.USER, 0.1 + 0.2, 1 / 3,
 HEADER = {"dataset_size": 60000, "shapes": {"w": [10, 784]}}
 
 
-def crash(book: FileLedger) -> None:
+def crash(open_ledger: FileLedger) -> None:
     """End as a killed process does: the lock goes, nothing is written."""
-    book._file.close()
+    open_ledger._file.close()
 
 
-def charge(book: ledger.Ledger, event: Event, times: int = 1) -> None:
+def charge(open_ledger: ledger.Ledger, event: Event, times: int = 1) -> None:
     for _ in range(times):
-        book.charge(event)
+        open_ledger.charge(event)
 
 
 def put(path: Path, data: bytes) -> None:
@@ -45,10 +45,10 @@ def put(path: Path, data: bytes) -> None:
 
 
 def file_of(path: Path, *events: tuple[Event, int], close: bool = True) -> bytes:
-    book = FileLedger(path, header=HEADER)
+    open_ledger = FileLedger(path, header=HEADER)
     for event, times in events:
-        charge(book, event, times)
-    (book.close if close else lambda: crash(book))()
+        charge(open_ledger, event, times)
+    (open_ledger.close if close else lambda: crash(open_ledger))()
     return path.read_bytes()
 
 
@@ -70,84 +70,84 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_counts_releases_in_order(kind: str, path: Path) -> None:
-    with MemoryLedger() if kind == "memory" else FileLedger(path) as book:
-        assert (book.position, book.history()) == (0, [])
+    with MemoryLedger() if kind == "memory" else FileLedger(path) as open_ledger:
+        assert (open_ledger.position, open_ledger.history()) == (0, [])
         for n in range(1, 11):
-            book.charge(A)
-            assert (book.position, book.history()) == (n, [Entry(A, n)])
-        charge(book, B, 5)
-        charge(book, A, 1)
-        assert book.history() == [Entry(A, 10), Entry(B, 5), Entry(A, 1)]
-        assert book.position == 16
-    assert book.position == 16  # what was counted can be asked for after the end
+            open_ledger.charge(A)
+            assert (open_ledger.position, open_ledger.history()) == (n, [Entry(A, n)])
+        charge(open_ledger, B, 5)
+        charge(open_ledger, A, 1)
+        assert open_ledger.history() == [Entry(A, 10), Entry(B, 5), Entry(A, 1)]
+        assert open_ledger.position == 16
+    assert open_ledger.position == 16  # the count can be read after the end
 
 
 def test_what_is_written_is_read(path: Path) -> None:
-    with FileLedger(path, header=HEADER) as book:
-        charge(book, A, 70)
-        charge(book, B, 2)
+    with FileLedger(path, header=HEADER) as open_ledger:
+        charge(open_ledger, A, 70)
+        charge(open_ledger, B, 2)
     found = read(path)
-    assert (found.run, found.header, found.position) == (book.run, HEADER, 72)
+    assert (found.run, found.header, found.position) == (open_ledger.run, HEADER, 72)
     assert found.history == [Entry(A, 70), Entry(B, 2)]  # events with floats come back exactly
     assert found.clean and not found.torn
 
 
 def test_run_ids_are_random_or_given(path: Path) -> None:
-    with FileLedger(path) as book:
-        ids = {MemoryLedger().run, MemoryLedger().run, book.run}
+    with FileLedger(path) as open_ledger:
+        ids = {MemoryLedger().run, MemoryLedger().run, open_ledger.run}
     assert len(ids) == 3 and all(len(run) == 32 and int(run, 16) >= 0 for run in ids)
     assert MemoryLedger(run="abc").run == "abc"
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_nothing_is_merged_across_a_restart(kind: str, path: Path) -> None:
-    with MemoryLedger() if kind == "memory" else FileLedger(path) as book:
-        book.restart()  # nothing to part yet
-        charge(book, B, 5)
-        book.restart()
-        book.restart()
-        charge(book, B, 4)
-        charge(book, A, 1)
-        book.restart()
-        charge(book, A, 1)
+    with MemoryLedger() if kind == "memory" else FileLedger(path) as open_ledger:
+        open_ledger.restart()  # nothing to part yet
+        charge(open_ledger, B, 5)
+        open_ledger.restart()
+        open_ledger.restart()
+        charge(open_ledger, B, 4)
+        charge(open_ledger, A, 1)
+        open_ledger.restart()
+        charge(open_ledger, A, 1)
         expected = [Entry(B, 5), Entry(B, 4), Entry(A, 1), Entry(A, 1)]
-        assert book.history() == expected
+        assert open_ledger.history() == expected
     if kind == "file":
         assert read(path).history == expected
 
 
 def test_a_restart_with_nothing_to_part_writes_nothing(path: Path) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         for times in (0, 3):
-            charge(book, A, times)
-            book.restart()
+            charge(open_ledger, A, times)
+            open_ledger.restart()
             before = path.read_bytes()
-            book.restart()
+            open_ledger.restart()
             assert path.read_bytes() == before
 
 
 def test_a_block_that_was_interrupted_before_use_leaves_no_trace(path: Path) -> None:
-    with FileLedger(path) as book:
-        charge(book, B, 4)
-        book.restart()
-        book.charge(B)
-        book._blocks[book.run].left += 1  # as if a signal had come between reserving and using
-        assert book.history() == [Entry(B, 4)]
-    with FileLedger(path) as book:
-        book.charge(B)
+    with FileLedger(path) as open_ledger:
+        charge(open_ledger, B, 4)
+        open_ledger.restart()
+        open_ledger.charge(B)
+        open_ledger._blocks[open_ledger.run].left += 1  # as if a signal had come between reserving and using
+        assert open_ledger.history() == [Entry(B, 4)]
+    with FileLedger(path) as open_ledger:
+        open_ledger.charge(B)
     assert read(path).history == [Entry(B, 4), Entry(B, 1)]
 
 
-def test_clean_end_gives_back_and_goes_on_in_the_same_entry(path: Path) -> None:
-    with FileLedger(path) as book:
-        charge(book, A, 5)
+def test_clean_end_gives_back_and_continues_in_the_same_entry(path: Path) -> None:
+    with FileLedger(path) as open_ledger:
+        charge(open_ledger, A, 5)
         assert read(path).position == 7 and not read(path).clean  # 1 + 2 + 4 reserved
     assert read(path).position == 5
     with FileLedger(path) as again:
-        assert (again.existing, again.run, again.position) == (True, book.run, 5)
+        assert (again.existing, again.run, again.position) == (True, open_ledger.run, 5)
         charge(again, A, 2)
     assert read(path).history == [Entry(A, 7)]
-    assert not book.existing
+    assert not open_ledger.existing
 
 
 def test_an_exactly_used_block_also_ends_cleanly(path: Path) -> None:
@@ -166,37 +166,41 @@ def test_opening_and_closing_adds_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_closed_refuses_and_close_is_idempotent(kind: str, path: Path) -> None:
-    book = MemoryLedger() if kind == "memory" else FileLedger(path)
-    book.charge(A)
-    book.close()
-    book.close()
-    for call in (lambda: book.charge(A), book.restart, lambda: book.import_history([Entry(A, 1)])):
+    open_ledger = MemoryLedger() if kind == "memory" else FileLedger(path)
+    open_ledger.charge(A)
+    open_ledger.close()
+    open_ledger.close()
+    for call in (
+        lambda: open_ledger.charge(A),
+        open_ledger.restart,
+        lambda: open_ledger.import_history([Entry(A, 1)]),
+    ):
         with pytest.raises(LedgerError, match="closed"):
             call()
-    assert book.history() == [Entry(A, 1)]
+    assert open_ledger.history() == [Entry(A, 1)]
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_import_history(kind: str, path: Path) -> None:
     entries = [Entry(A, 500), Entry(A, 7), Entry(B, 2)]
-    with MemoryLedger() if kind == "memory" else FileLedger(path) as book:
-        book.import_history([])
-        book.import_history(entries)
-        assert (book.history(), book.position) == (entries, 509)
+    with MemoryLedger() if kind == "memory" else FileLedger(path) as open_ledger:
+        open_ledger.import_history([])
+        open_ledger.import_history(entries)
+        assert (open_ledger.history(), open_ledger.position) == (entries, 509)
         if kind == "file":
             assert read(path).history == entries  # durable at once
-        book.charge(B)
-        assert book.history() == [*entries, Entry(B, 1)]
+        open_ledger.charge(B)
+        assert open_ledger.history() == [*entries, Entry(B, 1)]
         with pytest.raises(LedgerError, match="already holds"):
-            book.import_history(entries)
+            open_ledger.import_history(entries)
     with pytest.raises(LedgerError, match="at least one"):
         MemoryLedger().import_history([Entry(A, 0)])
 
 
 def test_an_import_is_all_or_nothing(path: Path, instant: list[int]) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         start = path.stat().st_size
-        book.import_history([Entry(A, 500), Entry(B, 7)])
+        open_ledger.import_history([Entry(A, 500), Entry(B, 7)])
     data = path.read_bytes()
     for cut in range(start, len(data) - 1):
         put(path, data[:cut])
@@ -216,13 +220,13 @@ def test_every_charge_is_on_disk_before_it_returns(path: Path, monkeypatch: pyte
         nonlocal synced
         synced = os.fstat(file).st_size
 
-    book = FileLedger(path)
+    open_ledger = FileLedger(path)
     monkeypatch.setattr(os, "fsync", fsync)
     for n in range(1, 200):
-        book.charge(A if n % 50 else B)
+        open_ledger.charge(A if n % 50 else B)
         assert path.stat().st_size == synced
         assert read(path).position >= n
-    crash(book)
+    crash(open_ledger)
 
 
 def test_a_new_file_has_its_name_on_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +247,11 @@ def test_a_crash_overstates_within_bounds(n: int, path: Path, instant: list[int]
 def test_block_bounds_what_a_crash_overstates(path: Path, instant: list[int]) -> None:
     for block in (1, 3):
         path.unlink(missing_ok=True)
-        book = FileLedger(path, block=block)
+        open_ledger = FileLedger(path, block=block)
         for n in range(1, 50):
-            book.charge(A)
+            open_ledger.charge(A)
             assert n <= read(path).position < n + block
-        crash(book)
+        crash(open_ledger)
     put(path, path.read_bytes() + b"{")
     assert read(path).position <= 49 + 2 + 3  # the rest of the block, and one for the torn line
     with pytest.raises(ConfigurationError, match="block"):
@@ -283,21 +287,21 @@ def lived(path: Path) -> tuple[bytes, list[tuple[int, int]]]:
     """A file with all kinds of line, and (bytes on disk, releases so far) after each charge."""
     log = [(0, 0)]
     for life in range(3):
-        book = FileLedger(path, header=HEADER)
-        found = book.position  # from a crash it may hold more than was released: count only ours below
+        open_ledger = FileLedger(path, header=HEADER)
+        found = open_ledger.position  # from a crash it may hold more than was released: count only ours below
         released = log[-1][1]
         for event, times in ((A, 5), (B, 1), (A, 12), (B, 9)):
             for _ in range(times):
-                book.charge(event)
+                open_ledger.charge(event)
                 released += 1
                 log.append((path.stat().st_size, released))
             if life == 1:
-                book.restart()
-        assert book.position - found == 27
+                open_ledger.restart()
+        assert open_ledger.position - found == 27
         if life == 0:
-            book.close()
+            open_ledger.close()
         else:
-            crash(book)
+            crash(open_ledger)
             with path.open("ab") as file:
                 file.write(b'{"kind":"reserve","ev' if life == 1 else b"")
     return path.read_bytes(), log
@@ -358,23 +362,23 @@ def test_positions_never_shrink_over_lives(lives: list, tmp_path_factory: pytest
     try:
         released, seen = {A: 0, B: 0}, 0
         for script, end in lives:
-            book = FileLedger(path)
-            assert book.position >= seen
+            open_ledger = FileLedger(path)
+            assert open_ledger.position >= seen
             for step in script:
                 if step is None:
-                    book.restart()
+                    open_ledger.restart()
                     continue
-                before = book.position
-                charge(book, *step)
+                before = open_ledger.position
+                charge(open_ledger, *step)
                 released[step[0]] += step[1]
-                assert book.position == before + step[1]
-                assert read(path).position >= book.position
-            seen = book.position
+                assert open_ledger.position == before + step[1]
+                assert read(path).position >= open_ledger.position
+            seen = open_ledger.position
             if end == "close":
-                book.close()
-                assert read(path).history == book.history()
+                open_ledger.close()
+                assert read(path).history == open_ledger.history()
             else:
-                crash(book)
+                crash(open_ledger)
                 data = path.read_bytes()
                 put(path, {"torn": data + b'{"ki', "cut newline": data[:-1], "crash": data}[end])
             found = read(path)
@@ -401,9 +405,9 @@ def killer(here):
 
 faults.reached = killer
 event = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.5)
-book = FileLedger(path)
+open_ledger = FileLedger(path)
 for n in range(1, 100):
-    book.charge(event)
+    open_ledger.charge(event)
     os.write(1, b"%d\\n" % n)
 """
 
@@ -429,8 +433,8 @@ def test_killed_at_a_reservation(point: str, path: Path) -> None:
 def test_a_write_that_fails_ends_the_ledger(
     failure: BaseException, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book = FileLedger(path)
-    charge(book, A, 7)
+    open_ledger = FileLedger(path)
+    charge(open_ledger, A, 7)
 
     def fail(file: int) -> None:
         raise failure
@@ -438,31 +442,31 @@ def test_a_write_that_fails_ends_the_ledger(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(LedgerError if isinstance(failure, OSError) else KeyboardInterrupt):
-            book.charge(A)
+            open_ledger.charge(A)
     with pytest.raises(LedgerError, match="closed"):
-        book.charge(A)
-    book.close()
-    assert book.position == 7
+        open_ledger.charge(A)
+    open_ledger.close()
+    assert open_ledger.position == 7
     with FileLedger(path) as again:  # the lock is free, the file is sound, and it counts enough
         assert again.position >= 7
 
 
 def test_a_full_disk_ends_the_ledger(path: Path) -> None:
-    book = FileLedger(path)
-    charge(book, A, 7)
+    open_ledger = FileLedger(path)
+    charge(open_ledger, A, 7)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
     try:
         with pytest.raises(LedgerError, match="full"):
-            book.charge(A)
+            open_ledger.charge(A)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert read(path).torn and read(path).position >= 7
 
 
 def test_a_settlement_that_fails_counts_the_whole_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = FileLedger(path)
-    charge(book, A, 4)
+    open_ledger = FileLedger(path)
+    charge(open_ledger, A, 4)
 
     def fail(file: int) -> None:
         raise OSError(5, "Input/output error")
@@ -470,8 +474,8 @@ def test_a_settlement_that_fails_counts_the_whole_block(path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(LedgerError, match="cannot be written"):
-            book.charge(B)
-    assert book.history() == [Entry(A, 7)]
+            open_ledger.charge(B)
+    assert open_ledger.history() == [Entry(A, 7)]
 
 
 # Damage
@@ -555,8 +559,8 @@ def test_what_is_no_ledger_is_refused(path: Path) -> None:
 
 def test_an_empty_file_is_begun(path: Path) -> None:
     path.touch()
-    with FileLedger(path) as book:
-        assert not book.existing
+    with FileLedger(path) as open_ledger:
+        assert not open_ledger.existing
 
 
 def test_another_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,19 +578,19 @@ def test_lines_that_no_version_writes_are_refused(path: Path) -> None:
         {"kind": "reserve", "event": 5, "count": 1},
     ):
         path.unlink()
-        with pytest.raises((ValueError, IndexError)), FileLedger(path) as book:
-            book._append(record)
+        with pytest.raises((ValueError, IndexError)), FileLedger(path) as open_ledger:
+            open_ledger._append(record)
         refused(path, path.read_bytes(), match="line 2: cannot be understood")
 
 
-# Who may write
+# Writers
 
 
 def test_one_writer_at_a_time(path: Path) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         with pytest.raises(LedgerBusyError, match=r"run\.ledger is in use"):
             FileLedger(path)
-        book.charge(A)
+        open_ledger.charge(A)
     FileLedger(path).close()
 
 
@@ -599,26 +603,26 @@ def test_a_refused_opening_holds_no_lock(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_worker_cannot_charge(path: Path) -> None:
-    book = FileLedger(path)
-    charge(book, A, 4)  # 3 of a block of 4 are left
+    open_ledger = FileLedger(path)
+    charge(open_ledger, A, 4)  # 3 of a block of 4 are left
     before = path.read_bytes()
     ready, stop = os.pipe(), os.pipe()
     worker = os.fork()
     if worker == 0:
         outcome = b"charged"
         try:
-            book.charge(A)
+            open_ledger.charge(A)
         except LedgerError as error:
             outcome = b"refused" if "another process" in str(error) else b"unclear"
-        book.close()
+        open_ledger.close()
         os.write(ready[1], outcome)
         os.read(stop[0], 1)
         os._exit(0)
     try:
         assert os.read(ready[0], 100) == b"refused"
         assert path.read_bytes() == before
-        charge(book, A, 2)
-        book.close()
+        charge(open_ledger, A, 2)
+        open_ledger.close()
         FileLedger(path).close()  # the living worker does not keep the lock
         assert read(path).position == 6
     finally:
@@ -630,14 +634,16 @@ def test_threads_share_a_ledger(path: Path, instant: list[int]) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with FileLedger(path) as book:
+        with FileLedger(path) as open_ledger:
             events = [A, Event.from_dict(A.to_dict())]  # equal, not identical: the comparison is a call
-            workers = [threading.Thread(target=charge, args=(book, events[i % 2], 3000)) for i in range(4)]
+            workers = [
+                threading.Thread(target=charge, args=(open_ledger, events[i % 2], 3000)) for i in range(4)
+            ]
             for worker in workers:
                 worker.start()
             for worker in workers:
                 worker.join()
-            assert book.position == 12000
+            assert open_ledger.position == 12000
     finally:
         sys.setswitchinterval(interval)
     assert read(path).history == [Entry(A, 12000)]
@@ -650,20 +656,20 @@ def test_another_run_is_refused_unless_it_joins(path: Path) -> None:
         FileLedger(path, header=other)
     assert "50000" not in str(error.value)
     assert path.read_bytes() == data
-    with FileLedger(path, header=other, join=True) as book:
-        assert (book.existing, book.header, book.position) == (False, other, 3)
-        book.charge(A)
+    with FileLedger(path, header=other, join=True) as open_ledger:
+        assert (open_ledger.existing, open_ledger.header, open_ledger.position) == (False, other, 3)
+        open_ledger.charge(A)
     assert read(path).history == [Entry(A, 3), Entry(A, 1)]
-    with FileLedger(path, header=other) as book:  # the joined run can go on
-        book.charge(A)
+    with FileLedger(path, header=other) as open_ledger:  # the joined run can continue
+        open_ledger.charge(A)
     assert read(path).history == [Entry(A, 3), Entry(A, 2)] and read(path).header == other
 
 
 def test_a_run_that_joins_is_never_merged(path: Path) -> None:
     file_of(path, (A, 3))
-    with FileLedger(path, join=True) as book:
-        book.charge(A)
-        assert book.header == HEADER
+    with FileLedger(path, join=True) as open_ledger:
+        open_ledger.charge(A)
+        assert open_ledger.header == HEADER
     assert read(path).history == [Entry(A, 3), Entry(A, 1)]
 
 
@@ -691,17 +697,17 @@ def test_reading_changes_nothing(path: Path) -> None:
 
 
 def test_many_releases_make_a_small_file(path: Path, instant: list[int]) -> None:
-    with FileLedger(path) as book:
-        charge(book, A, 100_000)
+    with FileLedger(path) as open_ledger:
+        charge(open_ledger, A, 100_000)
     assert read(path).history == [Entry(A, 100_000)]
     assert path.stat().st_size < 2 * 100_000
 
 
 def test_a_charge_costs_little(path: Path, instant: list[int]) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         instant.clear()
         start = time.perf_counter()
-        charge(book, A, 10_000)
+        charge(open_ledger, A, 10_000)
         elapsed = time.perf_counter() - start
         # One in 4 for 200 steps, then one in 2% of what was made, up to 3,200 steps, then one in 64.
         assert len(instant) <= 50 + 50 * math.log(16) + 6_800 / LARGEST_BLOCK + 20
@@ -709,11 +715,11 @@ def test_a_charge_costs_little(path: Path, instant: list[int]) -> None:
 
 
 def test_alternating_events_cost_one_fsync_each(path: Path, instant: list[int]) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         instant.clear()
         for _ in range(50):
-            book.charge(A)
-            book.charge(B)
+            open_ledger.charge(A)
+            open_ledger.charge(B)
         assert len(instant) <= 100 + 2
     assert read(path).position == 100
 
@@ -723,9 +729,9 @@ def test_the_file_shows_nothing_but_what_was_planned(path: Path, instant: list[i
 
     def lines(pause: float) -> list[dict]:
         path.unlink(missing_ok=True)
-        with FileLedger(path, header=HEADER) as book:
+        with FileLedger(path, header=HEADER) as open_ledger:
             for n in range(40):
-                book.charge(A if n % 17 else B)
+                open_ledger.charge(A if n % 17 else B)
                 time.sleep(pause)
         return [json.loads(line.rpartition(b" ")[0]) for line in path.read_bytes().splitlines()]
 
@@ -740,13 +746,13 @@ def test_the_file_shows_nothing_but_what_was_planned(path: Path, instant: list[i
 
 
 def test_a_description_is_kept_and_charges_nothing(path: Path) -> None:
-    with FileLedger(path, header=HEADER) as book:
-        book.describe({"delta": 1e-5})
-        charge(book, A, 3)
-        book.describe({"delta": 1e-5})  # the same again: not written twice
-        book.describe({"delta": 1e-6})  # in the middle of a reservation
-        charge(book, A, 2)
-        assert book.about == ({"delta": 1e-5}, {"delta": 1e-6})
+    with FileLedger(path, header=HEADER) as open_ledger:
+        open_ledger.describe({"delta": 1e-5})
+        charge(open_ledger, A, 3)
+        open_ledger.describe({"delta": 1e-5})  # the same again: not written twice
+        open_ledger.describe({"delta": 1e-6})  # in the middle of a reservation
+        charge(open_ledger, A, 2)
+        assert open_ledger.about == ({"delta": 1e-5}, {"delta": 1e-6})
     found = read(path)
     assert found.about == ({"delta": 1e-5}, {"delta": 1e-6})
     assert found.history == [Entry(A, 5)] and found.clean
@@ -754,30 +760,30 @@ def test_a_description_is_kept_and_charges_nothing(path: Path) -> None:
 
 def test_a_description_is_not_compared(path: Path) -> None:
     for version in ("1", "2"):
-        with FileLedger(path, header=HEADER) as book:
-            book.describe({"version": version})
-            book.charge(A)
+        with FileLedger(path, header=HEADER) as open_ledger:
+            open_ledger.describe({"version": version})
+            open_ledger.charge(A)
     assert [about["version"] for about in read(path).about] == ["1", "2"] and read(path).position == 2
 
 
 def test_a_torn_description_hides_nothing(path: Path) -> None:
-    with FileLedger(path) as book:
-        book.describe({"delta": 1e-5})
+    with FileLedger(path) as open_ledger:
+        open_ledger.describe({"delta": 1e-5})
     data = path.read_bytes()
     put(path, data[:-5])
     assert read(path).position == 0 and read(path).torn  # before the first event nothing can be released
     file_of(path := path.with_name("other"), (A, 3))
-    with FileLedger(path) as book:
-        book.describe({"delta": 1e-5})
+    with FileLedger(path) as open_ledger:
+        open_ledger.describe({"delta": 1e-5})
     data = path.read_bytes()
     put(path, data[:-5])
     assert read(path).position == 3 + LEAST_BLOCK
 
 
 def test_a_memory_ledger_has_a_description_too() -> None:
-    book = ledger.MemoryLedger()
-    book.describe({"delta": 1e-5})
-    assert book.about == ({"delta": 1e-5},) and book.position == 0
+    open_ledger = ledger.MemoryLedger()
+    open_ledger.describe({"delta": 1e-5})
+    assert open_ledger.about == ({"delta": 1e-5},) and open_ledger.position == 0
 
 
 # Reading
@@ -812,7 +818,7 @@ def test_what_cannot_be_read_is_refused(path: Path) -> None:
             read(path / name)
 
 
-# A partition whose blocks were not clipped as a whole: older versions understated its cost
+# A partition with blocks that were not clipped as a whole: older versions understated its cost
 
 BLOCKS = Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.RECORD, 1.1, 0.1)
 DRAWN = Event(Sampling.FIXED_SIZE, Adjacency.REPLACE_ONE, Unit.RECORD, 1.1, 0.1)
@@ -824,45 +830,47 @@ def strategy(name: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("name", ["per-example", "lipschitz", "backprop", None])
 def test_a_partition_of_records_that_were_clipped_one_by_one_is_refused(path: Path, name: str | None) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         if name is not None:
-            book.describe(strategy(name))
-        charge(book, BLOCKS, 3)
+            open_ledger.describe(strategy(name))
+        charge(open_ledger, BLOCKS, 3)
     for open_ in (read, FileLedger):
         with pytest.raises(LedgerError, match=r"sampling='partition'.*clipped as a whole.*understated"):
             open_(path)
 
 
 def test_a_partition_of_users_is_refused(path: Path) -> None:
-    with FileLedger(path) as book:
-        book.describe(strategy("batch"))
-        book.charge(Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.USER, 1.1, 0.1))
+    with FileLedger(path) as open_ledger:
+        open_ledger.describe(strategy("batch"))
+        open_ledger.charge(Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.USER, 1.1, 0.1))
     with pytest.raises(LedgerError, match="users were protected"):
         read(path)
 
 
 def test_a_partition_of_whole_blocks_is_counted_beside_other_runs(path: Path) -> None:
-    with FileLedger(path) as book:
-        book.describe(strategy("batch"))
-        charge(book, BLOCKS, 3)
-    with FileLedger(path, join=True) as book:  # what another run does with its own draws changes nothing
-        book.describe(strategy("per-example"))
-        charge(book, DRAWN, 2)
+    with FileLedger(path) as open_ledger:
+        open_ledger.describe(strategy("batch"))
+        charge(open_ledger, BLOCKS, 3)
+    with FileLedger(
+        path, join=True
+    ) as open_ledger:  # what another run does with its own draws changes nothing
+        open_ledger.describe(strategy("per-example"))
+        charge(open_ledger, DRAWN, 2)
     assert read(path).history == [Entry(BLOCKS, 3), Entry(DRAWN, 2)]
-    with FileLedger(path, join=True) as book:
-        charge(book, BLOCKS, 1)
+    with FileLedger(path, join=True) as open_ledger:
+        charge(open_ledger, BLOCKS, 1)
     with pytest.raises(LedgerError, match="partition"):
         read(path)
 
 
 @pytest.mark.parametrize(("name", "is_refused"), [("batch", False), ("per-example", True)])
-def test_an_imported_partition_belongs_to_the_run_that_goes_on(
+def test_an_imported_partition_belongs_to_the_run_that_continues(
     path: Path, name: str, is_refused: bool
 ) -> None:
-    with FileLedger(path) as book:
-        book.import_history([Entry(BLOCKS, 3)])
-        book.describe(strategy(name))
-        book.charge(BLOCKS)
+    with FileLedger(path) as open_ledger:
+        open_ledger.import_history([Entry(BLOCKS, 3)])
+        open_ledger.describe(strategy(name))
+        open_ledger.charge(BLOCKS)
     if is_refused:
         with pytest.raises(LedgerError, match="partition"):
             read(path)
@@ -875,37 +883,42 @@ def test_an_imported_partition_belongs_to_the_run_that_goes_on(
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_runs_in_turns_have_an_entry_each(kind: str, path: Path) -> None:
-    with MemoryLedger() if kind == "memory" else FileLedger(path) as book:
+    with MemoryLedger() if kind == "memory" else FileLedger(path) as open_ledger:
         for _ in range(30):
-            book.charge(B, "a")
-            book.charge(B, "b")
-        assert book.history() == [Entry(B, 30), Entry(B, 30)]
-        assert [entry.run for entry in book.history()] == ["a", "b"]
-        assert (book.made("a"), book.made("b"), book.made("c"), book.position) == (30, 30, 0, 60)
-        book.restart("a")
-        book.charge(B, "a")
-        book.charge(B, "b")
+            open_ledger.charge(B, "a")
+            open_ledger.charge(B, "b")
+        assert open_ledger.history() == [Entry(B, 30), Entry(B, 30)]
+        assert [entry.run for entry in open_ledger.history()] == ["a", "b"]
+        assert (
+            open_ledger.made("a"),
+            open_ledger.made("b"),
+            open_ledger.made("c"),
+            open_ledger.position,
+        ) == (30, 30, 0, 60)
+        open_ledger.restart("a")
+        open_ledger.charge(B, "a")
+        open_ledger.charge(B, "b")
         expected = [("a", 30), ("b", 31), ("a", 1)]
-        assert [(entry.run, entry.count) for entry in book.history()] == expected
+        assert [(entry.run, entry.count) for entry in open_ledger.history()] == expected
     if kind == "file":
         assert [(entry.run, entry.count) for entry in read(path).history] == expected
 
 
 def test_runs_in_turns_do_not_cost_an_fsync_each(path: Path, instant: list[int]) -> None:
-    with FileLedger(path) as book:
+    with FileLedger(path) as open_ledger:
         instant.clear()
         for _ in range(100):
-            book.charge(A, "a")
-            book.charge(A, "b")
+            open_ledger.charge(A, "a")
+            open_ledger.charge(A, "b")
         assert len(instant) <= 2 * (3 + 100 / LEAST_BLOCK) + 1
 
 
 def test_a_crash_spends_the_reservations_of_all_runs(path: Path) -> None:
-    book = FileLedger(path)
+    open_ledger = FileLedger(path)
     for _ in range(4):
-        book.charge(B, "a")
-        book.charge(B, "b")
-    crash(book)
+        open_ledger.charge(B, "a")
+        open_ledger.charge(B, "b")
+    crash(open_ledger)
     assert read(path).history == [Entry(B, 7), Entry(B, 7)] and not read(path).clean
     put(path, path.read_bytes() + b'{"kind":"rese')
     torn = [Entry(B, 7 + LEAST_BLOCK), Entry(B, 7 + LEAST_BLOCK)]  # whichever of them the line was of
@@ -919,15 +932,15 @@ def test_the_last_user_closes(path: Path) -> None:
     class User:
         pass
 
-    book, one, other = FileLedger(path), User(), User()
-    assert book.enter("a", one) and book.enter("b", other) and not book.enter("a", other)
-    charge(book, A, 5)
-    book.charge(A, "a")
-    book.leave("a", one)
-    book.charge(A, "b")
-    book.leave("b", other)
+    open_ledger, one, other = FileLedger(path), User(), User()
+    assert open_ledger.enter("a", one) and open_ledger.enter("b", other) and not open_ledger.enter("a", other)
+    charge(open_ledger, A, 5)
+    open_ledger.charge(A, "a")
+    open_ledger.leave("a", one)
+    open_ledger.charge(A, "b")
+    open_ledger.leave("b", other)
     with pytest.raises(LedgerError, match="closed"):
-        book.charge(A)
+        open_ledger.charge(A)
     assert read(path).clean and read(path).position == 7
 
 
@@ -937,9 +950,9 @@ def test_the_last_user_closes(path: Path) -> None:
 @settings(max_examples=20, deadline=None)
 @given(n=st.integers(1, 8000))
 def test_a_crash_overstates_by_at_most_two_percent_or_four(n: int) -> None:
-    book = MemoryLedger()
-    charge(book, A, n)
-    reserved = book._state.total
+    open_ledger = MemoryLedger()
+    charge(open_ledger, A, n)
+    reserved = open_ledger._state.total
     assert n <= reserved <= n + max(4, n / 50)
 
 
@@ -955,10 +968,10 @@ def test_a_short_run_loses_little(path: Path, instant: list[int]) -> None:
 def test_a_clean_end_is_exact(path: Path) -> None:
     file_of(path, (A, 70), (B, 2))
     assert read(path).exact
-    with FileLedger(path) as book:
-        assert book.exact
-        charge(book, A, 3)
-        assert book.exact and not read(path).exact  # whoever reads it now counts a reservation
+    with FileLedger(path) as open_ledger:
+        assert open_ledger.exact
+        charge(open_ledger, A, 3)
+        assert open_ledger.exact and not read(path).exact  # a reader counts the reservation now
     assert read(path).exact
 
 
@@ -967,22 +980,22 @@ def test_what_a_crash_overstates_is_never_called_exact(path: Path, end: bytes) -
     data = file_of(path, (A, 82), close=False)
     put(path, data + end)
     assert not read(path).exact
-    with FileLedger(path) as book:  # and a clean end afterwards does not change that
-        assert not book.exact
-        charge(book, A, 3)
+    with FileLedger(path) as open_ledger:  # and a clean end afterwards does not change that
+        assert not open_ledger.exact
+        charge(open_ledger, A, 3)
     assert read(path).clean and not read(path).exact
 
 
 @pytest.mark.parametrize("later", ["close", "restart", "more"])
 def test_a_charge_in_doubt_is_written_down(later: str, path: Path) -> None:
-    book = FileLedger(path)
-    charge(book, A, 2)
-    book.doubt(book.run)
-    assert not book.exact
+    open_ledger = FileLedger(path)
+    charge(open_ledger, A, 2)
+    open_ledger.doubt(open_ledger.run)
+    assert not open_ledger.exact
     if later == "restart":
-        book.restart()
-    charge(book, A, 9 if later == "more" else 0)
-    book.close()
+        open_ledger.restart()
+    charge(open_ledger, A, 9 if later == "more" else 0)
+    open_ledger.close()
     assert read(path).clean and not read(path).exact
     with FileLedger(path) as again:
         assert not again.exact
@@ -990,9 +1003,9 @@ def test_a_charge_in_doubt_is_written_down(later: str, path: Path) -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_import_is_as_exact_as_what_it_brings(exact: bool, path: Path) -> None:
-    with FileLedger(path) as book:
-        book.import_history([Entry(A, 5)], exact=exact)
-        assert book.exact is exact
+    with FileLedger(path) as open_ledger:
+        open_ledger.import_history([Entry(A, 5)], exact=exact)
+        assert open_ledger.exact is exact
     assert read(path).exact is exact
 
 
@@ -1019,28 +1032,28 @@ def moved(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [removed, replaced, shortened, moved])
 def test_a_file_that_is_no_longer_there_is_noticed(harm: Callable[[Path], None], path: Path) -> None:
-    book = FileLedger(path)
-    charge(book, A, 4)  # 3 of the block are left: the next ones write nothing
+    open_ledger = FileLedger(path)
+    charge(open_ledger, A, 4)  # 3 of the block are left: the next ones write nothing
     harm(path)
     for call in (
-        lambda: book.charge(A),
-        book.require_in_place,
-        book.restart,
-        lambda: book.describe({"a": 1}),
+        lambda: open_ledger.charge(A),
+        open_ledger.require_in_place,
+        open_ledger.restart,
+        lambda: open_ledger.describe({"a": 1}),
     ):
         with pytest.raises(LedgerError, match=r"run\.ledger was removed, replaced or shortened.*state_dict"):
             call()
-    assert book.position == 4
+    assert open_ledger.position == 4
     if harm is moved:
         path.with_name("elsewhere").rename(path)
-        charge(book, A, 4)
-        book.close()
+        charge(open_ledger, A, 4)
+        open_ledger.close()
         assert read(path).position == 8
         return
     with pytest.raises(LedgerError, match="was removed, replaced or shortened"):
-        book.close()
+        open_ledger.close()
     with pytest.raises(LedgerError, match="closed"):
-        book.charge(A)
+        open_ledger.charge(A)
     FileLedger(path.with_name("new")).close()
 
 
@@ -1048,8 +1061,8 @@ def test_a_change_of_folder_is_no_change_of_place(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(path.parent)
-    with FileLedger(path.name) as book:
+    with FileLedger(path.name) as open_ledger:
         (tmp_path / "other").mkdir()
         monkeypatch.chdir(tmp_path / "other")
-        charge(book, A, 9)
+        charge(open_ledger, A, 9)
     assert read(path).position == 9

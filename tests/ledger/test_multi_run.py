@@ -1,4 +1,4 @@
-"""Several runs on one ledger: each is counted by itself, and what is promised holds for all of them together."""
+"""Several runs on one ledger: each has its own count, and the guarantee holds for all of them together."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Next = Callable[..., tuple[nn.Module, Private]]
 def another(request: pytest.FixtureRequest, tmp_path: Path) -> Next:
     """Make another run on the same ledger: an object that is shared, or a file that each run joins."""
     shared = {"memory": MemoryLedger, "file": lambda: FileLedger(tmp_path / "ledger"), "join": lambda: None}
-    book = shared[request.param]()
+    open_ledger = shared[request.param]()
     before: list[Private] = []
 
     def make(**options: Any) -> tuple[nn.Module, Private]:
         if before and request.param == "join":
             before[-1].close()
-        given = FileLedger(tmp_path / "ledger", join=True) if book is None else book
+        given = FileLedger(tmp_path / "ledger", join=True) if open_ledger is None else open_ledger
         model, private = private_run(ledger=given, **options)
         before.append(private)
         return model, private
@@ -66,50 +66,50 @@ def until_exhausted(model: nn.Module, private: Private) -> int:
 
 def test_shuffled_epochs_of_two_runs_are_not_merged() -> None:
     """Two steps of an epoch by each of two runs, in turns: a record may have been in both."""
-    book = MemoryLedger()
-    runs = [private_run(ledger=book, sampling="shuffled", noise_multiplier=1.5) for _ in range(2)]
+    open_ledger = MemoryLedger()
+    runs = [private_run(ledger=open_ledger, sampling="shuffled", noise_multiplier=1.5) for _ in range(2)]
     for _ in range(2):
         for model, private in runs:
             train(model, private, 1)
-    assert [entry.count for entry in book.history()] == [2, 2]
+    assert [entry.count for entry in open_ledger.history()] == [2, 2]
     two_passes = gaussian.epsilon(math.sqrt(2) / 1.5, DELTA)
     assert runs[0][1].spent(DELTA, "pld").epsilon >= 0.999 * two_passes
 
 
-def test_a_run_goes_on_in_its_own_entry(tmp_path: Path) -> None:
-    book = FileLedger(tmp_path / "ledger")
-    (one, first), (other, second) = (private_run(ledger=book, sampling="shuffled") for _ in range(2))
+def test_a_run_continues_in_its_own_entry(tmp_path: Path) -> None:
+    open_ledger = FileLedger(tmp_path / "ledger")
+    (one, first), (other, second) = (private_run(ledger=open_ledger, sampling="shuffled") for _ in range(2))
     for _ in range(12):
         train(one, first, 1)
         train(other, second, 1)
     first.close()
-    train(other, second, 1)  # the ledger is open as long as somebody uses it
+    train(other, second, 1)  # the ledger is open as long as a run uses it
     second.close()
     found = ledger.read(tmp_path / "ledger")
     assert [entry.count for entry in found.history] == [12, 13] and found.clean and found.exact
     assert len({entry.run for entry in found.history}) == 2
     with pytest.raises(LedgerError, match="closed"):
-        private_run(ledger=book)
+        private_run(ledger=open_ledger)
 
 
 def test_a_state_is_loaded_beside_the_run_that_it_is_of() -> None:
-    """Both go on: they may not count as one."""
-    book = MemoryLedger()
-    model, private = private_run(ledger=book, sampling="shuffled")
+    """Both continue, so they must not count as one."""
+    open_ledger = MemoryLedger()
+    model, private = private_run(ledger=open_ledger, sampling="shuffled")
     train(model, private, 2)
-    _, twin = private_run(model, ledger=book, sampling="shuffled")
+    _, twin = private_run(model, ledger=open_ledger, sampling="shuffled")
     with pytest.warns(PrivacyWarning, match="fresh secret"):
         twin.load_state_dict(private.state_dict())
     model.zero_grad()
     train(model, twin, 2)
-    assert [entry.count for entry in book.history()] == [2, 2]
-    assert len({entry.run for entry in book.history()}) == 2
+    assert [entry.count for entry in open_ledger.history()] == [2, 2]
+    assert len({entry.run for entry in open_ledger.history()}) == 2
 
 
 def test_averages_do_not_follow_the_releases_of_others() -> None:
-    book = MemoryLedger()
-    model, private = private_run(ledger=book, averaged=0.5)
-    other = private_run(ledger=book)
+    open_ledger = MemoryLedger()
+    model, private = private_run(ledger=open_ledger, averaged=0.5)
+    other = private_run(ledger=open_ledger)
     train(model, private, 3)
     before = private.averaged.state_dict()
     train(*other, 2)
@@ -132,9 +132,9 @@ def test_two_runs_share_one_budget(another: Next) -> None:
 
 
 def test_the_budget_counts_what_another_run_charges_meanwhile() -> None:
-    book = MemoryLedger()
-    model, private = private_run(ledger=book, **BUDGET)
-    other = private_run(ledger=book, noise_multiplier=4.0)
+    open_ledger = MemoryLedger()
+    model, private = private_run(ledger=open_ledger, **BUDGET)
+    other = private_run(ledger=open_ledger, noise_multiplier=4.0)
     train(model, private, 3)
     train(*other, 2)
     assert until_exhausted(model, private) < 7
@@ -146,9 +146,9 @@ def test_the_budget_counts_what_another_run_charges_meanwhile() -> None:
 
 def test_a_charge_is_checked_in_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run may charge after a step has begun, and before it is released."""
-    book = MemoryLedger()
-    model, private = private_run(ledger=book, **BUDGET)
-    other = private_run(ledger=book, noise_multiplier=0.5)
+    open_ledger = MemoryLedger()
+    model, private = private_run(ledger=open_ledger, **BUDGET)
+    other = private_run(ledger=open_ledger, noise_multiplier=0.5)
     train(model, private, 1)
     gather = step.gather
 
@@ -161,12 +161,12 @@ def test_a_charge_is_checked_in_the_same_moment(monkeypatch: pytest.MonkeyPatch)
     before = parameters(model)
     with pytest.raises(BudgetExhausted):
         train(model, private, 1)
-    assert same(before, parameters(model)) and [e.count for e in book.history()] == [1, 3]
+    assert same(before, parameters(model)) and [e.count for e in open_ledger.history()] == [1, 3]
 
 
 def test_threads_cannot_pass_the_budget_together() -> None:
-    book = MemoryLedger()
-    runs = [private_run(ledger=book, **BUDGET) for _ in range(3)]
+    open_ledger = MemoryLedger()
+    runs = [private_run(ledger=open_ledger, **BUDGET) for _ in range(3)]
 
     def exhaust(model: nn.Module, private: Private) -> None:
         with contextlib.suppress(BudgetExhausted):
@@ -270,11 +270,11 @@ def test_without_a_plan_the_first_budget_decides(tmp_path: Path) -> None:
     assert of_ledger(path).spent.epsilon == spent
 
 
-# Going on
+# Resume
 
 
-def test_a_joined_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Its noise was calibrated after what was there; going on, it is not calibrated after itself."""
+def test_a_joined_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Its noise was calibrated after the earlier releases. On resume its own releases do not change that."""
     path = tmp_path / "ledger"
     with private_run(ledger=path, **BUDGET)[1] as private:
         train(private._context.model, private, 5)
@@ -344,10 +344,10 @@ def test_several_runs_are_stated_by_the_filter(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_not_all_runs_have_is_not_that_of_the_ledger() -> None:
-    book = MemoryLedger()
-    model, private = private_run(ledger=book, **BUDGET)
+    open_ledger = MemoryLedger()
+    model, private = private_run(ledger=open_ledger, **BUDGET)
     train(model, private, 3)
-    other, free = private_run(ledger=book, noise_multiplier=0.5)
+    other, free = private_run(ledger=open_ledger, noise_multiplier=0.5)
     train(other, free, 9)
     assert private.spent().epsilon > EPSILON
     for said in (private.statement(), free.statement()):
@@ -360,12 +360,12 @@ def test_a_budget_that_not_all_runs_have_is_not_that_of_the_ledger() -> None:
 
 def of_format_1(path: Path, *records: dict[str, Any]) -> None:
     """A file as the first format has it."""
-    book = LedgerState()
+    open_ledger = LedgerState()
     header = {"kind": "header", "format": 1, "run": "ab", "block": 64, "header": {}}
     lines = []
     for record in (header, {"kind": "event", "id": 0, "event": EVENT.to_dict()}, *records):
-        lines.append(book.seal(record))
-        book.take(lines[-1])
+        lines.append(open_ledger.seal(record))
+        open_ledger.take(lines[-1])
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
@@ -376,8 +376,8 @@ def test_an_old_ledger_is_read_and_joined(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     of_format_1(path, RESERVED, {"kind": "settle", "used": 5}, {"kind": "restart"}, RESERVED)
     assert ledger.read(path).history == [Entry(EVENT, 5), Entry(EVENT, 8)] and not ledger.read(path).exact
-    with FileLedger(path, join=True) as book:
-        book.charge(EVENT)
+    with FileLedger(path, join=True) as open_ledger:
+        open_ledger.charge(EVENT)
     found = ledger.read(path)
     assert found.history == [Entry(EVENT, 5), Entry(EVENT, 8), Entry(EVENT, 1)]
     assert [entry.run for entry in found.history] == ["ab", "ab", "ab.1"] and found.clean and not found.exact
@@ -389,13 +389,13 @@ def test_a_torn_line_of_an_old_ledger_counts_the_largest_block(tmp_path: Path) -
     path.write_bytes(path.read_bytes() + b'{"kind":"rese')
     assert ledger.read(path).position == 8 + 64
     for _ in range(2):  # what recovers it is understood again
-        with FileLedger(path) as book:
-            book.charge(EVENT)
+        with FileLedger(path) as open_ledger:
+            open_ledger.charge(EVENT)
     assert ledger.read(path).history == [Entry(EVENT, 72), Entry(EVENT, 2)]
 
 
 def test_an_old_version_does_not_misread_a_ledger_that_went_on(tmp_path: Path) -> None:
-    """It knows nothing of runs, and refuses the line that says so."""
+    """It does not know runs, and raises for the format line."""
     path = tmp_path / "ledger"
     of_format_1(path, RESERVED, {"kind": "settle", "used": 5})
     FileLedger(path).close()
@@ -405,7 +405,7 @@ def test_an_old_version_does_not_misread_a_ledger_that_went_on(tmp_path: Path) -
     assert path.read_bytes() == before
 
 
-def test_an_old_checkpoint_goes_on_in_its_old_ledger(tmp_path: Path) -> None:
+def test_an_old_checkpoint_continues_in_its_old_ledger(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     model, private = private_run(sampling="full")
     state = {k: v for k, v in private.state_dict().items() if k not in ("tag", "made", "exact", "plan")}

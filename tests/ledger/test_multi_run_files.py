@@ -28,9 +28,9 @@ def test_histories_follow_each_other_and_epochs_are_not_merged(tmp_path: Path) -
 
 def test_a_run_that_went_on_in_two_ledgers_is_two_runs(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        with FileLedger(tmp_path / name) as book:
-            book.import_history([Entry(EVENT, 3, "run")])
-            book.charge(EVENT, "run")
+        with FileLedger(tmp_path / name) as open_ledger:
+            open_ledger.import_history([Entry(EVENT, 3, "run")])
+            open_ledger.charge(EVENT, "run")
     history = multi_run.joint_history(multi_run.read_files([tmp_path / "a", tmp_path / "b"]))
     assert [entry.count for entry in history] == [3, 1, 3, 1]
     assert len({entry.run for entry in history}) == 2
@@ -54,9 +54,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_one_file_with_two_guarantees_is_named(tmp_path: Path) -> None:
     path = tmp_path / "joined"
-    with FileLedger(path) as book:
-        book.charge(EVENT)
-    with FileLedger(path, join=True) as book:
-        book.charge(replace(EVENT, unit=Unit.USER))
+    with FileLedger(path) as open_ledger:
+        open_ledger.charge(EVENT)
+    with FileLedger(path, join=True) as open_ledger:
+        open_ledger.charge(replace(EVENT, unit=Unit.USER))
     with pytest.raises(LedgerError, match=r"joined has releases .* no single guarantee"):
         multi_run.read_files([path])

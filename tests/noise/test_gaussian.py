@@ -48,7 +48,7 @@ def uniform_words(count: int, below: int, seed: int = 0) -> np.ndarray:
 
 
 class Fed:
-    """A bit generator of numpy's interface that plays back what it is told: words and 53-bit uniforms."""
+    """A bit generator of numpy's interface that replays given values: words and 53-bit uniforms."""
 
     class _Struct(ctypes.Structure):
         _fields_ = [("state", ctypes.c_void_p)] + [(f"f{k}", ctypes.c_void_p) for k in range(4)]
@@ -66,7 +66,7 @@ class Fed:
 
 
 def fed(uniforms: Iterator[float], seed: int = 0) -> np.random.Generator:
-    """A generator all of whose normals come from the tail, on either side.
+    """A generator that draws all normals from the tail, on either side.
 
     Of a word the low byte chooses the strip, 0 the lowest; the highest bits say how far out: all of them, beyond
     the strip, where the tail begins.

@@ -96,7 +96,7 @@ def test_a_known_seed_under_dropout_is_warned_of_once() -> None:
 
 
 def test_random_layers_draw_from_the_run_s_key() -> None:
-    """Whatever torch was seeded with; and its own stream goes on as if nothing had happened."""
+    """For any seed of torch, and its own stream continues unchanged."""
 
     def masks(seed: int, private: Private) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -125,7 +125,7 @@ def test_random_layers_draw_from_the_run_s_key() -> None:
 
 def test_it_is_for_a_batch_that_was_handed_out() -> None:
     _, private = dropout_run()
-    with pytest.raises(StepError, match="inside of the loop"), private.randomness():
+    with pytest.raises(StepError, match="inside the loop"), private.randomness():
         pass
 
 

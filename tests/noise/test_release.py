@@ -19,13 +19,13 @@ from clipwise.noise import release
 from clipwise.noise.release import buckets, fit_together, noised, noised_together
 from clipwise.privacy import Part
 
-ROOM = 100
+LIMIT = 100
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets() -> object:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(release, "_BUCKET", ROOM)
+        patched.setattr(release, "_BUCKET", LIMIT)
         yield
 
 
@@ -35,15 +35,15 @@ def grouped(sizes: list[int]) -> list[list[int]]:
 
 
 # An empty sum may stand anywhere but first: see below.
-@given(sizes=st.lists(st.integers(0, 3 * ROOM), max_size=30).filter(lambda sizes: not sizes or sizes[0] > 0))
-def test_buckets_cover_all_in_order_and_only_a_large_one_passes_the_room(sizes: list[int]) -> None:
+@given(sizes=st.lists(st.integers(0, 3 * LIMIT), max_size=30).filter(lambda sizes: not sizes or sizes[0] > 0))
+def test_buckets_cover_all_in_order_and_only_a_large_one_exceeds_the_limit(sizes: list[int]) -> None:
     groups = grouped(sizes)
     assert [size for group in groups for size in group] == sizes
     for group in groups:
         assert group  # no draw without a sum
-        assert sum(group) <= max(ROOM, group[0])
+        assert sum(group) <= max(LIMIT, group[0])
     for group, following in itertools.pairwise(groups):
-        assert sum(group) + following[0] > ROOM  # one more would not have had room
+        assert sum(group) + following[0] > LIMIT  # one more would exceed the limit
 
 
 def test_an_empty_sum_may_be_the_first() -> None:
@@ -51,7 +51,7 @@ def test_an_empty_sum_may_be_the_first() -> None:
 
 
 def test_a_large_sum_has_a_bucket_of_its_own() -> None:
-    assert grouped([1, 2, 2 * ROOM, 3, ROOM - 3, 1]) == [[1, 2], [2 * ROOM], [3, ROOM - 3], [1]]
+    assert grouped([1, 2, 2 * LIMIT, 3, LIMIT - 3, 1]) == [[1, 2], [2 * LIMIT], [3, LIMIT - 3], [1]]
 
 
 def put(noise: Tensor, onto: Tensor | None, divisor: float) -> Tensor:
@@ -116,9 +116,9 @@ def test_one_sum_in_float64_is_noised_in_float64_and_none_below_float32() -> Non
     assert narrow[0].dtype == torch.float32
 
 
-def test_sums_are_taken_out_of_the_list_on_the_way() -> None:
+def test_sums_are_taken_out_of_the_list_early() -> None:
     """So that a large model's sums do not stay beside their noised copies."""
-    sums = [torch.ones(ROOM) for _ in range(4)]
+    sums = [torch.ones(LIMIT) for _ in range(4)]
     left: list[int] = []
 
     def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
@@ -142,11 +142,11 @@ def test_only_a_sum_that_is_alone_and_dense_is_given_to_the_draw() -> None:
         given.append(onto is not None)
         return put(torch.zeros(size, dtype=dtype), onto, divisor)
 
-    wide, turned = torch.ones(ROOM, dtype=torch.float64), torch.ones(10, ROOM // 10).t()
-    noised([torch.ones(ROOM), torch.ones(2), torch.ones(3), turned, torch.ones(ROOM, 2)[:, 0]], draw, 2.0)
+    wide, turned = torch.ones(LIMIT, dtype=torch.float64), torch.ones(10, LIMIT // 10).t()
+    noised([torch.ones(LIMIT), torch.ones(2), torch.ones(3), turned, torch.ones(LIMIT, 2)[:, 0]], draw, 2.0)
     assert given == [True, False, True, False]
     given.clear()
-    halves = noised([torch.ones(ROOM), wide], draw, 2.0)
+    halves = noised([torch.ones(LIMIT), wide], draw, 2.0)
     assert given == [False, True]  # the first is not in the type of the noise
     assert all((t == 0.5).all() for t in halves)
 
@@ -190,7 +190,7 @@ def test_parts_without_noise_scaled_or_of_other_types_are_noised_one_by_one() ->
     assert not fit_together([one, Part("b", ("b",), 1.0, 0.0)], sums)
     assert not fit_together([one, Part("b", ("b",), 1.0, 1.0, (2.0,))], sums)
     assert not fit_together([one, two], sums | {"b": torch.zeros(2).double()})
-    assert not fit_together([one, two], sums | {"b": torch.zeros(ROOM)})
+    assert not fit_together([one, two], sums | {"b": torch.zeros(LIMIT)})
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -226,9 +226,9 @@ def test_a_sum_is_brought_into_the_order_of_its_parameter() -> None:
 
 
 def test_a_sum_in_the_middle_of_memory_is_noised_where_it_is() -> None:
-    sums = [torch.arange(2.0 * ROOM)[ROOM:]]
+    sums = [torch.arange(2.0 * LIMIT)[LIMIT:]]
     (found,) = noised(list(sums), drawn_numbers([]), 1.0)
-    assert torch.equal(found - sums[0], 1000 + torch.arange(float(ROOM)))
+    assert torch.equal(found - sums[0], 1000 + torch.arange(float(LIMIT)))
 
 
 def test_axes_of_size_1_do_not_make_another_order() -> None:
@@ -301,7 +301,7 @@ def test_fused_optimizers_take_models_in_channels_last(fused: type[torch.optim.O
 
 def test_noise_is_put_onto_the_scaled_sum_and_then_the_scale_is_taken_off() -> None:
     """(m s + noise) / (m d): the noise is for the sensitivity of the scaled sum."""
-    sums = [torch.full((3,), 2.0), torch.full((2 * ROOM,), 5.0), torch.full((4,), -1.0)]
+    sums = [torch.full((3,), 2.0), torch.full((2 * LIMIT,), 5.0), torch.full((4,), -1.0)]
     scales = [4.0, 0.5, 8.0]
     found = noised(
         list(sums), lambda bucket, size, dtype, onto, d: put(torch.ones(size), onto, d), 10.0, scales

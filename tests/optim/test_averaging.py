@@ -82,7 +82,7 @@ def test_public_statistics_go_with_the_weights_that_are_there(kind: str) -> None
     assert torch.equal(net(rows), last)
 
 
-def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
+def test_it_continues_from_a_checkpoint_bit_for_bit() -> None:
     net = model()
     averages = AveragedParameters(net, 0.9)
     wander(net, averages, 4)
@@ -191,7 +191,7 @@ def test_nothing_is_trained_while_the_model_has_its_averages() -> None:
             lambda: next(iter(private.loader)),
             private.state_dict,  # the model's own would hold the averages
         ):
-            with pytest.raises(StepError, match=r"inside of a block of private\.averaged\.applied\(\)"):
+            with pytest.raises(StepError, match=r"inside a block of private\.averaged\.applied\(\)"):
                 forbidden()
         with private.averaged.applied() as again:  # in a function that is called there, say
             assert again is net and not same(parameters(net), before)
@@ -216,7 +216,7 @@ def test_averages_are_part_of_a_checkpoint() -> None:
         third.load_state_dict(state)
 
 
-def test_a_run_without_averages_says_how_to_get_them() -> None:
+def test_a_run_without_averages_explains_how_to_get_them() -> None:
     with pytest.raises(ConfigurationError, match=r"averaged=0\.999"):
         _ = private_run()[1].averaged
     for bad in ("0.9", True, False, 1.0, -0.1, float("nan")):

@@ -28,7 +28,7 @@ def test_its_gradient_is_added_to_the_noised_one() -> None:
         assert torch.allclose(found[1][name], found[0][name] + p.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_goes_on_with_it() -> None:
+def test_a_run_continues_with_it() -> None:
     model, private = private_run(penalty=ridge)
     train(model, private, 3)
     assert private.steps == 3 and private.state_dict()["configuration"]["penalty"] == "ridge"
@@ -66,7 +66,7 @@ def test_one_that_is_not_finite_later_leaves_the_weights_alone(late: Any) -> Non
     values = iter([ridge, late])
     model, private = private_run(penalty=lambda model: next(values)(model))
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(StepError, match="penalty is not finite"):
+    with pytest.raises(StepError, match="penalty or its gradient is not finite"):
         private.step(losses_of(model, next(iter(private.loader))))
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 

@@ -198,7 +198,7 @@ def plain_losses(model, x, y):
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def test_the_engine_hands_out_rows_and_takes_their_mean():
+def test_the_engine_yields_rows_and_takes_their_mean():
     model, private = run_with(Views(3, Crop(8, 2), Flip()))
     assert private.views == 3
     for x, y in private.loader:
@@ -226,7 +226,7 @@ def test_rows_that_are_alike_change_nothing(most):
 def test_losses_of_examples_are_not_those_of_rows():
     model, private = run_with(2, sample_rate=0.9)
     x, y = next(iter(private.loader))
-    with pytest.raises(StepError, match="2 an example"):
+    with pytest.raises(StepError, match="2 rows per example"):
         private.step(plain_losses(model, x, y)[::2])
 
 
@@ -331,7 +331,7 @@ def test_pieces_of_a_batch_have_views_of_their_own():
     assert len(seen) == 3 and not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
-def test_a_run_with_views_goes_on_bit_for_bit(tmp_path):
+def test_a_run_with_views_continues_bit_for_bit(tmp_path):
     def go(private, model, steps):
         for _ in range(steps):
             private.step(plain_losses(model, *next(iter(private.loader))))

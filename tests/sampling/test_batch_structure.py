@@ -1,4 +1,4 @@
-"""Tensors inside what a loader hands out."""
+"""Tensors in the batches of a loader."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Stream(IterableDataset[int]):
 
 
 class OwnNames(Dataset[int]):
-    """A data set whose attributes have such names as those of a table."""
+    """A data set with attributes named like those of a table."""
 
     columns, shape = ["age"], (3, 1)
 
@@ -80,7 +80,7 @@ def collated(records: list[Any]) -> Any:
         ((Frame(), Frame()), r"TensorDataset\(x, y\)"),
     ],
 )
-def test_the_message_says_what_to_pass(dataset: Any, remedy: str) -> None:
+def test_the_message_names_what_to_pass(dataset: Any, remedy: str) -> None:
     with pytest.raises(ConfigurationError, match=f"dataset is a .*{remedy}"):
         private_run(dataset=dataset, sample_rate=0.2)
 

@@ -22,7 +22,7 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal values, and equal types, shapes and dtypes all the way down."""
+    """Equal values, and equal types, shapes and dtypes at every level."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -63,12 +63,12 @@ def test_tensor_dataset_gives_what_a_data_loader_gives() -> None:
 
 def test_tensor_dataset_is_indexed_without_asking_for_records(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: TensorDataset, index: int) -> Any:
-        raise AssertionError("a record was asked for")
+        raise AssertionError("a record was fetched")
 
     monkeypatch.setattr(TensorDataset, "__getitem__", refuse)
     dataset = tensors()
     assert Fetcher(dataset)[SOME][1].tolist() == SOME.tolist()
-    with pytest.raises(AssertionError, match="a record was asked for"):
+    with pytest.raises(AssertionError, match="a record was fetched"):
         Fetcher(dataset, collate_fn=default_collate)[SOME]
 
 

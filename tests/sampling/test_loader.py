@@ -92,7 +92,7 @@ def test_epochs_follow_each_other(scheme: Scheme, most: int | None) -> None:
     assert seen == [engine.expected(t) for t in range(len(seen))]
 
 
-def test_an_epoch_that_was_left_goes_on_where_it_was() -> None:
+def test_an_epoch_that_was_left_continues_where_it_was() -> None:
     engine = Engine(Shuffled(SIZE, 7))
     first = []
     for (batch,) in engine.loader:
@@ -121,14 +121,14 @@ def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
     assert len(engine.loader) == 4
 
 
-def test_pieces_tell_where_a_batch_begins_and_ends() -> None:
+def test_pieces_know_where_a_batch_begins_and_ends() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
-    told = []
+    seen = []
     for _ in engine.loader.pieces():
         piece = engine.step()
-        told.append((piece.step_offset, piece.index_in_batch, piece.size, piece.last))
+        seen.append((piece.step_offset, piece.index_in_batch, piece.size, piece.last))
     step = [(0, 3, False), (1, 2, False), (2, 2, True)]
-    assert told == [(offset, *rest) for offset in range(6) for rest in step]
+    assert seen == [(offset, *rest) for offset in range(6) for rest in step]
 
 
 def test_prepare_sees_every_batch_once() -> None:
@@ -172,7 +172,7 @@ def test_a_piece_cannot_be_skipped() -> None:
         next(iterator)
 
 
-def test_a_batch_left_between_pieces_begins_anew() -> None:
+def test_a_batch_left_between_pieces_begins_again() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
     next(iter(engine.loader))
     engine.step()
@@ -310,7 +310,7 @@ def test_a_batch_costs_little_more_than_its_indexing() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("most", [None, 3, 50])
 @pytest.mark.parametrize("scheme", [Poisson(SIZE, 0.1), FixedSize(SIZE, 7), Shuffled(SIZE, 7)])
-def test_whoever_stops_after_len_items_has_made_one_epoch(
+def test_a_loop_that_stops_after_len_items_has_made_one_epoch(
     scheme: Scheme, most: int | None, workers: int
 ) -> None:
     engine = Engine(scheme, max_physical_batch_size=most, num_workers=workers)
@@ -320,7 +320,7 @@ def test_whoever_stops_after_len_items_has_made_one_epoch(
     assert engine.released == scheme.steps_per_epoch
 
 
-def test_both_ways_hand_out_the_same_pieces() -> None:
+def test_both_ways_yield_the_same_pieces() -> None:
     nested, flat = (Engine(Poisson(SIZE, 0.25), max_physical_batch_size=3) for _ in range(2))
     by_step = [[(piece[0].tolist(), nested.step())[0] for piece in step] for step in nested.loader]
     in_a_row = [(piece[0].tolist(), flat.step())[0] for piece in flat.loader.pieces()]
@@ -348,7 +348,7 @@ def test_the_length_of_pieces_follows_from_public_numbers(
     assert handed_out <= length == len(engine.loader.pieces())
 
 
-def test_a_loop_over_steps_that_takes_them_for_batches_is_told_of_pieces() -> None:
+def test_a_loop_over_steps_that_takes_them_for_batches_gets_an_error_about_pieces() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=10)  # one piece a step, here
     with pytest.raises(StepError, match=r"loader\.pieces\(\)"):
         for _x, _y in engine.loader:

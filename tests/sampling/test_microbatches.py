@@ -1,4 +1,4 @@
-"""How a draw is cut: each record in a mini-set that was fixed beforehand."""
+"""Cuts of a draw: the microbatch of a record does not depend on the draw."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_by_index_there_are_always_k_and_a_record_stays_in_its_own(drawn: np.nda
 
 
 @given(subsets, st.integers(1, 12), st.data())
-def test_one_record_more_changes_one_mini_set(drawn: np.ndarray, k: int, data: st.DataObject) -> None:
+def test_one_record_more_changes_one_microbatch(drawn: np.ndarray, k: int, data: st.DataObject) -> None:
     new = data.draw(st.integers(0, 200).filter(lambda i: i not in drawn))
     before, after = ByIndex(k)(drawn), ByIndex(k)(np.sort(np.append(drawn, new)))
     assert [j for j in range(k) if before[j].tolist() != after[j].tolist()] == [new % k]
 
 
-def test_the_blocks_of_a_partition_are_its_mini_sets() -> None:
+def test_the_blocks_of_a_partition_are_its_microbatches() -> None:
     scheme = Partition(11, 6, mini_sets=3)  # blocks of 2, the last of 1
     for number in range(40):
         cut = mini_sets_of(scheme, 3)(scheme.draw(bytes([number]), b"", 0))
@@ -75,7 +75,7 @@ OWNER = {i: f"user {i % 3}" for i in range(6)}
 
 
 @pytest.mark.parametrize("ids", IDS, ids=lambda ids: type(ids).__name__)
-def test_a_users_records_are_one_mini_set(ids: Any) -> None:
+def test_a_users_records_are_one_microbatch(ids: Any) -> None:
     users = ByUser(ids)
     assert users.users == users.units(6) == 3
     assert [p.tolist() for p in users(np.array([0, 2]))] == [[1, 4], [0, 2, 5]]
@@ -132,12 +132,14 @@ def test_a_mapping_is_no_column(ids: Any) -> None:
 
 @pytest.mark.parametrize("ids", [set(range(6)), frozenset(range(6))], ids=lambda ids: type(ids).__name__)
 def test_a_set_is_no_column(ids: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"group is a (frozen)?set.*no order.*id for each record"):
+    with pytest.raises(
+        ConfigurationError, match=r"group is a (frozen)?set.*not in the order.*id for each record"
+    ):
         ByUser(ids)
 
 
 def test_a_table_is_no_column() -> None:
-    """It is looped over by the names of its columns, of which there may be as many as records."""
+    """A table iterates over its column names, which may be as many as its records."""
 
     class Table(list[str]):
         ndim = 2
@@ -167,7 +169,7 @@ def test_ids_must_be_as_many_as_records() -> None:
         ByUser([1, 2, 3]).units(4)
 
 
-def test_the_loader_hands_out_mini_set_by_mini_set() -> None:
+def test_the_loader_yields_microbatches_one_by_one() -> None:
     data = TensorDataset(torch.arange(10))
     secrets = lambda: iter([(b"a", b"e", 0)])  # noqa: E731
     loader = PrivateLoader(Full(10), Fetcher(data), secrets, cut=ByIndex(3))
@@ -193,7 +195,7 @@ def test_the_loader_draws_users() -> None:
         PrivateLoader(Full(6), Fetcher(data), secrets, cut=users)
 
 
-def test_what_cannot_be_empty_is_refused_where_a_mini_set_may_be() -> None:
+def test_what_cannot_be_empty_is_refused_where_a_microbatch_may_be() -> None:
     class Odd:
         def __len__(self) -> int:
             return 12

@@ -247,7 +247,7 @@ def test_partition_chooses_each_block_with_equal_probability() -> None:
     assert chi_square(list(seen.values()), [2000.0] * 4) > ACCEPT
 
 
-def test_partition_of_several_mini_sets_is_uniform_over_choices_of_blocks() -> None:
+def test_partition_of_several_microbatches_is_uniform_over_choices_of_blocks() -> None:
     scheme = Partition(11, 6, mini_sets=3)  # blocks of 2, the last of 1
     seen = Counter(tuple(d.tolist()) for d in draws(scheme, 8000))
     blocks = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10,)]
@@ -256,7 +256,7 @@ def test_partition_of_several_mini_sets_is_uniform_over_choices_of_blocks() -> N
     assert chi_square([seen[c] for c in choices], [8000 / 20] * 20) > ACCEPT
 
 
-def test_fixed_size_of_several_mini_sets_is_uniform_over_choices_in_each_class() -> None:
+def test_fixed_size_of_several_microbatches_is_uniform_over_choices_in_each_class() -> None:
     scheme = FixedSize(7, 4, mini_sets=2)  # of 0, 2, 4, 6 and of 1, 3, 5
     seen = Counter(tuple(d.tolist()) for d in draws(scheme, 9000))
     even, odd = itertools.combinations((0, 2, 4, 6), 2), list(itertools.combinations((1, 3, 5), 2))
@@ -266,7 +266,7 @@ def test_fixed_size_of_several_mini_sets_is_uniform_over_choices_in_each_class()
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.data())
-def test_no_unit_is_drawn_more_often_than_the_rate_of_fixed_size_mini_sets(
+def test_no_unit_is_drawn_more_often_than_the_rate_of_fixed_size_microbatches(
     size: int, k: int, data: st.DataObject
 ) -> None:
     """b of a class's n_j, and the rate is the largest b / n_j."""

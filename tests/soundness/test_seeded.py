@@ -51,9 +51,7 @@ def test_the_noise_of_two_seeded_executions_cancels_and_nothing_is_claimed(tmp_p
         assert plain["guarantee"] is None and plain["seeded"] is True
         assert plain["figures_with_a_fresh_key"] == {"epsilon": said.spent.epsilon, "delta": said.spent.delta}
         private.close()
-    with pytest.raises(
-        LedgerError, match=r"one and .*two have releases with the noise of one key: .*cancels"
-    ):
+    with pytest.raises(LedgerError, match=r"one and .*two have releases with the same noise key: .*cancels"):
         multi_run.read_files(paths)
     assert "none is claimed" in str(of_ledger(paths[0]))
 
@@ -191,7 +189,7 @@ def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
         train(model, later, 1)
         later.close()
         paths.append(later._context.ledger.path)  # type: ignore[attr-defined]
-    with pytest.raises(LedgerError, match="noise of one key"):
+    with pytest.raises(LedgerError, match="same noise key"):
         multi_run.read_files(paths)
 
 

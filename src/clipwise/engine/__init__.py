@@ -1,1 +1,1 @@
-"""The private run: `make_private`, the step, its compiled form, and how a run resumes."""
+"""The private run: `make_private`, the step, the compiled step, and resuming from a checkpoint."""

@@ -1,17 +1,17 @@
-"""A private step captured once and replayed: three CUDA graphs, and one look at the device between them.
+"""A private step captured once and replayed: three CUDA graphs, with one device synchronization per step.
 
-    gather   forward, backward, clip: the bounded sum of a piece, to which that of earlier pieces is added
-    release  noise, sum over the expected batch size, `.grad`
+    gather   forward, backward, clip: the bounded sum of a piece, added to that of earlier pieces
+    release  noise, division by the expected batch size, `.grad`
     update   the optimizer
 
-A captured graph has constant shapes. So a drawn batch is cut into pieces of one size; the last is filled up
-with repeated rows that weigh 0. Nothing is dropped, and nothing but that size is chosen here. Rows of another
-shape or type than the captured ones (longer texts) are gathered eagerly.
+A captured graph has constant shapes. So a batch is cut into pieces of one size, and the last piece is padded with
+repeated rows of weight 0. No row is dropped. Rows of another shape or dtype than the captured ones (longer texts) are
+gathered eagerly.
 
-What an eager step would ask the device in between (is an example not finite? does one cancel?) is put
-aside (gradients/rare.py) and looked at once, after the last piece and before anything is charged or released:
-if the answer is yes, the batch is gathered again eagerly. The key of a step goes to the device just
-before its release. The host never waits otherwise, and prepares the release while the device gathers.
+An eager step synchronizes to find rare cases (an example is not finite, or its gradient cancels). A captured step
+collects them in a flag on the device (gradients/rare.py), which the host reads once, after the last piece and before
+anything is charged or released. If the flag is set, the batch is gathered again eagerly. The key of a step is copied to
+the device just before its release. The host prepares the release while the device gathers.
 
 Legend: B examples of a piece.
 """
@@ -42,10 +42,10 @@ _SUM_TYPES = (torch.float32, torch.float64)
 
 
 class Captured:
-    """The three graphs, and the memory that they share.
+    """The three graphs and their shared memory.
 
     Attributes:
-        bounds: the noise and the clips that the graphs were captured with.
+        bounds: the noise and the clips at capture.
     """
 
     def __init__(
@@ -55,27 +55,27 @@ class Captured:
         self.bounds = bounds_of(context)
         self._is_coupled = context.strategy.is_coupled
         if self._is_coupled:
-            self._size = count_of(batch)  # mini-sets are neither cut nor filled up
+            self._size = count_of(batch)  # microbatches are neither cut nor padded
         parameters = list(context.parameters.values())
         self._device = parameters[0].device
         if any(p.device != self._device for p in parameters):
             raise RuntimeError("the parameters are on several devices")
         if not _is_all_tensors(batch):
-            raise RuntimeError("the batch holds more than tensors")
+            raise RuntimeError("the batch holds values that are not tensors")
         self._state = _state_of(context.model)
         first = torch.arange(self._size, device=self._device) % count_of(batch)
         self._inputs = map_tensors(lambda t: _rows(t, first), tuple(batch))
         self._real_B = torch.ones(self._size, dtype=torch.bool, device=self._device)
-        # Of the piece gathered last and of those before it, in the first graph's memory.
+        # The sums of the batch so far, in the memory of the first graph.
         self._sums: list[Tensor] = []
         self._holds_any = False
         self._rare = torch.zeros((), dtype=torch.bool, device=self._device)
-        # Numbers that the noise needs in memory, written once: the graph does not write them anew at every step.
+        # Constants of the noise, written once so that the graph need not write them at every step.
         stds = [part.noise_std for part in context.parts]
         self._stds = torch.tensor(stds, dtype=torch.float64, device=self._device)
         L = context.clipper.divisor
         self._divisors = {t: torch.full((1,), L, dtype=t, device=self._device) for t in _SUM_TYPES}
-        # The step and the piece of it that the sums as they are go on with; of piece 0 they are zeros.
+        # The (step, piece) that the current sums can continue with; for piece 0 they are zeros.
         self._awaited: tuple[int, int] | None = None
         self._gather = cuda_graphs.capture(self._gather_piece, self._device)
         self._clear()
@@ -86,9 +86,9 @@ class Captured:
         )
 
     def _prepare_keys(self) -> None:
-        """Memory for the keys of a step: a row for each draw, with the labels of eager steps."""
+        """Allocate memory for the keys of a step: one row per draw, with the labels of eager steps."""
         by_name, labels = self._sums_by_name(), list[str]()
-        self._first_keys = []  # of each part
+        self._first_keys = []  # the first row of each part
         for number, part in enumerate(self._context.parts):
             self._first_keys.append(len(labels))
             labels += noise_labels(number, [by_name[name] for name in part.parameters])
@@ -98,25 +98,25 @@ class Captured:
         self._keys = torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def step(self, batch: Sequence[Any], piece: Piece) -> bool:
-        """Gather a piece that the loader handed out; after the last one of a batch, release and update."""
+        """Gather a piece; after the last piece of a batch, release and update."""
         context = self._context
         context.in_step = True
         before = self._begin(piece)
         for rows, count in self._cut(batch, piece.size):
             self._add(rows, count)
-        # The device is at work. What the host has to do for the release it does meanwhile.
+        # The host prepares the release while the device gathers.
         if bounds_of(context) != self.bounds:
             context.loader.reset()
             raise StepError(
-                "Clips were changed between two pieces of a batch: change them between batches, when a step has "
+                "Clips were changed between two pieces of a batch: change them between batches, after a step that "
                 "returned True."
             )
         if _state_of(context.model) != self._state:
             raise StepError(
                 "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "
-                "or a buffer in another place): call private.compiled again."
+                "or a buffer was moved): call private.compiled again."
             )
-        step.begin(context, piece)  # the guards of an eager step; none of them waits for the device
+        step.begin(context, piece)  # the checks of an eager step; none of them synchronizes
         if piece.last:
             self._derive_keys()
             self._update.prepare()
@@ -128,36 +128,35 @@ class Captured:
             context.in_step = False
             return False
         with step.releasing(context):
-            step.release(context, self._hand_over_keys, self._replay_release)
+            step.release(context, self._copy_keys, self._replay_release)
             step.update(context, step=self._update.run)
         return True
 
     # ----------------------------------------------------------------- gather
 
     def _begin(self, piece: Piece) -> list[Tensor] | None:
-        """What was gathered of the piece's batch before it; None if nothing was.
+        """The sum over the earlier pieces of the batch; None if there is none.
 
-        A piece that something else than this step came before, or that failed in the middle, cannot go on:
-        examples in what was gathered could be counted twice.
+        Raises if an earlier piece failed or was not gathered here: its examples could be counted twice.
         """
         context, awaited = self._context, self._awaited
-        context.partial = None  # nor may an eager step go on with what it gathered
+        context.partial = None  # an eager step must not continue its own sum
         self._awaited = None
-        goes_on = awaited == context.which(piece)
+        continues = awaited == context.which(piece)
         if piece.index_in_batch == 0:
-            if not goes_on:
+            if not continues:
                 self._clear()
             return None
-        if not goes_on:
+        if not continues:
             raise StepError(
-                "The pieces of a batch must all go through one step, each of them once. Begin the batch anew, "
-                "with a new iterator of private.loader."
+                "All pieces of a batch must go through the same step function, each of them once. Begin the batch "
+                "again with a new iterator of private.loader."
             )
-        # (If all before it were empty, the sums are still those of another batch.)
+        # If all earlier pieces were empty, the sums are still those of another batch.
         return [t.clone() for t in self._sums] if self._holds_any else None
 
     def _gather_piece(self) -> None:
-        """Forward, backward, clip: what the first graph holds."""
+        """Forward, backward, clip: the first graph."""
         with self._context.clipper.putting_aside() as aside:
             losses = step_inputs.require_losses(self._loss(*self._inputs), self._size, self._is_coupled)
             real_B = None if self._is_coupled else self._real_B
@@ -168,7 +167,7 @@ class Captured:
             self._rare.logical_or_(happened)
 
     def _fill(self, rows: Sequence[Any], count: int) -> None:
-        """Put rows into the graph's inputs; what is missing repeats them, and weighs nothing."""
+        """Copy rows into the graph's inputs; pad with repeated rows of weight 0."""
         if count < self._size:
             again = torch.arange(self._size, device=self._device) % count
             rows = map_tensors(lambda t: _rows(t, again), rows)
@@ -178,41 +177,41 @@ class Captured:
         self._real_B[count:] = False
 
     def _add(self, rows: Sequence[Any], count: int) -> None:
-        """Gather some rows of a batch, by the graph if they are as the captured ones and a mini-set is as large."""
+        """Gather some rows of a batch: by the graph if shapes, dtypes and microbatch size match, else eagerly."""
         earlier = [t.clone() for t in self._sums] if self._holds_any else None
         if kinds_of(rows) == kinds_of(self._inputs) and (not self._is_coupled or count == self._size):
             self._fill(rows, count)
             self._gather.replay()
         else:
-            torch._foreach_copy_(self._sums, self._by_itself(rows))
+            torch._foreach_copy_(self._sums, self._eager_sum(rows))
         if earlier is not None:
             torch._foreach_add_(self._sums, earlier)
         self._holds_any = True
 
     def _gather_again(self, batch: Sequence[Any], count: int, before: list[Tensor] | None) -> None:
-        """Something rare happened: take this piece out again and gather it eagerly."""
+        """After a rare case: remove this piece from the sums and gather it eagerly."""
         self._clear()
         if before is not None:
             torch._foreach_add_(self._sums, before)
         for rows, _ in self._cut(batch, count):
-            torch._foreach_add_(self._sums, self._by_itself(rows))
+            torch._foreach_add_(self._sums, self._eager_sum(rows))
         self._holds_any = True
 
-    def _by_itself(self, rows: Sequence[Any]) -> list[Tensor]:
-        """The bounded sum of these rows, as an eager step forms it."""
+    def _eager_sum(self, rows: Sequence[Any]) -> list[Tensor]:
+        """The bounded sum of these rows, computed as in an eager step."""
         found = self._in_order(step.clipped_rows(self._context, self._loss, rows, count_of(rows)))
-        self._context.guard.before_step()  # by the pass that was just made
+        self._context.guard.before_step()  # checks the pass above
         return found
 
     def _cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
-        """A piece of a batch, in pieces that the graph takes; a mini-set as it is."""
+        """Cut a piece to the size of the graph. A microbatch is not cut."""
         return pieces_of(batch, count, max(count, self._size) if self._is_coupled else self._size)
 
     def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
         found = []
         for name, p in self._context.parameters.items():
             dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-            # (Sums of several mini-sets are formed in float64 whatever the parameters are.)
+            # Sums of several microbatches are formed in float64 for every parameter dtype.
             found.append(in_order_of(p, clipped[name] if self._is_coupled else clipped[name].to(dtype)))
         return found
 
@@ -227,21 +226,21 @@ class Captured:
     # ---------------------------------------------------------------- release
 
     def _derive_keys(self) -> None:
-        """The keys of this step, in the one of two places that the last copy to the device did not read."""
+        """Derive the keys of this step into the one of two buffers that the last copy did not read."""
         self._host_keys.reverse()
         for number, label in enumerate(self._labels):
             self._host_keys[0][number] = key_words(self._context.keys.key.derive(label))
 
-    def _hand_over_keys(self) -> dict[str, Tensor]:
-        """After the release was charged: the keys go to the device, for the noise that the release graph draws."""
-        if not self._holds_any:  # nobody was drawn
+    def _copy_keys(self) -> dict[str, Tensor]:
+        """Copy the keys to the device, for the release graph. Called after the release was charged."""
+        if not self._holds_any:  # an empty batch
             torch._foreach_zero_(self._sums)
-        self._host_keys[1].zero_()  # the device has waited for its copy since: no reader is left
+        self._host_keys[1].zero_()  # the last copy from it has finished
         self._keys.copy_(self._host_keys[0], non_blocking=True)
         return self._means
 
     def _replay_release(self, means: Mapping[str, Tensor]) -> None:
-        """Draw, divide and write. `.grad` is the graph's own memory."""
+        """Replay the release graph. `.grad` is the graph's own memory."""
         self._release_graph.replay()
         self._awaited, self._holds_any = (self._context.made(), 0), False
         for p, grad in zip(self._context.parameters.values(), self._gradients, strict=True):
@@ -249,18 +248,18 @@ class Captured:
                 p.grad = grad
 
     def _write_gradients(self) -> None:
-        """Noise, and the division: what the second graph holds."""
+        """Noise and division: the second graph."""
         context = self._context
         self._means = self._sums_by_name()
         noised_by_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
-        self._keys.zero_()  # they have served
+        self._keys.zero_()  # never used again
         self._gradients = [laid_as(p, self._means[name]) for name, p in context.parameters.items()]
         for p, grad in zip(context.parameters.values(), self._gradients, strict=True):
             p.grad = grad
         context.weights.released.remember()
 
     def _draw_of(self, part: int, place: int, std: float, device: torch.device) -> Draw:
-        """The draws of a part, with keys and numbers that are in the device's memory."""
+        """The draws of a part, with keys and constants in device memory."""
         first, std_1 = self._first_keys[part], self._stds[part : part + 1]
 
         def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
@@ -281,12 +280,12 @@ def pieces_of(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Seq
 
 
 def count_of(batch: Sequence[Any]) -> int:
-    """How many examples: a batch has one row for each."""
+    """The number of examples of a batch."""
     return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
 
 
 def kinds_of(value: Any) -> object:
-    """The shape of a row, and its type, of each tensor, and where in the batch it is."""
+    """The structure of a batch, with the row shape and dtype of each tensor."""
     if isinstance(value, Tensor):
         return value.dim(), value.shape[1:], value.dtype
     if isinstance(value, Mapping):
@@ -295,24 +294,24 @@ def kinds_of(value: Any) -> object:
 
 
 def bounds_of(context: StepContext) -> tuple[object, ...]:
-    """The noise, and what the strategy clips to: two sets of constants may have the same noise."""
+    """The noise and the clips: different clips may have the same noise."""
     return context.parts, context.clipper.clips()
 
 
 def _rows(t: Tensor, rows: Tensor) -> Tensor:
-    """These rows of a tensor of the batch, without its history."""
+    """These rows of a tensor, detached."""
     return t.detach()[rows] if t.dim() else t.detach().clone()
 
 
 def _is_all_tensors(value: Any) -> bool:
-    """Whether all of a batch is tensors, or None: anything else would stay what it was when it was captured."""
+    """Whether a batch holds only tensors and None: any other value would be a constant of the graph."""
     if isinstance(value, (list, tuple, Mapping)):
         return all(map(_is_all_tensors, value.values() if isinstance(value, Mapping) else value))
     return value is None or isinstance(value, Tensor)
 
 
 def _state_of(model: nn.Module) -> list[object]:
-    """What a captured graph took for granted."""
+    """What a captured graph assumes constant: modes, memory addresses and `requires_grad`."""
     found: list[object] = []
     for module in model.modules():
         held = chain(module._parameters.values(), module._buffers.values())

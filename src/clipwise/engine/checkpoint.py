@@ -1,9 +1,8 @@
-"""What goes to disk between two sittings of a run, in two files that never mix.
+"""The two files that a run writes for a later process: the checkpoint and the resume file.
 
-A *checkpoint* may be published: optimizer, accountant, configuration, position, in plain types. The
-*resume file* holds the secrets that the next step would have used. It has mode 0600, is written on a
-clean end and is deleted as soon as it is read: the same noise on two different sums would reveal their
-difference, so no secret may ever serve twice.
+A *checkpoint* may be published: optimizer, accountant, configuration, position, in plain types. The *resume file* holds
+the secrets of the next step. It has mode 0600, is written on a clean end and is deleted as soon as it is read: the same
+noise on two different sums would reveal their difference, so no secret may be used twice.
 """
 
 from __future__ import annotations
@@ -45,27 +44,29 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     require_path("path", path)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"A checkpoint is made of a state_dict, not of a {type(state).__name__}: give private.state_dict(), or a "
+            f"A checkpoint holds a state_dict, not a {type(state).__name__}: give private.state_dict(), or a "
             "mapping such as {'private': private.state_dict(), 'model': model.state_dict()}."
         )
     _replace(Path(path), lambda file: torch.save(dict(plain(state)), file), mode=0o644)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint; only plain types and tensors, never code."""
+    """Read a checkpoint with `weights_only=True`: plain types and tensors, no code."""
     try:
         state = torch.load(path, weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: there is no checkpoint.") from error
+        raise CheckpointError(f"{path}: the checkpoint does not exist.") from error
     except Exception as error:
-        raise CheckpointError(f"{path} is no checkpoint, or was damaged: {type(error).__name__}.") from error
+        raise CheckpointError(
+            f"{path} is no checkpoint, or it is damaged: {type(error).__name__}."
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is no checkpoint of clipwise.")
     return state
 
 
 def history_of(state: Mapping[str, Any]) -> list[Entry]:
-    """What the run of a checkpoint had released; refuses what is no checkpoint, or only a part of one."""
+    """The releases of a checkpoint's run. Raises if `state` is not a complete checkpoint."""
     stated = state.get("format") if isinstance(state, Mapping) else None
     if not isinstance(stated, int) or stated != FORMAT:
         raise CheckpointError("This is no state_dict of a private run, or one of another format.")
@@ -94,7 +95,7 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Secrets:
-    """What a run needs to go on as if it had never stopped. Never shown, never published."""
+    """What a run needs to continue as if it had never stopped. Never shown, never published."""
 
     run: str
     position: int
@@ -109,13 +110,13 @@ class Secrets:
         return "Secrets(<secret>)"
 
     def is_of_same_run(self, other: Secrets) -> bool:
-        """Whether both belong to exactly one run, position, configuration, data set and model."""
+        """Whether run, position, configuration, data set and model are the same."""
         mine = self.run, self.position, self.fingerprint, self.data, self.model
         return mine == (other.run, other.position, other.fingerprint, other.data, other.model)
 
 
 def write_secrets(path: Path, secrets: Secrets) -> None:
-    """Write the resume file for its owner's eyes only."""
+    """Write the resume file, readable only by its owner."""
     text = json.dumps(asdict(secrets)).encode()
     _replace(path, lambda file: file.write(text), mode=0o600)
 
@@ -129,9 +130,9 @@ def _replace(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> None:
 
 
 def take_secrets(path: Path) -> Secrets | None:
-    """Read the resume file and delete it for good, so that nobody can use it again.
+    """Read the resume file and delete it, so that it cannot be used twice.
 
-    Of several processes that try at the same time one gets it: only one of them can rename it.
+    Of several processes that try at the same time, only one can rename the file and so read it.
     """
     own = path.with_name(f"{path.name}.{token_hex(8)}")
     try:

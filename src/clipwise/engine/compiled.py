@@ -1,7 +1,7 @@
-"""CompiledStep: when a private step is captured as CUDA graphs (captured.py), and when an eager one is made.
+"""CompiledStep: chooses between a private step captured as CUDA graphs (captured.py) and an eager step.
 
-The first steps are eager: they look at the graph and at the losses, and check the rules. Eager are also a step now and
-then, with all of its checks, and every step that cannot be captured. Both kinds go through step.py.
+The first steps are eager, with all checks of the model and the losses. So is one step in every few hundred, and every
+step that cannot be captured. Both kinds use the pipeline of step.py.
 """
 
 from __future__ import annotations
@@ -33,35 +33,37 @@ if TYPE_CHECKING:
 Loss = Callable[..., Tensor]
 
 _EAGER_STEPS = 4  # before the first capture
-_SMALLEST = 2  # fewer examples tell nothing about each other
+_SMALLEST = 2  # the fewest examples that can show a dependence between examples
 _LOOK_AGAIN_AFTER = 256  # replayed steps, then an eager one
 _ATTEMPTS = 3
-_LASTING = 32  # releases that bounds must last, or it does not pay to capture steps for them
-_SPREADS = 3.0  # a Poisson draw is larger than its mean and so many standard deviations once in 700 times
+_LASTING = 32  # releases for which bounds must stay constant to make a capture worthwhile
+_SPREADS = 3.0  # standard deviations above the mean, which one Poisson draw in 700 exceeds
 
 
 class CaptureWarning(UserWarning):
-    """A step cannot be captured: it runs as an ordinary one, and costs as much."""
+    """A step cannot be captured, so it runs as an eager step, at the speed of one."""
 
 
 class CompiledStep:
-    """`step(*batch)`: what `private.step(loss(*batch))` does, in less time. Made by `private.compiled`."""
+    """`step(*batch)`: a faster `private.step(loss(*batch))`. Made by `private.compiled`."""
 
     def __init__(self, context: StepContext, loss: Loss, size: int | None = None) -> None:
         if not callable(loss):
             raise ConfigurationError(
-                "loss must be a function from a batch to one loss an example, such as "
+                "loss must be a function from a batch to one loss per example, such as "
                 "lambda x, y: F.cross_entropy(model(x), y, reduction='none')."
             )
         if context.clipper.needs_outputs:
             raise ConfigurationError(
-                "private.compiled has no place for the model's outputs, which this strategy needs: call "
+                "private.compiled cannot pass the model's outputs, which this strategy needs: call "
                 "private.step(losses, outputs=outputs)."
             )
         self._context, self._loss = context, loss
         self._size = _piece_size(context) if size is None else whole("size", size, least=_SMALLEST)
         self._device = next(iter(context.parameters.values())).device
-        is_tested = loss is context.plan.loss or context.strategy.is_coupled  # elsewhere, or not at all
+        is_tested = (
+            loss is context.plan.loss or context.strategy.is_coupled
+        )  # tested elsewhere, or needs no test
         self._test = None if is_tested else context.plan_test(loss)
         self._eager = 0
         self._replayed = 0
@@ -72,7 +74,7 @@ class CompiledStep:
         self._stays_eager = not (_is_constant(context) and _can_capture(self._device))
 
     def __call__(self, *batch: Any) -> bool:
-        """One step on the batch that `private.loader` handed out; returns whether the optimizer stepped."""
+        """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
         context = self._context
         context.require_open()
         piece = context.loader.awaited()
@@ -91,25 +93,25 @@ class CompiledStep:
         return self._captured.step(map_tensors(plain, batch), piece)
 
     def _arrangements(self, batch: tuple[Any, ...], piece: Piece) -> Sequence[Arrange]:
-        """To collate the records anew, if the loss gets the batch as it was handed out."""
+        """Functions that collate the records again, if the loss gets the batch unchanged."""
         handed = self._context.handed
         is_same = handed is not None and _is_equal(batch, arguments_of(handed))
         return self._context.loader.arrangements(piece) if is_same else ()
 
     def _eager_step(self, batch: Sequence[Any], piece: Piece) -> bool:
-        """An eager step; in smaller pieces if memory is short."""
+        """An eager step; in smaller pieces if it runs out of memory."""
         context = self._context
         is_released = None
         try:
             # Many models cannot run on zero rows, and an empty piece needs no losses.
             is_released = step.backward(context, self._loss(*batch) if piece.size else None, None)
         except (RuntimeError, MemoryError) as error:
-            # A piece that is used up may have been charged. Mini-sets and random choices are of whole pieces.
+            # A consumed piece may have been charged. Microbatches and random choices need the whole piece.
             whole_piece = context.strategy.is_coupled or context.clipper.draws
             if not is_out_of_memory(error) or piece.consumed or piece.size < 2 or whole_piece:
                 raise
         if is_released is None:
-            # Here the error is gone, and with it the tensors that its frames held.
+            # Outside `except`, so that the tensors in the frames of the error are freed.
             step.begin(context, piece)
             gathered = partial(self._gathered, map_tensors(plain, batch), piece.size)
             is_released = step.gather(context, piece, with_smaller_pieces(gathered, piece.size))
@@ -121,18 +123,17 @@ class CompiledStep:
         for rows, here in pieces_of(batch, count * context.views, size * context.views):
             for name, found in step.clipped_rows(context, self._loss, rows, here).items():
                 total[name] = total[name] + found if name in total else found
-        context.guard.before_step()  # by the passes that were just made
+        context.guard.before_step()  # checks the passes above
         return total
 
     def _may_replay(self, batch: Sequence[Any]) -> bool:
-        """At the beginning of a batch: whether it goes through the graphs, which are captured if it is time."""
+        """At the beginning of a batch: whether to replay the graphs. Captures them if the first steps are done."""
         if self._captured is None:
             if self._eager >= _EAGER_STEPS and not self._stays_eager and self._is_examined():
                 self._capture(map_tensors(plain, batch))
             return True
-        # Other clips or noise than those of the graphs.
         if self._captured.bounds != bounds_of(self._context):
-            self._captured, self._eager, self._attempts = None, 0, 0
+            self._captured, self._eager, self._attempts = None, 0, 0  # clips or noise have changed
             return True
         if self._replayed < _LOOK_AGAIN_AFTER:
             return True
@@ -141,15 +142,15 @@ class CompiledStep:
         return False
 
     def _is_examined(self) -> bool:
-        """A replayed step is not probed for coupled examples: first every path to the inputs must have been."""
+        """Whether the independence probe is done: it cannot examine replayed steps."""
         probe = self._context.independence
         return probe is None or probe.is_settled
 
     def _capture(self, batch: Sequence[Any]) -> None:
-        """Capture from now on, or warn of the reason why not."""
+        """Capture the step, or warn with the reason why it cannot be captured."""
         least = self._largest if self._context.strategy.is_coupled else 1
         if count_of(batch) < least:
-            return  # an empty draw, or a mini-set smaller than most: the next one will do
+            return  # empty, or a microbatch smaller than an earlier one: try again with the next batch
         self._attempts += 1
         try:
             self._captured = Captured(self._context, self._loss, self._size, batch)
@@ -157,26 +158,26 @@ class CompiledStep:
             if self._attempts < _ATTEMPTS:
                 return
             self._stays_eager = True
-            # (Torch's words may hold sizes of the batch.)
+            # Torch's messages may hold sizes of the batch, which are secret.
             reason = re.sub(r"\d+", "#", str(error).strip().partition("\n")[0])
             warnings.warn(
-                f"This step cannot be captured in a CUDA graph, so it runs as an ordinary one: {reason}",
+                f"This step cannot be captured in a CUDA graph, so it runs eagerly: {reason}",
                 CaptureWarning,
                 stacklevel=3,
             )
 
 
 def _is_constant(context: StepContext) -> bool:
-    """Whether a captured step stays true: what it does on the host is done once."""
+    """Whether a captured step stays correct: its host code runs only once, at capture."""
     clipper, plan = context.clipper, context.plan
     return (
-        # Bounds would stay what they were, until steps are captured anew; and so would random numbers.
+        # Bounds and random numbers of the host are constants in a captured step.
         clipper.is_capturable
         and clipper.lasts >= _LASTING
         and not clipper.draws
-        # Secure noise is drawn by the host.
+        # The host draws secure noise.
         and not any(part.grid for part in context.parts)
-        # Statistics follow the weights, and examples of several rows are not filled up.
+        # Public statistics depend on the weights, and padding supports one row per example.
         and plan.public_statistics is None
         and context.views == 1
         and not any(p.is_complex() for p in context.parameters.values())
@@ -190,7 +191,7 @@ def _can_capture(device: torch.device) -> bool:
 
 
 def _piece_size(context: StepContext) -> int:
-    """How many examples a captured step takes: all of a constant batch, nearly always all of a random one."""
+    """The number of examples of a captured step: a batch of constant size, or nearly every batch of random size."""
     given, scheme = context.loader.max_physical_batch_size, context.scheme
     L = scheme.expected_size
     spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate)) if scheme.has_random_size else 0.0
@@ -199,7 +200,7 @@ def _piece_size(context: StepContext) -> int:
 
 
 def _is_equal(batch: Any, other: Any) -> bool:
-    """Whether two batches hold the same values at the same places, perhaps on different devices."""
+    """Whether two batches are equal, possibly on different devices."""
     pairs = zip(tensors_in(batch), tensors_in(other), strict=False)
     return kinds_of(batch) == kinds_of(other) and all(
         torch.equal(a.detach(), b.detach().to(a.device)) for a, b in pairs

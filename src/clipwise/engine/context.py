@@ -1,7 +1,4 @@
-"""StepContext: what the steps of a run read and change. Eager and compiled steps share one.
-
-It holds state and lets it follow the weights; the order of a step is in step.py.
-"""
+"""StepContext: the state of a run, shared by eager and compiled steps. The pipeline of a step is in step.py."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ class StepKeys:
     """The secrets of the steps to come.
 
     Attributes:
-        key: of the next step. `advance` overwrites it.
-        epoch: what the batches of the current epoch are drawn from, beside the key of their step.
-        slot: the next step's place in its epoch.
+        key: the key of the next step. `advance` overwrites it.
+        epoch: the secret of the current epoch, which its batches are drawn from together with the key of their step.
+        slot: the index of the next step in its epoch.
         is_new: whether the ledger does not have the key's id yet.
     """
 
@@ -48,14 +45,14 @@ class StepKeys:
         self._steps_per_epoch = steps_per_epoch
 
     def advance(self) -> None:
-        """Forget the secret of this step."""
+        """Overwrite the secret of this step with that of the next."""
         if self.slot == 0:
             self.epoch = self.key.derive("epoch")
         self.key.advance()
         self.slot = (self.slot + 1) % self._steps_per_epoch
 
     def ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
-        """For the steps to come: what draws the batch. Works on a copy of the key."""
+        """The sampling secrets of the coming steps: (step secret, epoch secret, slot). Works on a copy of the key."""
         key, epoch, slot = self.key.copy(), self.epoch, self.slot
         while True:
             if slot == 0:
@@ -69,24 +66,24 @@ class StepContext:
     """The state of a private run.
 
     Attributes:
-        plan: what `make_private` resolved. It never changes.
-        parts: of the next release, with their noise.
+        plan: the resolved arguments of `make_private`. It never changes.
+        parts: the parts of the next release, with their noise.
         tag: the name under which the run charges the ledger.
-        keys: the secrets of the steps to come.
-        weights: whether the model holds what the releases left.
-        guard: checks of the model around a step: what may not change between two releases.
-        loop: warns of what the training loop does beside the steps.
+        keys: the secrets of the coming steps.
+        weights: verifies that only releases change the model.
+        guard: checks around a step that the model did not change in a way that breaks the bound.
+        loop: warnings about the user's training loop.
         independence: tests the first batches by gradients at the inputs; None if that is switched off.
         tests: replacement tests of the first batches, one for each loss that clipwise can call.
-        handed: the last batch as it was handed out, while tests are pending.
-        loader: hands out the batches.
+        handed: the last batch that the loader yielded, while tests are pending.
+        loader: yields the batches.
         observer: an audit that sees the sums; None for every other run.
-        partial: the sum of the pieces of a batch so far, and the bounds that it was formed under.
-        in_step: whether a batch is being used, or a step on it has failed.
-        is_described: whether the ledger has a description of this run as it is.
-        is_seeded: whether a seed was given: no guarantee is claimed then.
-        must_load: whether the ledger holds another run, which only `load_state_dict` continues.
-        followed: the number of releases whose updates the averages and bounds have followed.
+        partial: the sum over the pieces of the current batch so far, and the clipping bounds it was formed with.
+        in_step: whether a step is in progress or has failed.
+        is_described: whether the ledger has an up-to-date description of this run.
+        is_seeded: whether a seed was given; then no guarantee is claimed.
+        must_load: whether the ledger holds another run, which only `load_state_dict` can continue.
+        followed: the number of releases already taken into averages and bounds.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -130,109 +127,108 @@ class StepContext:
         self.loader: PrivateLoader
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Neither copy nor pickle: two runs with one key would put the same noise on two sums."""
+        """Refuse to copy and to pickle: two runs with one key would add the same noise to two sums."""
         raise StepError(
-            "A private run cannot be copied or pickled: it holds the secret of its noise, and a copy would put that "
-            "noise on other sums. To go on elsewhere, save private.state_dict(), call private.close() and load it into "
-            "a new run; to send a model, send model.state_dict()."
+            "A private run cannot be copied or pickled: it holds the secret of its noise, and a copy would add that "
+            "noise to other sums. To continue elsewhere, save private.state_dict(), call private.close() and load it "
+            "into a new run; to send a model, send model.state_dict()."
         )
 
     def require_open(self) -> None:
-        """Refuse a closed run, a fork's copy of a run, and a model that holds its averages for now."""
+        """Raise for a closed run, a forked copy of a run, and inside `private.averaged.applied()`."""
         if self.weights.is_closed:
-            raise StepError("This private run is closed: make a new one to go on.")
+            raise StepError("This private run is closed: make a new one to continue.")
         if self.keys.key.is_forked:
             raise StepError(
-                "This private run belongs to the process that this one was forked from. A step here would put the "
-                "noise of a step there on another sum: make the private run in the process that trains."
+                "This private run belongs to the process that this one was forked from. A step here would add the "
+                "noise of a step there to another sum: make the private run in the process that trains."
             )
         self.require_own_weights()
 
     def require_own_weights(self) -> None:
-        """Refuse to train or to save while the averages are in the place of the weights."""
+        """Raise if the model currently holds the averages instead of its weights."""
         if self.plan.averages is not None and self.plan.averages.is_applied:
             raise StepError(
-                "This is inside of a block of private.averaged.applied(), which gives the model its own weights back "
-                "at its end: an update would be lost, and a checkpoint have the averages for weights. Train and "
-                "save outside of it."
+                "This is inside a block of private.averaged.applied(), which restores the model's own weights at its "
+                "end: an update would be lost, and a checkpoint would hold the averages instead of the weights. Train "
+                "and save outside of it."
             )
 
     def require_loaded(self) -> None:
-        """Refuse to charge a ledger that holds another run."""
+        """Raise if the ledger holds another run."""
         if self.must_load:
             where = str(self.ledger.path) if isinstance(self.ledger, FileLedger) else "The ledger"
             raise LedgerError(
-                f"{where} holds another run ({self.ledger.position} releases). To go on with that "
-                "run, call load_state_dict with its checkpoint; to begin a new one, give a new ledger path; to "
-                "begin a new one whose cost adds to the old one's, give FileLedger(path, join=True)."
+                f"{where} holds another run ({self.ledger.position} releases). To continue that run, call "
+                "load_state_dict with its checkpoint. To begin a new run, give a new ledger path. To begin a new run "
+                "whose privacy cost is added to that of the old one, give FileLedger(path, join=True)."
             )
 
     def require_no_local_update(self, called: str) -> None:
-        """Refuse losses where the strategy computes its own."""
+        """Raise if the strategy computes its own losses."""
         if self.strategy.has_local_update:
             raise StepError(
-                f"{called} has no use for losses with Batch(..., local_update=f), which computes its own: call "
-                "private.step_sets(batch) with the batch that private.loader handed out."
+                f"{called} takes no losses with Batch(..., local_update=f), which computes its own: call "
+                "private.step_sets(batch) with the batch from private.loader."
             )
 
     def made(self) -> int:
-        """How many releases the run has charged."""
+        """The number of releases that the run has charged."""
         return self.ledger.made(self.tag)
 
     def which(self, piece: Piece) -> tuple[int, int]:
-        """Identifies a piece of a batch within the run; one that is drawn again is the same."""
+        """Identifies a piece of a batch within the run. A piece that is drawn again has the same identity."""
         return self.made(), piece.index_in_batch
 
     @property
     def users(self) -> ByUser | None:
-        """Whose records are where, if users are protected."""
+        """The records of each user, if users are protected."""
         return self.plan.cut if isinstance(self.plan.cut, ByUser) else None
 
     @property
     def views(self) -> int:
-        """How many rows the loader hands out for each example."""
+        """The number of rows that the loader yields for each example."""
         return 1 if self.plan.views is None else self.plan.views.count
 
     def secrets_ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
-        """For the steps to come: what draws the batch."""
+        """The sampling secrets of the coming steps."""
         self.require_open()
         yield from self.keys.ahead()
 
     def plan_test(self, loss: Loss) -> ReplacementTest:
-        """Let the first batches be tested with this loss; the ledger records that it was planned."""
+        """Plan a test of the first batches with this loss; the ledger records the plan."""
         test = ReplacementTest(self.model, loss, self.plan.views, self.independence is not None)
         self.tests.append(test)
         self.is_described = False
         return test
 
     def current_parts(self) -> list[Part]:
-        """What the next release holds."""
-        # A batch keeps the parts that it was drawn for, and this must not change weights.
+        """The parts of the next release."""
+        # The parts of a drawn batch are fixed, and this method must not change weights.
         is_fixed = self.weights.is_closed or self.loader.is_awaiting or self.clipper.moves_weights
         if not is_fixed:
             self.follow_weights(is_updated=False)
         return list(self.parts)
 
     def set_parts(self) -> None:
-        """Let the noise follow the bounds; the event, and so the multiplier, stays."""
+        """Recompute the noise from the clipping bounds. The event, and so the multiplier, does not change."""
         z, noise = self.event.noise_multiplier, self.plan.noise
         self.parts = parts_of(self.clipper, self.parameters, z, self.strategy.split, noise)
 
     def follow_weights(self, is_updated: bool) -> None:
-        """Let bounds and noise follow weights and clips."""
+        """Recompute bounds and noise from the current weights and clipping constants."""
         if self.clipper.follow(is_updated):
             self.set_parts()
             if self.plan.averages is not None and self.clipper.moved:
                 self.plan.averages.scale(self.clipper.moved)
             if self.described_strategy != describe.public_strategy(self):
-                self.is_described = False  # constants were set anew, and the ledger must have them
+                self.is_described = False  # constants have changed, and the ledger must have them
 
     def follow_update(self, has_stepped: bool = False) -> None:
-        """Bring up to date what follows the released weights.
+        """Update what depends on the released weights: public statistics, bounds, noise, averages.
 
-        Args:
-            has_stepped: whether an optimizer has just moved them, on a released gradient. Only then averages take the
-                weights in. Fused optimizers leave no trace that torch counts.
+        `has_stepped` is whether an optimizer has just updated the weights with a released gradient. Only then the
+        averages are updated. (Fused optimizers do not increase torch's version counters.)
         """
         self.clipper.settle()
         made = self.made()
@@ -247,7 +243,7 @@ class StepContext:
             self.weights.averaged += 1
 
     def after_user_step(self) -> None:
-        """The optimizer has stepped, and the run did not call it."""
+        """Called after the user's own call of `optimizer.step()`."""
         if self.weights.after_user_step():
             self.follow_update(has_stepped=True)
             self.weights.state.take()
@@ -258,7 +254,7 @@ class StepContext:
 def parts_of(
     clipper: Clipper, parameters: Parameters, multiplier: float, split: Split, noise: str
 ) -> tuple[Part, ...]:
-    """The parts of a clipper's release; secure noise adds what the rounding of sums can move."""
+    """The parts of a clipper's release. Secure noise adds the rounding of the sums to the sensitivity."""
     parts = noised_parts(clipper.bounds, parameters, multiplier, split, clipper.divisor)
     if noise != "secure":
         return parts

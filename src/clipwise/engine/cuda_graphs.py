@@ -1,4 +1,4 @@
-"""Functions captured as CUDA graphs, and the optimizer's step as one of them."""
+"""Capture of functions and of the optimizer's step as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_UPDATES_BEFORE = 3  # updates with the same settings, of which this one is captured
+_UPDATES_BEFORE = 3  # the update that is captured, counted from the last change of the settings
 
 
 class Graph(Protocol):
-    """What was captured: the same work on the same memory."""
+    """A captured function, which works on fixed memory."""
 
     def replay(self) -> None:
-        """Do it once more."""
+        """Run the captured work again."""
 
 
 def capture(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Graph:
-    """Capture a function. It runs twice beforehand, the second time where to wait for the device is an error."""
+    """Capture a function after two warm-up runs, of which the second raises if it synchronizes."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         mode = torch.cuda.get_sync_debug_mode()
         with torch.cuda.stream(stream):
             if warm:
-                act()  # compiles kernels and makes handles, which may wait
+                act()  # compiles kernels and makes handles, which may synchronize
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")
                 try:
@@ -41,7 +41,7 @@ def capture(act: Callable[[], Any], device: torch.device, warm: bool = True) -> 
 
 
 class Update:
-    """The optimizer's step as a graph, while its settings stay what they were."""
+    """The optimizer's step, as a graph while its settings do not change."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, device: torch.device, own_hooks: Collection[int] = ()
@@ -52,13 +52,13 @@ class Update:
         self._same = 0
 
     def prepare(self) -> None:
-        """Look at the settings, which are numbers in the graph: when one changes, the optimizer itself steps."""
+        """Drop the graph if a setting has changed: settings are constants in the graph."""
         settings = _settings_of(self._optimizer)
         if settings != self._settings:
             self._graph, self._settings, self._same = None, settings, 0
 
     def run(self) -> None:
-        """Update."""
+        """Step, by the graph where there is one."""
         self._same += 1
         if self._same == _UPDATES_BEFORE and _is_capturable(self._optimizer, self._own_hooks):
             self._graph = self._capture()
@@ -68,7 +68,7 @@ class Update:
             self._optimizer.step()
 
     def _capture(self) -> Graph | None:
-        """None if the optimizer waits for the device (as with a tensor for a rate that it must read)."""
+        """None if the optimizer synchronizes (as with a tensor learning rate that it must read)."""
         try:
             return capture(self._optimizer.step, self._device, warm=False)
         except RuntimeError:
@@ -76,7 +76,7 @@ class Update:
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[list[object]]:
-    """All that a captured update took for granted: numbers, and where tensors are. (It reads those themselves.)"""
+    """What a captured update assumes constant: numbers, and the addresses of tensors."""
     groups = [
         [_place(value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups
     ]
@@ -89,9 +89,9 @@ def _place(value: object) -> object:
 
 
 def _is_capturable(optimizer: torch.optim.Optimizer, own_hooks: Collection[int]) -> bool:
-    """Plain SGD keeps nothing on the host; others have a setting for it.
+    """Whether the step keeps no state on the host: plain SGD, or `capturable=True`.
 
-    Hooks would run once and no more. Those of the run have nothing to do when the run itself updates.
+    Hooks would run only at capture. The hooks of the run itself do nothing in its own updates.
     """
     hooks: Any = optimizer
     if {*hooks._optimizer_step_pre_hooks, *hooks._optimizer_step_post_hooks} - {*own_hooks}:

@@ -1,4 +1,4 @@
-"""What a run writes about itself: to the ledger, to statements and into the fingerprint of its configuration."""
+"""The public description of a run: for the ledger, for statements and for the fingerprint of its configuration."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def strategy(context: StepContext) -> dict[str, Any]:
-    """The strategy's configuration, and what it has learned from releases."""
+    """The strategy's configuration and the values that it learned from releases."""
     return context.strategy.describe() | context.clipper.state_dict()
 
 
 def public_strategy(context: StepContext) -> dict[str, Any]:
-    """The same for the ledger, without frozen entries and norms of weights: they follow from releases, and are long."""
+    """`strategy` for the ledger, without frozen entries and weight norms, which are long and follow from releases."""
     return {k: v for k, v in strategy(context).items() if k not in ("frozen", "weight_norms")}
 
 
 def is_reproducible(context: StepContext) -> bool:
-    """Whether noise and samples of any release in the ledger came from a given seed."""
+    """Whether any release in the ledger used a given seed for its noise and samples."""
     return context.is_seeded or any(entry.get("seeded") is True for entry in context.ledger.about)
 
 
 def about(context: StepContext) -> About:
-    """What a statement needs beside the releases."""
+    """What a statement needs in addition to the releases."""
     plan, loop = context.plan, context.loop
     tests = ("replacement", "collation") if context.loader.is_mixing_possible else ("replacement",)
     return About(
@@ -64,7 +64,7 @@ def statement_of(context: StepContext) -> Statement:
     ledger.require_in_place()
     changed = context.weights.verify(looks_inside=True)
     written = [About.from_dict(entry) for entry in ledger.about]
-    if context.is_described:  # the last one of this run is of this process lifetime
+    if context.is_described:  # the last entry of this run describes this process
         written.remove([entry for entry in written if entry.run == context.tag][-1])
     weights = wording.CLOSED if context.weights.is_closed else wording.VERIFIED
     return statement.of_releases(
@@ -82,7 +82,7 @@ def statement_of(context: StepContext) -> Statement:
 
 
 def configuration(context: StepContext) -> dict[str, Any]:
-    """All that is public and shapes the releases, in plain types."""
+    """All public settings that determine the releases, in plain types."""
     plan, optimizer = context.plan, context.optimizer
     groups = [
         {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -114,7 +114,7 @@ def _statistics(context: StepContext) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A setting of an optimizer in types that JSON and `weights_only=True` know."""
+    """An optimizer setting in types that JSON and `weights_only=True` support."""
     value = plain(value)
     if isinstance(value, Tensor):
         return value.tolist()

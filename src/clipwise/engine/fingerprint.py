@@ -1,7 +1,7 @@
-"""Whether two runs are the same: short digests of a configuration and of a data set.
+"""Digests of a configuration, a data set and a model, to decide whether two runs are the same.
 
-A digest of the data is itself a function of private data, and would let anyone test a guess of it. It is
-therefore never published: it goes into the resume file and nowhere else.
+A digest of the data is a function of private data and would allow anyone to test a guess of it. It is therefore never
+published: only the resume file holds it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def of_configuration(configuration: Mapping[str, Any]) -> str:
 
 
 def of_parameters(parameters: Mapping[str, nn.Parameter]) -> str:
-    """A digest of the names and shapes of what is trained."""
+    """A digest of the names and shapes of the parameters."""
     return of_configuration({name: list(p.shape) for name, p in parameters.items()})
 
 
@@ -50,14 +50,14 @@ def of_data(dataset: Any) -> bytes:
 
 
 def of_users(records: Sequence[Sequence[int]]) -> bytes:
-    """A digest of whose records are where."""
+    """A digest of the records of each user."""
     digest = blake2b(digest_size=32)
     _update(digest, records)
     return digest.digest()
 
 
 def of_model(model: nn.Module) -> bytes:
-    """A digest of a model: how it is built, as far as that shows, and all its values."""
+    """A digest of a model: its `repr` and its `state_dict`."""
     digest = blake2b(digest_size=32)
     digest.update(re.sub(r" at 0x[0-9a-f]+", "", repr(model)).encode())
     _update(digest, model.state_dict())
@@ -78,7 +78,7 @@ def _update(digest: Any, value: Any) -> None:
             _update(digest, item)
     elif isinstance(value, (bool, int, float, str, bytes, type(None))):
         digest.update(f"{type(value).__name__}:{value!r}".encode())
-    else:  # not its text, which may hold its address
+    else:  # not its repr, which may hold its address
         digest.update(f"{type(value).__qualname__}:".encode())
-        with suppress(Exception):  # what cannot be pickled counts by its type alone
+        with suppress(Exception):  # a value that cannot be pickled counts by its type alone
             digest.update(pickle.dumps(value, protocol=4))

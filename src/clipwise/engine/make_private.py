@@ -1,4 +1,4 @@
-"""make_private: validates and resolves the arguments of a run, in the order of what they depend on."""
+"""make_private: validates and resolves the arguments of a run."""
 
 from __future__ import annotations
 
@@ -83,62 +83,62 @@ def make_private(
     probe_independence: bool = True,
     loss: Callable[..., Tensor] | None = None,
 ) -> Private:
-    """Make the training of a model private. The model, the optimizer and the data set stay yours.
+    """Make the training of a model private. The model, the optimizer and the data set are not wrapped or replaced.
 
     Args:
-        model: any module; not wrapped, no hooks, same `state_dict` keys.
+        model: any module. It gets no wrapper and no hooks, and keeps its `state_dict` keys.
         optimizer: any torch optimizer over the model's trainable parameters.
-        dataset: map-style, with a length, which is public: a `TensorDataset`, a list of records, a data set of Hugging
-            Face. Not a `DataLoader` or a `DataFrame`.
-        clipping: how what one record can do is bounded; `PerExample(max_norm=1.0)` by default.
-        group: the user id of each record. Then users are protected, with all their records: batches are drawn by user,
-            `batch_size` counts users, and a user's records are handed out together, as one mini-set. It takes `Batch`.
-            The number of users is public.
-        batch_size: the *expected* number of examples a step (`sample_rate` times the data set's length).
+        dataset: a map-style data set: a `TensorDataset`, a list of records, a Hugging Face data set. Its length is
+            public. Not a `DataLoader` or a `DataFrame`.
+        clipping: the strategy that bounds the contribution of one record; `PerExample(max_norm=1.0)` by default.
+        group: the user id of each record, for user-level privacy. Batches are then drawn by user, `batch_size` counts
+            users, and the records of each user form one microbatch. It needs the strategy `Batch`. The number of users
+            is public.
+        batch_size: the *expected* number of examples per step (`sample_rate` times the length of the data set).
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
-        max_batch_size: for "truncated-poisson", the most examples of a batch; of more that are drawn a random
-            part is left out. By default so high that this costs no privacy.
-        epochs: how long you will train, or `steps`: what the noise is calibrated for.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps fit; a
-            step beyond what fits raises `BudgetExhausted`. It is the budget of the whole ledger: what other runs have
-            charged there, before or meanwhile, counts as well, by a Renyi filter.
+        max_batch_size: for "truncated-poisson", the largest batch. If more examples are drawn, a random subset of this
+            size is kept. The default is so high that truncation costs no privacy.
+        epochs: the planned length of the training, which the noise is calibrated for. Or give `steps`.
+        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps fit the
+            budget; a step that would exceed it raises `BudgetExhausted`. It is the budget of the whole ledger:
+            releases of other runs in the ledger count as well, by a Renyi filter.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for debugging, and
-            reports epsilon = inf.
+            gives epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),
             "shuffled" or "full".
-        adjacency: by default the one that the sampling scheme goes with.
-        noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise that is rounded
-            exactly to a grid, from ChaCha20, against attacks on the generator and on the low bits of what is released.
-            It is drawn on the CPU and needs clipwise-dp[secure]. See `clipwise.noise.secure`.
-        max_physical_batch_size: hand batches out in pieces of at most this size; changes no result. Loop over
+        adjacency: the neighbouring relation. The default depends on the sampling scheme.
+        noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise rounded exactly to a
+            grid, from ChaCha20. It resists attacks on the generator and on the low bits of the released values. It is
+            drawn on the CPU and needs clipwise-dp[secure]. See `clipwise.noise.secure`.
+        max_physical_batch_size: yield batches in pieces of at most this size. It changes no result. Loop over
             `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of `Batch`
-            are its mini-sets, which are never cut: a limit below their expected size is refused.
-        averaged_views: `augment.Views(K, ...)`: the loader hands out K random views of each example, as rows next to
-            each other, and `step` takes a loss for each row; their mean is clipped, so the sensitivity is that of one
-            example. A number K hands each row out K times. Views are drawn from the run's key.
+            are its microbatches, which are never cut: a limit below their expected size raises an error.
+        averaged_views: `augment.Views(K, ...)`: the loader yields K random views of each example as consecutive rows,
+            and `step` takes one loss per row. The gradient of the mean loss of an example is clipped, so the
+            sensitivity does not change. A number K repeats each row K times. Views are drawn from the run's key.
             (`with private.randomness():` does the same for dropout and other random layers.)
-        averaged: keep an average of the released parameters, `private.averaged`: the largest weight that the past has
-            in it, such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
-        penalty: a function from the model to a number, such as a norm of its weights, whose gradient is added after the
-            noise, over no batch size. It must not look at the data.
+        averaged: keep an average of the released parameters in `private.averaged`: the decay of an exponential average,
+            such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
+        penalty: a function from the model to a number, such as a norm of its weights. Its gradient is added after the
+            noise and is not divided by the batch size. It must not depend on the data.
         seed: for tests and reproduction: noise and samples are the same in every run with this seed. No guarantee is
             claimed for such a run: `spent()` and the statement report the figures that it would have without a seed. By
             default the key comes from the operating system.
-        ledger: a path for the ledger file; in memory if left out.
-        resume_file: where `close` keeps the secrets for going on; by default beside the ledger.
+        ledger: the path of the ledger file, or a ledger. By default the ledger is in memory.
+        resume_file: the file where `close` stores the secrets for resuming; by default beside the ledger.
         collate_fn, num_workers, pin_memory, prefetch_factor: as in `torch.utils.data.DataLoader`.
         probe_independence: test whether a loss depends on other examples' inputs, on the first batches and whenever
-            a part of the graph gets its first gradient. The loader then hands out marked tensors, which behave as
-            ordinary ones: `requires_grad` is False, `numpy()` works.
-        loss: from a batch that the loader hands out to one loss for each row: `loss(*batch)` for a tuple or list,
-            `loss(batch)` for a mapping or a tensor; tensors are moved to the model's device first. Put everything
-            between the loader and the losses into it, such as a normalisation of the inputs. Before the first releases
-            it is run some dozens of times, with examples replaced, reordered and taken out and with records collated
-            anew, and a loss that depends on other examples is refused. It must have no lasting effects of its own.
+            a part of the graph gets its first gradient. The loader then yields marked tensors, which behave as ordinary
+            ones: `requires_grad` is False, `numpy()` works.
+        loss: a function from a batch of the loader to one loss per row: `loss(*batch)` for a tuple or list,
+            `loss(batch)` for a mapping or a tensor. Tensors are moved to the model's device first. It must contain all
+            computation between the loader and the losses, such as a normalisation of the inputs. Before the first
+            releases it runs some dozens of times on batches with examples replaced, reordered, removed and collated
+            again. A loss that depends on other examples raises an error. It must have no side effects.
             `private.compiled()` uses the same loss.
 
     Returns:
-        The private run: loop over `.loader`, call `.step(losses)`.
+        The private run: loop over `.loader` and call `.step(losses)`.
     """
     require_one_process()
     parameters = step_inputs.trainable_parameters(model, optimizer)
@@ -151,7 +151,7 @@ def make_private(
     require_bool("probe_independence", probe_independence)
     if loss is not None and not callable(loss):
         raise ConfigurationError(
-            f"loss must be a function from a batch to one loss an example, not {type(loss).__name__}."
+            f"loss must be a function from a batch to one loss per example, not {type(loss).__name__}."
         )
     fetcher = Fetcher(dataset, collate_fn)
     records = fetcher.dataset_size
@@ -172,7 +172,7 @@ def make_private(
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, scheme.dataset_size)
     target = Target(epsilon, delta, planned, noise_multiplier)
-    if observer.current() is not None:  # nothing of an audited run stays
+    if observer.current() is not None:  # an audited run keeps no files
         ledger = resume_file = None
     held = _held(ledger)
     z = target.multiplier(draws.event(1.0), held)
@@ -192,9 +192,9 @@ def make_private(
         require_path("resume_file", resume_file)
         require_writable("resume_file", Path(resume_file))
     header = {"dataset_size": scheme.dataset_size, "parameters": fingerprint.of_parameters(parameters)}
-    book = _ledger(ledger, header)
-    if resume_file is None and isinstance(book, FileLedger):
-        resume_file = book.path.with_name(book.path.name + ".resume")
+    opened = _ledger(ledger, header)
+    if resume_file is None and isinstance(opened, FileLedger):
+        resume_file = opened.path.with_name(opened.path.name + ".resume")
     try:
         return Private(
             Plan(
@@ -212,7 +212,7 @@ def make_private(
                 delta=delta,
                 planned=planned,
                 multiplier=z,
-                ledger=book,
+                ledger=opened,
                 resume_file=None if resume_file is None else Path(resume_file),
                 seed=seed,
                 cut=draws.cut,
@@ -234,7 +234,7 @@ def make_private(
         )
     except BaseException:
         if not isinstance(ledger, Ledger):
-            book.close()
+            opened.close()
         raise
 
 
@@ -290,23 +290,23 @@ def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> 
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
-    """Whose records are where; refused by a strategy that does not bound what a user does."""
+    """The records of each user. Raises if the strategy does not bound the contribution of a user."""
     if not strategy.protects_users:
         raise ConfigurationError(
-            f"group= protects users with all their records, and {type(strategy).__name__} bounds what a single record "
-            "does: a user with many records would not be protected. Use Batch(max_norm=...), which clips the mean "
-            "gradient of each user."
+            f"group= protects users with all their records, and {type(strategy).__name__} bounds the contribution of "
+            "a single record: a user with many records would not be protected. Use Batch(max_norm=...), which clips "
+            "the mean gradient of each user."
         )
     if strategy.mini_sets != 1:
         raise ConfigurationError(
-            f"mini_sets={strategy.mini_sets} with group=: each user is a mini-set, and batch_size says how many of "
-            "them are expected in a step. Leave mini_sets out."
+            f"mini_sets={strategy.mini_sets} with group=: the records of each user are one microbatch, and batch_size "
+            "is the expected number of users per step. Leave mini_sets out."
         )
     return ByUser(group)
 
 
 def _require_records(dataset: Any, records: int, batch_size: object) -> None:
-    """Refuse what looks like columns where records are expected."""
+    """Raise for a data set that looks like columns and not records."""
     batch_size = plain(batch_size)
     if isinstance(dataset, (list, tuple)) and isinstance(batch_size, int) and batch_size > records:
         raise ConfigurationError(
@@ -316,33 +316,35 @@ def _require_records(dataset: Any, records: int, batch_size: object) -> None:
 
 
 def _require_whole_mini_sets(limit: int, strategy: Strategy, draws: Draws, records: int) -> None:
-    """Mini-sets are the pieces that are handed out: refuse a limit below the size that they are expected to have."""
+    """Microbatches are the pieces that the loader yields: raise for a limit below their expected size."""
     scheme, size = draws.scheme, draws.scheme.expected_size / strategy.mini_sets
-    advice = " and use Batch(..., mini_sets=k) with a larger k, whose mini-sets are handed out one by one."
+    advice = " and use Batch(..., mini_sets=k) with a larger k: the loader yields one microbatch at a time."
     if isinstance(draws.cut, ByUser):
         size = records / draws.cut.users
-        advice = ". With group= the records of each user are a mini-set, handed out by themselves."
+        advice = (
+            ". With group= the records of each user are one microbatch, which the loader yields as one piece."
+        )
     elif isinstance(scheme, Partition):
         size = scheme.mini_set_size
     if whole("max_physical_batch_size", limit, least=1) < size:
         raise ConfigurationError(
-            f"max_physical_batch_size would cut mini-sets, and {type(strategy).__name__} clips each as a whole: leave "
-            f"it out{advice}"
+            f"max_physical_batch_size would cut microbatches, and {type(strategy).__name__} clips each as a whole: "
+            f"leave it out{advice}"
         )
 
 
 def _held(ledger: str | os.PathLike[str] | Ledger | None) -> Held:
-    """What the ledger holds already. One that cannot be read is refused when it is opened."""
+    """The contents of the ledger. One that cannot be read raises later, when it is opened."""
     if isinstance(ledger, Ledger):
-        goes_on = isinstance(ledger, FileLedger) and ledger.existing
+        continues = isinstance(ledger, FileLedger) and ledger.existing
         history, about, plan = ledger.history(), ledger.about, ledger.plan
     else:
-        goes_on, history, about, plan = True, [], (), None
+        continues, history, about, plan = True, [], (), None
         with contextlib.suppress(LedgerError, TypeError, ValueError):
             if ledger is not None and Path(ledger).is_file():
                 found = read(ledger)
                 history, about, plan = found.history, found.about, found.plan
-    return Held(tuple(history), tuple(About.from_dict(told) for told in about), plan, goes_on)
+    return Held(tuple(history), tuple(About.from_dict(entry) for entry in about), plan, continues)
 
 
 def _ledger(ledger: str | os.PathLike[str] | Ledger | None, header: Mapping[str, Any]) -> Ledger:

@@ -1,9 +1,9 @@
-"""What a step does when memory is short: it gathers its batch in smaller pieces.
+"""Out of memory: a step gathers its batch in smaller pieces.
 
-The bounded sum of a batch is the sum over its pieces, so nothing changes but the order of additions (and, in a model
-with random layers, which random numbers a row gets). Nothing is charged before the sum is complete: the step stays one
-release. It works where clipwise calls the loss itself, in `private.compiled`; in a loop of one's own the error comes
-through, and `max_physical_batch_size` is the remedy.
+The bounded sum of a batch is the sum over its pieces, so only the order of additions changes (and, in a model with
+random layers, which random numbers a row gets). Nothing is charged before the sum is complete: the step stays one
+release. This needs a loss that clipwise calls, as in `private.compiled`. In the user's own loop the error is raised;
+use `max_physical_batch_size` there.
 """
 
 from __future__ import annotations

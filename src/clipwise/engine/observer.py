@@ -1,8 +1,8 @@
-"""How an audit looks into a private run.
+"""Observers: the interface by which an audit inspects a private run.
 
-A run that is made inside `observing(observer)` asks the observer for its key, which units of a draw stay, which losses
-to use and what to release. An observer sees sums without noise and may replace what is released, so nothing of an
-observed run may be published: it keeps no ledger file.
+A run made inside `observing(observer)` lets the observer choose its key, remove units from a draw, replace the losses
+and replace the released sums. An observer sees sums without noise, so nothing of an observed run may be published: it
+keeps no ledger file.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Sums = dict[str, Tensor]
 
 
 class Observer:
-    """Changes nothing. Audits override what they need."""
+    """An observer that changes nothing. Audits override methods."""
 
     def begins(self, run: StepContext) -> NoiseKey:
-        """A run was made. Returns its key: an observed run never uses one of another run."""
+        """Called when a run is made. Returns its key, which no other run may use."""
         return NoiseKey.fresh()
 
     def kept(self, run: StepContext, drawn: Indices) -> Indices:
-        """The units of a draw that stay: one that is left out is as if it had never been drawn."""
+        """The units of a draw to keep. The others count as not drawn."""
         return drawn
 
     def losses(self, run: StepContext, piece: Piece, losses: Tensor) -> Tensor:
-        """The losses to go on with."""
+        """The losses to use."""
         return losses
 
     def released(self, run: StepContext, sums: Sums, noised: Callable[[Sums], Sums]) -> Sums:
-        """What is released for these sums: `noised(sums)` is what a run releases, and uses the sums up."""
+        """The values to release. `noised(sums)` is what a run releases; it overwrites the sums."""
         return noised(sums)
 
 
@@ -48,13 +48,13 @@ _observer: ContextVar[Observer | None] = ContextVar("clipwise.engine.observer", 
 
 
 def current() -> Observer | None:
-    """The observer of runs that are made now."""
+    """The observer of runs made in this context."""
     return _observer.get()
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Every run that is made in this block is observed, for as long as it lasts."""
+    """Observe every run made in this block, also after the block ends."""
     token = _observer.set(observer)
     try:
         yield
@@ -63,9 +63,9 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 class ObservedScheme:
-    """A scheme from whose draws an observer may leave units out."""
+    """A scheme with an observer that may remove units from its draws."""
 
-    has_random_size = True  # what is left out may be all of a batch
+    has_random_size = True  # the observer may remove a whole batch
 
     def __init__(self, scheme: Scheme, kept: Callable[[Indices], Indices]) -> None:
         self._scheme, self._kept = scheme, kept
@@ -77,5 +77,5 @@ class ObservedScheme:
         return repr(self._scheme)
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """What the scheme draws, without the units that are left out."""
+        """The scheme's draw without the removed units."""
         return self._kept(self._scheme.draw(step_secret, epoch_secret, slot))

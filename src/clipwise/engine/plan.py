@@ -1,4 +1,4 @@
-"""The plan of a private run, and how arguments that describe one are validated and resolved."""
+"""The plan of a private run, and functions that validate and resolve the arguments of one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from clipwise.sampling import Cut, Scheme
 from clipwise.sampling.augmentation import Views
 from clipwise.validation.first_batches import Loss
 
-# Far beyond any use, and well within what squares and float32 can hold.
+# Far beyond any use; their squares fit into float32.
 _LEAST_NOISE, _MOST_NOISE = 1e-9, 1e12
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a private run is made of, checked and resolved by `make_private`."""
+    """The validated and resolved arguments of `make_private`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Draws:
-    """How batches are drawn and handed out, and whose privacy is accounted for."""
+    """How batches are drawn and cut, and the adjacency and unit of the guarantee."""
 
     scheme: Scheme
     adjacency: Adjacency
@@ -74,7 +74,7 @@ class Draws:
     cut: Cut | None
 
     def event(self, noise_multiplier: float) -> Event:
-        """A step with this noise."""
+        """The event of one step with this noise."""
         return self.scheme.event(noise_multiplier, self.adjacency, self.unit)
 
 
@@ -89,18 +89,13 @@ class Target:
 
     @property
     def budget(self) -> PrivacyBudget | None:
-        """What no step may pass; None if a noise multiplier was given."""
+        """None if a noise multiplier was given."""
         if self.epsilon is None or self.planned is None:
             return None
         return PrivacyBudget(self.epsilon, self.delta, self.planned)
 
     def multiplier(self, event: Event, held: Held) -> float:
-        """z: as given, or the smallest that keeps the planned steps, after what the ledger holds, within the budget.
-
-        Args:
-            event: a step of the run, with any noise.
-            held: what the ledger holds.
-        """
+        """z: as given, or the smallest for which the ledger's releases and the planned steps fit the budget."""
         z, epsilon = self.noise_multiplier, self.epsilon
         if (z is None) == (epsilon is None):
             raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
@@ -127,7 +122,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
-    """The neighbouring relation: as given, or the one that the sampling scheme goes with."""
+    """The neighbouring relation: as given, or the default of the sampling scheme."""
     if adjacency is None:
         return SUPPORTED[sampling][0]
     try:
@@ -138,11 +133,11 @@ def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjac
 
 
 def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
-    """Refuse an adjacency that the sampling does not have, or that hides the size of the data set."""
+    """Raise for an adjacency that the sampling does not support, or that keeps the data set's size secret."""
     if adjacency is Adjacency.ADD_REMOVE:
         raise ConfigurationError(
-            "adjacency='add-remove' hides the size of the data set, which the sample rate, the number of steps and "
-            "delta of a run are taken from here: use 'zero-out' with Poisson sampling, whose figures are the same."
+            "adjacency='add-remove' hides the size of the data set, but make_private derives the sample rate, the "
+            "number of steps and delta from that size: use 'zero-out' with Poisson sampling, with the same epsilon."
         )
     if adjacency not in SUPPORTED[sampling]:
         usable = " or ".join(repr(str(a)) for a in SUPPORTED[sampling] if a is not Adjacency.ADD_REMOVE)
@@ -152,12 +147,12 @@ def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
 
 
 def require_whole_blocks(sampling: Sampling, strategy: Strategy, unit: Unit) -> None:
-    """Refuse a partition unless each block is clipped as a whole.
+    """Raise for a partition unless each block is clipped as a whole.
 
-    C_p compares the drawn unit with another *unit* in its place. In a partition another *block* takes its place. If
-    the block is clipped as a whole, that moves the release by one sensitivity, and C_p holds. If records or users are
-    clipped one by one, it moves by as many as a block has: the drawn block can be recognised, and delta(epsilon) of a
-    step is p delta_Gauss(epsilon).
+    The subsampling operator C_p replaces the drawn unit by another *unit*. In a partition another *block* replaces the
+    drawn one. If blocks are clipped as a whole, this changes the sum by one sensitivity, and C_p holds. If records or
+    users are clipped one by one, it changes the sum by one sensitivity for each member of a block: the drawn block can
+    be recognised, and delta(epsilon) of a step is p delta_Gauss(epsilon).
     """
     if sampling is not Sampling.PARTITION or (strategy.clips_whole_blocks and unit is Unit.RECORD):
         return
@@ -167,14 +162,14 @@ def require_whole_blocks(sampling: Sampling, strategy: Strategy, unit: Unit) -> 
         else "group=, which clips each user alone"
     )
     raise ConfigurationError(
-        f"sampling='partition' does not go with {what}: which block was drawn may show in the sum, so drawing it at "
-        "random hides nothing. Use sampling='fixed-size' or 'shuffled'. (Batch(max_norm=...) without group= clips each "
-        "block as a whole, and takes a partition.)"
+        f"sampling='partition' is not possible with {what}: the sum may reveal which block was drawn, so the random "
+        "draw gives no amplification. Use sampling='fixed-size' or 'shuffled'. (Batch(max_norm=...) without group= "
+        "clips each block as a whole and supports a partition.)"
     )
 
 
 def noise_kind_of(noise: object) -> str:
-    """The kind of noise, refused where what it needs is not there."""
+    """The kind of noise. Raises if its optional package is missing."""
     if not isinstance(noise, str) or noise not in ("standard", "secure"):
         raise ConfigurationError(f"noise={noise!r} is not known: use 'standard' or 'secure'.")
     if noise == "secure":
@@ -183,7 +178,7 @@ def noise_kind_of(noise: object) -> str:
 
 
 def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:
-    """How many steps the noise is calibrated for."""
+    """The number of steps that the noise is calibrated for."""
     if epochs is not None and steps is not None:
         raise ConfigurationError("Give epochs or steps, not both.")
     if epochs is not None:
@@ -196,7 +191,7 @@ def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> in
 
 
 def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
-    """delta: as given, or well below 1/N where only a noise multiplier was given."""
+    """delta: as given, or well below 1/N if only a noise multiplier was given."""
     if delta is None:
         if epsilon is not None:
             raise ConfigurationError("epsilon needs delta: give both, for instance delta=1e-5.")
@@ -205,8 +200,8 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
         raise ConfigurationError(f"delta must lie in (0, 1), not {delta!r}.")
     if delta >= 1 / size:
         warnings.warn(
-            f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record would "
-            "pass. Choose delta well below 1/N.",
+            f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record "
+            "satisfies such a delta. Choose delta well below 1/N.",
             PrivacyWarning,
             stacklevel=3,
         )

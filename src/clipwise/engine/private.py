@@ -1,8 +1,8 @@
-"""Private: a private training run, as the user sees it.
+"""Private: the public interface of a private training run.
 
     sample -> clip -> record -> noise -> update
 
-The order of a step is in step.py, its state in context.py, and `make_private`, in make_private.py, makes a run.
+step.py holds the pipeline of a step, context.py its state, and make_private.py the function that makes a run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from clipwise.validation.first_batches import Loss
 
 
 class Private:
-    """A private training run. Made by `make_private`; see there.
+    """A private training run, made by `make_private`.
 
     Attributes:
-        loader: hands out the batches of an epoch, one item per step. A batch may be empty, and counts all the same:
-            `step(None)` takes its step without a forward pass.
-        optimizer: the user's own, unchanged.
+        loader: yields the batches of an epoch, one item per step. A batch may be empty and still counts as a step:
+            `step(None)` takes that step without a forward pass.
+        optimizer: the user's optimizer, unchanged.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -60,7 +60,7 @@ class Private:
             **plan.loader_options,
         )
         if watch is not None:
-            context.keys.key, context.is_seeded = watch.begins(context), True  # an audit gives the key
+            context.keys.key, context.is_seeded = watch.begins(context), True
         context.loop.is_reproducible = context.is_seeded
 
     # ----------------------------------------------------------------- the step
@@ -68,18 +68,18 @@ class Private:
     def step(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
         """`backward(losses)`, then `optimizer.step()` when the batch is complete.
 
-        Returns whether the optimizer stepped: False after a piece of a batch that is not its last.
+        Returns whether the optimizer stepped: False after a piece that is not the last of its batch.
         """
         return pipeline.update(self._context, pipeline.backward(self._context, losses, outputs))
 
     def step_sets(self, batch: Any) -> bool:
-        """The step of a strategy with a `local_update`, which is called on the batch; then as `step`.
+        """`step` for a strategy with a `local_update`, which is called on the batch.
 
         Args:
-            batch: the mini-set that `loader` handed out last, perhaps moved to another device.
+            batch: the last microbatch of `loader`, possibly moved to another device.
 
         Returns:
-            Whether the optimizer stepped: False after a mini-set that is not the last of its batch.
+            Whether the optimizer stepped: False after a microbatch that is not the last of its batch.
         """
         return pipeline.update(self._context, pipeline.backward_sets(self._context, batch))
 
@@ -87,19 +87,18 @@ class Private:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
 
         Args:
-            losses: one loss for each example of the batch that `loader` handed out last, of its own outputs and
-                targets alone: what a loss takes from the targets of others, such as their mean, nobody sees. A strategy
-                that clips whole mini-sets takes their mean, or a single number. None for an empty batch or an empty
-                piece, which then needs no forward pass: many models cannot run on zero rows.
-            outputs: what the model returned, of which the losses were computed. `Lipschitz` needs it; others do not
-                look at it.
+            losses: one loss for each example of the last batch of `loader`. Each must depend on the outputs and
+                targets of its own example only. No check finds a loss that uses the targets of other examples, such as
+                their mean. A strategy that clips whole microbatches takes the mean of the losses, or a single number.
+                None for an empty batch or piece, which then needs no forward pass: many models cannot run on zero rows.
+            outputs: the model's outputs that the losses were computed from. Only `Lipschitz` needs them.
 
         Returns:
-            Whether the batch is complete and `.grad` written. With `max_physical_batch_size` or mini-sets a
-            batch comes in pieces, whose sums are gathered until the last.
+            Whether the batch is complete and `.grad` is written. With `max_physical_batch_size` or microbatches a
+            batch comes in pieces, whose sums are added up until the last piece.
 
         Raises:
-            BudgetExhausted: if the release would pass the budget; nothing is released then.
+            BudgetExhausted: if the release would exceed the budget. Nothing is released.
         """
         is_complete = pipeline.backward(self._context, losses, outputs)
         if is_complete:
@@ -108,7 +107,7 @@ class Private:
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
-        """A block in which random layers, such as dropout, draw from the run's key, as secret as the noise.
+        """A context in which random layers, such as dropout, draw from the run's secret key.
 
             for x, y in private.loader:
                 with private.randomness():
@@ -116,14 +115,14 @@ class Private:
                 private.step(losses)
 
         Torch's global generators, of the CPU and of the parameters' CUDA devices, are set from the key of the step,
-        whatever `torch.manual_seed` was called with, and are put back afterwards. A second block for the same batch has
-        the same random numbers.
+        independently of `torch.manual_seed`, and are restored afterwards. A second block for the same batch draws the
+        same random numbers.
         """
         context = self._context
         context.require_open()
         if not self.loader.is_awaiting:
             raise StepError(
-                "private.randomness() draws from the key of one step: use it inside of the loop over private.loader, "
+                "private.randomness() draws from the key of one step: use it inside the loop over private.loader, "
                 "around the forward pass of each batch."
             )
         secret = context.keys.key.derive(f"randomness/{self.loader.awaited().index_in_batch}")
@@ -136,17 +135,17 @@ class Private:
 
         A batch that is a mapping is one argument: `step(batch)` in place of `step(loss(batch))`.
 
-        On CUDA forward, backward, clipping, noise and update run as CUDA graphs after the first few steps: a
-        small model's step is then no longer a matter of how fast Python is. Elsewhere, and where something
-        cannot be captured (a warning says what), it makes ordinary steps. The result is the same.
+        On CUDA, forward, backward, clipping, noise and update run as CUDA graphs after the first few steps, so the
+        Python overhead of small models disappears. On other devices, and where a step cannot be captured (a warning
+        gives the reason), it takes eager steps. The result is the same.
 
         Args:
-            loss: from the batch that `loader` hands out, `loss(*batch)`, to one loss an example. It must
-                do the same at every step: a captured step does not run its Python code again. By default the one
-                that `make_private` was given. The replacement test runs it on the first batches.
-            size: how many examples the captured step takes; a larger batch comes in pieces, a smaller one is
-                filled up with rows that weigh nothing. By default all of a batch of constant size, and 3
-                standard deviations more than the mean of a random one. Mini-sets of `Batch` are taken whole.
+            loss: a function from a batch of `loader`, `loss(*batch)`, to one loss per example. It must do the same at
+                every step: a captured step does not run its Python code again. By default the loss given to
+                `make_private`. The replacement test runs it on the first batches.
+            size: the number of examples of a captured step. A larger batch is cut into pieces; a smaller one is padded
+                with rows of weight 0. By default the batch size where it is constant, else the expected batch size
+                plus 3 standard deviations. Microbatches of `Batch` are never cut.
         """
         self._context.require_no_local_update("private.compiled")
         loss = self._context.plan.loss if loss is None else loss
@@ -156,16 +155,17 @@ class Private:
             )
         return CompiledStep(self._context, loss, size)
 
-    # ------------------------------------------------------------- what it cost
+    # ------------------------------------------------------------ privacy spent
 
     def spent(self, delta: float | None = None, accountant: str | None = None) -> Spent:
-        """What all releases so far have cost, of all runs that share the ledger.
+        """The privacy spent by all releases so far, of all runs that share the ledger.
 
         Args:
-            delta: by default that of the run.
-            accountant: "pld", the tight one, or "rdp", a looser bound that is cheap enough for every step. By default
-                "pld", and "renyi-filter" if other runs have charged the ledger as well: it holds for runs that were
-                configured after releases of others were seen, the others only if all runs were fixed beforehand.
+            delta: by default the delta of the run.
+            accountant: "pld", which is tight, or "rdp", a looser bound that is cheap enough for every step. By default
+                "pld", or "renyi-filter" if other runs have charged the ledger as well. The filter also holds if a run
+                was configured after releases of other runs were seen; "pld" and "rdp" assume that all runs were
+                configured before the first release.
         """
         context, ledger = self._context, self._context.ledger
         ledger.require_in_place()
@@ -193,12 +193,12 @@ class Private:
         )
 
     def parts(self) -> list[Part]:
-        """What the next release holds: names, sensitivity of the *sum*, noise on each coordinate."""
+        """The parts of the next release: names, sensitivity of the *sum*, noise on each coordinate."""
         return self._context.current_parts()
 
     @property
     def steps(self) -> int:
-        """How many releases the ledger counts so far, those of other runs that share it included."""
+        """The number of releases in the ledger, including those of other runs that share it."""
         return self._context.ledger.position
 
     @property
@@ -208,7 +208,7 @@ class Private:
 
     @property
     def views(self) -> int:
-        """How many rows the loader hands out for each example."""
+        """The number of rows that the loader yields for each example."""
         return self._context.views
 
     @property
@@ -222,10 +222,9 @@ class Private:
         return averages
 
     def on_limit(self) -> dict[str, bool]:
-        """Whether each parameter's weights sit on their max_weight_norm; nothing if the strategy clips no weights.
+        """Whether the norm of each parameter is at its max_weight_norm; empty if the strategy clips no weights.
 
-        It follows from released weights and costs no privacy. A layer that sits there might do better with a larger
-        limit.
+        It follows from released weights and costs no privacy. A layer at its limit may train better with a larger one.
         """
         return self._context.clipper.on_limit()
 
@@ -235,41 +234,41 @@ class Private:
         return self._context.clipper.divisor
 
     def tradeoff(self) -> accounting.Tradeoff:
-        """What all releases so far leave to an attacker: the trade-off between false alarms and misses.
+        """The f-DP trade-off function of all releases so far: least false negative rate over false positive rate.
 
-        If other runs have charged the ledger as well, it holds if all of them were fixed before the first release.
+        If other runs have charged the ledger as well, it assumes that all were configured before the first release.
         """
         self._context.weights.verify()
         return accounting.tradeoff_of(self._context.ledger.history())
 
     def statement(self) -> Statement:
-        """The privacy statement of the run so far; `clipwise statement` makes the same of a ledger file.
+        """The privacy statement of the run so far. `clipwise statement` prints the same from a ledger file.
 
         Raises:
-            StepError: if the model's parameters and buffers are not what the last release, or `make_private`, left.
+            StepError: if parameters or buffers were changed other than by a release since `make_private`.
         """
         return describe.statement_of(self._context)
 
     def declare_update(self, kind: str, reason: str) -> None:
-        """Declare a change of the model's weights that no release of this run made, so that the run goes on from them.
+        """Declare a change of the weights that no release of this run made. The run then continues from them.
 
-        Nothing is verified. The ledger keeps the declaration, and every statement prints it as an assertion of yours.
+        Nothing is verified. The ledger keeps the declaration, and every statement prints it as the user's assertion.
 
         Args:
             kind: "public": computed from public data alone, such as statistics of normalization layers that were set
                 from public batches; "post-processing": from released values alone, such as averaged or pruned weights.
-            reason: what was changed and from what, in a few words. It is public.
+            reason: a short text: what was changed, and from what data. It is public.
         """
         one_of("kind", kind, training_loop.DECLARED)
         if not isinstance(reason, str) or not reason.strip():
-            raise ConfigurationError("reason must be a text that says what was changed, and from what.")
+            raise ConfigurationError("reason must be a text that describes what was changed, and from what.")
         context = self._context
         context.require_open()
         context.require_loaded()
         context.ledger.declare(context.tag, kind, " ".join(reason.split()))
         context.weights.accept()
 
-    # ------------------------------------------------- stopping and going on
+    # --------------------------------------------------- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, accountant, configuration and position, in types that `weights_only=True` loads.
@@ -279,23 +278,23 @@ class Private:
         return resume.state_dict(self._context)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint. Load the model's own state first.
 
         After a clean end (`close`) at the checkpoint's position, with the same configuration, data, model and
-        resume file, the run goes on bit for bit as if it had never stopped. Otherwise a fresh secret is
-        taken, and steps that are made again are charged again. Load the model's own state before.
+        resume file, the run continues bit for bit as if it had never stopped. Otherwise it takes a fresh secret, and
+        steps that are repeated are charged again.
         """
         resume.load_state_dict(self._context, state)
 
     def close(self) -> None:
-        """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there.
+        """End the run cleanly: settle the ledger and write the next secrets to the resume file, if there is one.
 
-        While an exception is handled, a batch that was drawn and not released stays counted as a step: what it holds
-        may be why there was one.
+        While an exception is handled, a batch that was drawn and not released counts as a step: its data may have
+        caused the exception.
 
         Raises:
-            StepError: if the model's parameters and buffers are not what the last release, or `make_private`, left. The
-                run is closed all the same.
+            StepError: if parameters or buffers were changed other than by a release since `make_private`. The run is
+                closed nevertheless.
         """
         resume.close(self._context, sys.exc_info()[1])
 
@@ -308,9 +307,7 @@ class Private:
         try:
             resume.close(self._context, error)
         except StepError:
-            if (
-                error is None
-            ):  # else that one is raised; the ledger records that the weights were not verified
+            if error is None:  # else `error` is raised; the ledger records the failed verification
                 raise
 
     __reduce_ex__ = StepContext.__reduce_ex__

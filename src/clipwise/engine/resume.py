@@ -1,4 +1,4 @@
-"""Stopping and continuing a run: its checkpoint, its secrets, and the clean end. The files are in checkpoint.py."""
+"""Save, resume and close a run: its checkpoint and its secrets. The file formats are in checkpoint.py."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def state_dict(context: StepContext) -> dict[str, Any]:
     context.require_own_weights()
     if weights.verify(looks_inside=True):
         raise StepError(
-            "The model was changed after the private run was closed: a checkpoint of its weights would "
-            "not be of this run. Save private.state_dict() before that."
+            "The model was changed after the private run was closed: its weights would not be "
+            "those of this run. Save private.state_dict() before you change the model."
         )
     if averages is not None:
-        context.follow_update()  # what is written below follows the weights
+        context.follow_update()
     state: dict[str, Any] = {
         "format": checkpoint.FORMAT,
         "run": ledger.run,
@@ -54,9 +54,9 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     ledger, averages, keys = context.ledger, context.plan.averages, context.keys
     context.require_open()
     history = checkpoint.history_of(state)
-    is_new = ledger.run != state["run"]  # then the history is brought along
+    is_new = ledger.run != state["run"]  # then the history is imported
     _require_fitting(context, state, is_new)
-    # First, because what is loaded here is a part of the configuration. Another strategy begins anew.
+    # First, because the loaded values are part of the configuration. Another strategy starts with its own.
     strategy, mine = state["configuration"].get("strategy", {}), context.strategy.describe()
     if mine.items() <= strategy.items() and context.clipper.load_state_dict(strategy):
         context.set_parts()
@@ -71,11 +71,11 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     made = _take_tag(context, state)
     keys.slot, context.is_seeded = int(state["slot"]), context.is_seeded or bool(state["seeded"])
     secrets = checkpoint.take_secrets(context.plan.resume_file) if context.plan.resume_file else None
-    goes_on = False
+    continues = False
     if secrets is not None and context.made() == made:
         expected = _secrets(context, state["run"])
-        goes_on = expected.fingerprint == state["fingerprint"] and secrets.is_of_same_run(expected)
-    if secrets is not None and goes_on:
+        continues = expected.fingerprint == state["fingerprint"] and secrets.is_of_same_run(expected)
+    if secrets is not None and continues:
         keys.key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
         keys.epoch = bytes.fromhex(secrets.epoch)
     else:
@@ -85,24 +85,24 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
             keys.slot = 0
         again = ledger.position - int(state["position"])
         warnings.warn(
-            "The run goes on with a fresh secret: it was not stopped cleanly at this checkpoint, or its "
-            "configuration, model, data or resume file are not the same (load the model's state before this one)."
+            "The run continues with a fresh secret: it was not stopped cleanly at this checkpoint, or its "
+            "configuration, model, data or resume file has changed (load the model's state before this one)."
             + (f" {again} releases after the checkpoint stay counted." if again else ""),
             PrivacyWarning,
             stacklevel=3,
         )
-    context.is_described, keys.is_new = False, is_new or not goes_on
+    context.is_described, keys.is_new = False, is_new or not continues
     context.must_load, context.partial, context.in_step = False, None, False
     context.followed = context.made()
-    context.follow_weights(is_updated=False)  # those that were loaded before
+    context.follow_weights(is_updated=False)
     if context.plan.public_statistics is not None:
-        context.plan.public_statistics.refresh(force=True)  # the model's own state was loaded before
+        context.plan.public_statistics.refresh(force=True)
     context.weights.accept()
     context.loader.reset()
 
 
 def close(context: StepContext, error: BaseException | None) -> None:
-    """End the run cleanly: settle the ledger and, if there is a resume file, keep the next secrets there."""
+    """End the run cleanly: settle the ledger and write the next secrets to the resume file, if there is one."""
     weights, key = context.weights, context.keys.key
     if weights.is_closed:
         return
@@ -112,7 +112,7 @@ def close(context: StepContext, error: BaseException | None) -> None:
     try:
         count_broken_step(context, error)
         is_begun = not context.must_load and context.made() > 0
-        # (A forked copy has nothing to leave behind: the run and its secrets are the other process's.)
+        # A forked copy writes nothing: the run and its secrets belong to the other process.
         if context.plan.resume_file is not None and is_begun and not key.is_forked:
             checkpoint.write_secrets(context.plan.resume_file, _secrets(context, context.ledger.run))
     finally:
@@ -126,13 +126,13 @@ def close(context: StepContext, error: BaseException | None) -> None:
 
 
 def data_digest(context: StepContext) -> str:
-    """Of the records, and of whose they are. It is secret."""
+    """A digest of the records and of their assignment to users. It is secret."""
     users = b"" if context.users is None else fingerprint.of_users(context.users.table())
     return (fingerprint.of_data(context.plan.dataset) + users).hex()
 
 
 def _secrets(context: StepContext, run: str) -> checkpoint.Secrets:
-    """What continuing from here takes."""
+    """The secrets that are needed to continue from here."""
     return checkpoint.Secrets(
         run=run,
         position=context.made(),
@@ -146,13 +146,13 @@ def _secrets(context: StepContext, run: str) -> checkpoint.Secrets:
 
 
 def _require_fitting(context: StepContext, state: Mapping[str, Any], is_new: bool) -> None:
-    """Refuse a checkpoint of another model or optimizer, and a ledger that is not its own."""
+    """Raise for a checkpoint of another model or optimizer, and for the ledger of another run."""
     mine = describe.configuration(context)
     for name in ("parameters", "optimizer"):
         if state["configuration"].get(name) != mine[name]:
             raise CheckpointError(
-                f"The checkpoint's run has another {name} than this one: build model and optimizer as they "
-                "were there, or begin a new run."
+                f"The checkpoint's run has another {name} than this one: build the same model and optimizer, or begin "
+                "a new run."
             )
     if is_new and context.ledger.position > 0:
         raise LedgerError(
@@ -161,21 +161,21 @@ def _require_fitting(context: StepContext, state: Mapping[str, Any], is_new: boo
         )
     if not is_new and context.ledger.position < state["position"]:
         raise LedgerError(
-            "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give "
-            "make_private the complete ledger."
+            "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give make_private the "
+            "complete ledger."
         )
     if differing := context.weights.state.differing(state["weights"]):
         raise CheckpointError(
-            f"The model does not hold the weights of the checkpoint: {differing[0]!r} is another. Load the model's "
-            "own state before this one: model.load_state_dict(...), then private.load_state_dict(...)."
+            f"The model does not hold the weights of the checkpoint: {differing[0]!r} differs. Load the model's own "
+            "state before this one: model.load_state_dict(...), then private.load_state_dict(...)."
         )
 
 
 def _take_tag(context: StepContext, state: Mapping[str, Any]) -> int:
-    """Charge under the tag of the run that goes on, and return how many releases the checkpoint has of it.
+    """Take over the tag of the run in the checkpoint, and return the number of its releases there.
 
-    A run that releases something else than before was configured anew: it keeps a tag of its own, and so does one
-    whose tag is in use (the run in the checkpoint is still open).
+    A run with other events than before keeps its own tag, and so does one if the tag is in use (the run in the
+    checkpoint is still open).
     """
     ledger = context.ledger
     older = state["run"] if ledger.run != state["run"] else ledger.untagged

@@ -1,13 +1,13 @@
-"""The one pipeline of a private step, for eager and compiled steps alike.
+"""The pipeline of a private step, shared by eager and compiled steps.
 
     sample -> clip -> record -> noise -> update
 
     hand_out  sample: checks, then the batch that the loader has drawn
-    backward  clip: losses to the bounded sum of a piece; `gather` adds it to those of the batch's other pieces
-    release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and what is learned
-    update    the optimizer steps on what was released
+    backward  clip: from losses to the bounded sum of a piece; `gather` adds up the pieces of a batch
+    release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and learned values
+    update    the optimizer steps on the released gradient
 
-All state is in the `StepContext`; the mathematics is in the stages.
+All state is in the `StepContext`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from clipwise.validation.first_batches import recommend_check
 
 
 def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
-    """What the loader hands out for a piece of a batch: its rows, marked for the probe, in their random views."""
+    """The rows that the loader yields for a piece, marked for the independence probe, with their random views."""
     context.require_open()
     context.require_loaded()
     context.guard.before_draw()
@@ -50,19 +50,19 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     )
     context.follow_update()
     if moves_weights:
-        weights.state.take()  # weights were clipped, or frozen entries put back
+        weights.state.take()  # weights were clipped, or frozen entries restored
     is_tested = any(test.is_pending for test in context.tests)
     context.handed = viewed(context, batch, piece) if is_tested else None
     if context.plan.loss is not None and is_tested:
         arrangements = partial(context.loader.arrangements, piece)
         context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
     context.guard.at_draw(batch)
-    # Marked before its views are drawn: gradients at the inputs are then those of examples.
+    # Marked before the views are drawn, so that gradients at the inputs are per example.
     return viewed(context, batch if context.independence is None else context.independence.mark(batch), piece)
 
 
 def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
-    """The views of a batch. Drawn twice for one piece, they are the same."""
+    """The views of a batch. A second draw for the same piece gives the same views."""
     if context.plan.views is None:
         return batch
     secret = context.keys.key.derive(f"views/{piece.index_in_batch}")
@@ -73,7 +73,7 @@ def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
 
 
 def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
-    """From the losses of a piece to its bounded sum; after the last piece, release. Returns whether it was."""
+    """Compute the bounded sum of a piece from its losses; release after the last piece. Returns whether it released."""
     context.require_open()
     piece = context.loader.awaited()
     context.require_no_local_update("private.step")
@@ -91,7 +91,7 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
     begin(context, piece)
     if not context.is_described:
         training_loop.require_no_loss_scaling(losses)
-    # (What a graph saved may be marked; here it is as any other tensor.)
+    # Tensors that the graph saved may be marked; here they act as plain tensors.
     with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
         if context.independence is not None:
             context.independence.examine(losses)
@@ -102,7 +102,7 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
 
 
 def backward_sets(context: StepContext, batch: Any) -> bool:
-    """`backward` of a strategy with a local update, which computes the bounded sum from the batch itself."""
+    """`backward` for a strategy with a local update, which computes the bounded sum from the batch."""
     context.require_open()
     piece = context.loader.awaited()
     if not context.strategy.has_local_update:
@@ -112,20 +112,20 @@ def backward_sets(context: StepContext, batch: Any) -> bool:
         )
     begin(context, piece)
     clipped = context.clipper.clipped_update(batch) if piece.size else context.clipper.nothing()
-    context.guard.before_step()  # the update has a copy to work on
+    context.guard.before_step()  # the local update must only change its copy of the model
     return gather(context, piece, clipped)
 
 
 def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
-    """One loss for each example, the mean over its views."""
+    """One loss per example: the mean over its views."""
     views = context.plan.views
     is_whole = context.strategy.is_coupled and isinstance(losses, Tensor) and losses.dim() == 0
     if views is None or is_whole:
         return losses
     if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
         raise StepError(
-            "losses must have one entry for each row that private.loader handed out: with averaged_views there "
-            f"are {views.count} an example. Their mean is taken here."
+            "losses must have one entry for each row of the batch from private.loader: with averaged_views there are "
+            f"{views.count} rows per example. private.step takes their mean."
         )
     return views.mean(losses)
 
@@ -133,7 +133,7 @@ def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
 def clipped_rows(
     context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], count: int
 ) -> dict[str, Tensor]:
-    """The bounded sum of some rows of a batch, gathered eagerly, where clipwise itself calls the loss."""
+    """The bounded sum of some rows of a batch, computed eagerly with a loss that clipwise calls."""
     size = count // context.views
     losses = over_views(context, loss(*rows), size)
     losses = step_inputs.require_losses(losses, size, context.strategy.is_coupled)
@@ -141,10 +141,10 @@ def clipped_rows(
 
 
 def begin(context: StepContext, piece: Piece) -> None:
-    """The checks before anything is computed from a piece of a batch."""
+    """The checks before a piece of a batch is used."""
     weights = context.weights
     context.guard.before_step()
-    context.in_step = False  # if the budget refuses, the batch is not the reason
+    context.in_step = False  # an exhausted budget does not depend on the batch
     if context.plan.budget is not None:
         context.ledger.require_allowed(context.plan.budget, context.event, context.tag)
     context.in_step = True
@@ -159,7 +159,7 @@ def begin(context: StepContext, piece: Piece) -> None:
 
 
 def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bool:
-    """Add the bounded sum of a piece; after the last one of the batch, release. Returns whether it was."""
+    """Add the bounded sum of a piece; release after the last piece. Returns whether it released."""
     bounds = context.clipper.bounds
     if piece.index_in_batch == 0 or context.partial is None:
         total = clipped
@@ -169,8 +169,8 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
             context.partial = None
             context.loader.reset()
             raise StepError(
-                "Weights or clips were changed between two pieces of a batch, so that noise for its end would not do "
-                "for its beginning. Change them between batches: private.step says when one is complete."
+                "Weights or clips were changed between two pieces of a batch, so one noise level does not fit both. "
+                "Change them between batches: private.step returns True when a batch is complete."
             )
         for name, gathered in total.items():
             gathered += clipped[name]
@@ -190,12 +190,12 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
 
 @contextmanager
 def releasing(context: StepContext) -> Iterator[None]:
-    """Around a release. If it fails after it was charged, nobody knows how much of it was seen."""
+    """Wraps a release. If it fails after it was charged, it is unknown how much of it became visible."""
     made = context.made()
     try:
         yield
     except BaseException:
-        context.loader.reset()  # the iterator is a step ahead of the key: to continue it would mix them up
+        context.loader.reset()  # the iterator may be one step ahead of the key
         if context.made() != made:
             context.ledger.doubt(context.tag)
         raise
@@ -208,13 +208,13 @@ def release(
     noise: Callable[[], dict[str, Tensor]],
     write: Callable[[dict[str, Tensor]], None],
 ) -> None:
-    """record, then noise, then make visible; the secret of this step is gone afterwards.
+    """Charge the ledger, add noise, write the gradient. The secret of this step is overwritten.
 
     Args:
         context: of the run.
-        noise: puts the noise of this step's key onto the sums and divides. A compiled step only hands its keys to the
+        noise: adds the noise of this step's key to the sums and divides. A compiled step only copies its keys to the
             device here, and returns the memory that `write` fills.
-        write: writes what was released to `.grad`.
+        write: writes the released values to `.grad`.
     """
     charge(context)
     released = noise()
@@ -227,11 +227,11 @@ def release(
     if context.clipper.learn(released):
         context.set_parts()
     if getattr(context.strategy, "running_statistics", None) is not None:
-        context.weights.state.take()  # layers have learned statistics from the release
+        context.weights.state.take()  # layers took their running statistics from the release
 
 
 def charge(context: StepContext) -> None:
-    """Count a release, before any of it is visible; with the first one, describe the run in the ledger."""
+    """Charge the ledger for a release before any of it is visible. Describe the run in the ledger first if needed."""
     if not context.is_described:
         if context.keys.is_new:
             multi_run.require_unused(context.keys.key.id, context.ledger)
@@ -242,7 +242,7 @@ def charge(context: StepContext) -> None:
 
 
 def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of each sum, which it uses up."""
+    """(sum + noise) / divisor of each sum. The sums are overwritten."""
     in_order(context.parameters, total)
     return noised_sums(total, context.parts, context.clipper.divisor, context.keys.key)
 
@@ -268,10 +268,7 @@ def _write(context: StepContext, released: dict[str, Tensor]) -> None:
 
 
 def update(context: StepContext, is_released: bool = True, step: Callable[[], object] | None = None) -> bool:
-    """Update the weights by what was released, if it was; whatever that changes is a result of the release.
-
-    `step` is that of the optimizer unless given. Returns whether it was made.
-    """
+    """Update the weights with the released gradient, by `step` or else by the optimizer. Returns whether it did."""
     if not is_released:
         return False
     crash_points.reached("step.before-update")
@@ -280,7 +277,7 @@ def update(context: StepContext, is_released: bool = True, step: Callable[[], ob
     try:
         (step or context.optimizer.step)()
         weights.released.remember()
-        context.follow_update(has_stepped=True)  # so that the model can be evaluated as it is
+        context.follow_update(has_stepped=True)  # so that the model is ready for evaluation
     finally:
         weights.state.is_updating = False
         weights.state.take()
@@ -288,13 +285,13 @@ def update(context: StepContext, is_released: bool = True, step: Callable[[], ob
 
 
 def count_broken_step(context: StepContext, error: BaseException | None) -> None:
-    """Charge the batch that was drawn and not released, if there was an error that it may have led to."""
+    """Charge a batch that was drawn and not released, if an error occurred that its data may have caused."""
     is_open = error is not None and context.loader.has_open_batch
     has_failed = context.in_step or context.loader.is_fetching or is_open
     is_foreign = context.must_load or context.keys.key.is_forked
     if not has_failed or is_foreign or isinstance(error, BudgetExhausted):
         return
-    # Nothing is released for it, so it must not pass the budget. A ledger that has failed counts its whole block.
+    # Nothing is released, so an exhausted budget is no error. A ledger that has failed counts its whole block.
     with suppress(BudgetExhausted, LedgerError):
         charge(context)
     context.ledger.doubt(context.tag)

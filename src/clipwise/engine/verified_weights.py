@@ -1,7 +1,7 @@
-"""Verified weights: nothing but a release of the run may change the model.
+"""Verified weights: only releases of the run may change the model.
 
-A statement is a claim about the weights that exist. Every change of them since `make_private` must be an update on a
-released gradient, or one that the user has declared.
+A statement is a claim about the current weights. Every change of them since `make_private` must be an update with a
+released gradient, or a change that the user declared.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from clipwise.validation.training_loop import ReleasedGradients
 
 
 class VerifiedWeights:
-    """The contents of the model, the released gradients, and what else was done to either.
+    """The contents of the model, the released gradients, and changes made by other code.
 
     Attributes:
         state: every parameter and buffer as the run left it. Runs of one model and one ledger share it.
-        released: what was written to `.grad`.
-        changed_before: names of what was changed after the run before, which trained the same model.
-        has_foreign_step: whether the optimizer was stepped on gradients that were not released.
-        averaged: how many updates the averages have of this run.
+        released: the gradients written to `.grad`.
+        changed_before: names of tensors changed between an earlier run of the same model and this one.
+        has_foreign_step: whether the optimizer stepped on gradients that were not released.
+        averaged: the number of updates that the averages took from this run.
         is_closed: whether the run is closed.
-        unverified: why the weights were not verified when the run was closed.
+        unverified: the reason why verification failed when the run was closed.
     """
 
     def __init__(self, plan: Plan, state: ModelState | None) -> None:
         self.state = ModelState(plan.model) if state is None else state
         self.released = ReleasedGradients(plan.parameters)
-        self.released.remember()  # an earlier run may have left a gradient, which nothing uses
+        self.released.remember()  # an earlier run may have left a gradient, which is not used
         self.changed_before = plan.changed_before
         self.has_foreign_step = self._is_own_step = self.is_closed = False
         self.averaged = 0
@@ -41,13 +41,13 @@ class VerifiedWeights:
         self._warned: set[str] = set()
 
     def verify(self, looks_inside: bool = False) -> bool:
-        """`require` that nothing was changed. Contents are compared after a counted write, or if `looks_inside`."""
+        """`require` an unchanged model. Compares contents if version counters changed, or if `looks_inside`."""
         return self.require(self.state.changed(looks_inside=looks_inside))
 
     def require(self, changed: Sequence[str]) -> bool:
-        """Refuse a model that is not what the run left, given the names of what was changed in it.
+        """Raise if the model was changed other than by the run; `changed` holds the names of changed tensors.
 
-        Returns whether it was changed after the run was closed, and not before.
+        Returns whether it was changed only after the run was closed.
         """
         if self.is_closed:
             if self.unverified is not None:
@@ -59,7 +59,7 @@ class VerifiedWeights:
         return False
 
     def without_averages(self, changed: Sequence[str]) -> list[str]:
-        """Leave out parameters that hold the averages of the run: they follow from releases if only it updated them."""
+        """Drop the names of parameters that hold this run's averages, which are post-processing of its releases."""
         averages = self._averages
         if not changed or averages is None or not self.averaged or averages.updates != self.averaged:
             return list(changed)
@@ -70,14 +70,14 @@ class VerifiedWeights:
         return []
 
     def accept(self) -> None:
-        """The weights as they are now are those of the run."""
+        """Take the current weights as those of the run."""
         self.changed_before = []
         self.has_foreign_step = self.released.is_unused = False
         self._warned.discard(training_loop.FOREIGN)
         self.state.accept()
 
     def before_user_step(self, has_closure: bool) -> None:
-        """The optimizer is about to step, and the run did not call it."""
+        """Called before the user's own call of `optimizer.step()`."""
         warning = training_loop.FOREIGN if has_closure else self.released.warning()
         is_foreign = warning == training_loop.FOREIGN
         self.has_foreign_step |= is_foreign
@@ -87,13 +87,13 @@ class VerifiedWeights:
         self._is_own_step = not is_foreign and not self.state.changed_before_update()
 
     def after_user_step(self) -> bool:
-        """It has stepped. Returns whether that was on released gradients and from verified weights."""
+        """Called after it. Returns whether it used released gradients and started from verified weights."""
         if self._is_own_step:
             self.released.is_unused = False
         return self._is_own_step
 
     def close(self) -> None:
-        """Verify for the last time, and keep the result."""
+        """Verify a last time and keep the result."""
         try:
             self.verify(looks_inside=True)
         except StepError as error:

@@ -1,4 +1,4 @@
-"""What has been released: ledgers in memory or in a file, their file format, budgets, and several runs together."""
+"""Ledgers of releases in memory or in a file, their file format, budgets, and composition of several runs."""
 
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, Snapshot, read
 

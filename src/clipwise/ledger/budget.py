@@ -1,4 +1,4 @@
-"""A privacy budget: which histories of the ledger are within it."""
+"""A privacy budget, and which ledger histories are within it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from clipwise.privacy import Entry, Event
 
 
 class PrivacyBudget:
-    """(epsilon, delta) for all that a ledger holds, whichever run has released it.
+    """(epsilon, delta) for all releases of a ledger, of every run.
 
-    Releases of one run are judged by PLD; of several, which may have been configured one after the other, by the
+    A single run is accounted by PLD. Several runs, which may have been configured adaptively, are accounted by the
     Renyi filter (multi_run.py).
 
     Args:
         epsilon: the budget.
         delta: its delta.
-        steps: how many steps of a single run are known to fit: those that its noise was calibrated for.
+        steps: the number of steps of a single run that fit: those that its noise was calibrated for.
     """
 
     def __init__(self, epsilon: float, delta: float, steps: int) -> None:
         self.epsilon, self.delta, self.planned = epsilon, delta, steps
-        self._most: int | None = None  # how often a unit may take part in a single run
+        self._most: int | None = None  # the most participations of a unit in a single run
 
     def allows(self, history: Sequence[Entry], plan: Mapping[str, Any] | None) -> bool:
-        """Whether a ledger may hold this history; `plan` is that of the ledger."""
+        """Whether this history is within the budget; `plan` is that of the ledger."""
         if multi_run.is_shared(history):
             plan = plan or multi_run.late_plan(self.epsilon, self.delta)
             spent = multi_run.epsilon_of(history, self.delta, multi_run.FILTER, plan, self.epsilon)
@@ -38,16 +38,16 @@ class PrivacyBudget:
         return passes <= _passes(self.planned, event) or passes <= self._most_passes(event)
 
     def refuse(self, history: Sequence[Entry]) -> NoReturn:
-        """Raise the error for a history whose last release does not fit."""
+        """Raise BudgetExhausted for a history with one release too many."""
         shared = " The budget is that of the whole ledger, which other runs have charged as well."
         raise BudgetExhausted(
-            f"One more step would pass epsilon={self.epsilon:g} at delta={self.delta:g} after "
+            f"One more step would exceed epsilon={self.epsilon:g} at delta={self.delta:g} after "
             f"{sum(entry.count for entry in history) - 1} steps. Nothing was released for it."
             f"{shared if multi_run.is_shared(history) else ''}"
         )
 
     def _most_passes(self, event: Event) -> int:
-        """How often a unit may take part: the noise is rounded up, so a little more may fit than was planned."""
+        """The most participations of a unit. The noise is rounded up, so slightly more than planned may fit."""
         if self._most is None:
             steps = accounting.steps_within([], event, self.epsilon, self.delta, 2 * self.planned)
             self._most = _passes(steps, event)
@@ -55,5 +55,5 @@ class PrivacyBudget:
 
 
 def _passes(steps: int, event: Event) -> int:
-    """How often a unit takes part in so many steps in a row; of steps that draw anew, how often it may."""
+    """The most participations of a unit in so many consecutive steps."""
     return -(-steps // event.period)

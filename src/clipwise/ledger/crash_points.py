@@ -1,4 +1,4 @@
-"""Places where a test may stop the process, to show that a crash there loses nothing that counts."""
+"""Points where a test may kill the process, to show that a crash there never loses a charge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ POINTS: tuple[str, ...] = (
 def reached(point: str) -> None:
     """Do nothing: the process has come to `point`, one of `POINTS`.
 
-    A test replaces this function in a process of its own (`faults.reached = killer`) and stops that
-    process at the point it wants. So that replacing works, it is called through the module, as in
-    `faults.reached("ledger.before-fsync")`.
+    A test replaces this function in a child process (`crash_points.reached = killer`) to kill it at a point. It must
+    therefore be called through the module: `crash_points.reached("ledger.before-fsync")`.
     """

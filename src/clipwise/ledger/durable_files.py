@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, and files that one process writes at a time."""
+"""Files that a crash leaves complete, and files with a single writer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> No
 
 
 def require_writable(argument: str, path: Path) -> None:
-    """Refuse a path where no file can be written, now and not when there is something to lose. Makes its folder."""
+    """Raise early for a path where no file can be written. Makes its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -55,7 +55,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_locked(path: Path) -> FileIO:
-    """A ledger's file, unbuffered, to read from its beginning and to append to, held against other writers."""
+    """Open a ledger file for reading and appending, unbuffered and locked against other writers."""
     file = None
     try:
         file = FileIO(path, "a+")
@@ -68,6 +68,6 @@ def open_locked(path: Path) -> FileIO:
         if isinstance(error, BlockingIOError):
             raise LedgerBusyError(
                 f"{path} is in use: another process, or another ledger object in this one, writes to it. "
-                "Close that one first, or give this run a file of its own."
+                "Close that one first, or give this run its own file."
             ) from error
         raise LedgerError(f"{path} cannot be opened as a ledger: {error.strerror}.") from error

@@ -1,30 +1,30 @@
-"""The lines of a ledger file, and the rules by which the writer and every reader take them.
+"""The lines of a ledger file, and the rules by which the writer and every reader apply them.
 
-The file is text that only ever grows. A line is a JSON object, a space and a checksum:
+The file is append-only text. A line is a JSON object, a space and a checksum:
 
     header      format, run id, the largest block, the caller's public configuration
-    format      what follows is of a newer format than the header says
+    format      the following lines have a newer format than the header
     event       the id of an event, and the event
     reserve     `count` releases of an event are spent; closes the reservation of that run before it
     settle      `used` of the run's open reservation were released, the rest is given back
-    restart     the run takes a new noise key: what follows is not merged with what came before
-    recovered   the end before it was not clean: open reservations stay spent, and with them what a torn line may
-                stand for; also a restart of every run
-    join        another run goes on in this file, under its own header
-    import      the history of a run whose checkpoint goes on here
-    about       what a run says about itself, for a statement: how it clips, which software it runs on
+    restart     the run takes a new noise key: later releases are not merged with earlier ones
+    recovered   the end before it was not clean: open reservations stay spent, and so do the most releases that a
+                torn line may have reserved; also a restart of every run
+    join        another run begins in this file, with its own header
+    import      the history of a run that is resumed here from its checkpoint
+    about       the description of a run, for statements: strategy, software versions and so on
     declared    a change of the weights that no release made, as the user declared it: public, not verified
-    closed      a run ended, and whether the model's weights were then what its releases left
+    closed      a run ended, and whether the model's weights were verified
 
 A line may name the `run` that it is about; without it, it is about the run that begins with the header or with the
-last join. A line with `exact: false` says that something that is counted may never have been released.
+last join. A line with `exact: false` records that a counted release may not have been made.
 
 Format 1 had no `run`: one reservation was open at a time, and its size doubled up to the largest block.
 
-A checksum is the hash of the one before it and of its own line, so a line that was changed, removed or moved is found.
-It holds no secret: it shows damage and careless edits, not a forger who computes it anew. Nor can a file show that
-whole lines are missing at its *end*; a checkpoint, which holds a position, can. Each line is on disk before the next is
-written, so a crash tears the last line at most.
+A checksum is the hash of the previous checksum and of its own line, so it detects lines that were changed, removed or
+moved. It has no secret key: it detects damage and careless edits, but not a forger. A file cannot show that lines are
+missing at its *end*; a checkpoint, which holds a position, can. Each line is on disk before the next is written, so a
+crash tears the last line at most.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ Record: TypeAlias = "dict[str, Any]"
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
 FORMAT = 2
-WHOLE = re.compile(rb"\{[ -~]*\} [0-9a-f]{32}")  # a line as it is written, whether or not it follows
-PLAN = ("budget", "delta", "planned")  # what a description says about the plan of its run
+WHOLE = re.compile(rb"\{[ -~]*\} [0-9a-f]{32}")  # a complete line, with a right or wrong checksum
+PLAN = ("budget", "delta", "planned")  # the keys of a description that hold the plan of its run
 
-# A reservation is at most 1/SHARE of what its run has made, or LEAST_BLOCK releases if that is more, and at most
-# LARGEST_BLOCK. So a crash after n releases overstates by at most max(4, n / 50). One step in 4 waits for an fsync at
-# first, one in 64 from 3,200 steps on.
+# A reservation is at most 1/SHARE of the run's releases or LEAST_BLOCK, whichever is more, and at most LARGEST_BLOCK.
+# So a crash after n releases overcounts by at most max(4, n / 50). One step in 4 waits for an fsync at first, one in 64
+# from 3,200 steps on.
 SHARE, LEAST_BLOCK, LARGEST_BLOCK = 50, 4, 64
 
 
 class LedgerState:
-    """What the lines say, taken one after another. The writer and every reader share these rules."""
+    """The state after applying lines in order. The writer and every reader use the same rules."""
 
     def __init__(self) -> None:
-        self.run, self.untagged = "", ""  # the ledger, and the run that lines without a run are about
+        self.run, self.untagged = "", ""  # id of the ledger, and the run of lines without a `run`
         self.format = self.block = 0
         self.header: Record = {}
         self.about: list[Record] = []
-        self.plan: Record | None = None  # the first budget or length of a run that was described
+        self.plan: Record | None = None  # the first plan in a description
         self.declared: list[tuple[str, str]] = []  # kind and reason
-        self._verified: dict[str, bool] = {}  # of runs that were closed: whether their weights were verified
+        self._verified: dict[str, bool] = {}  # for each closed run
         self.ids: dict[Event, int] = {}
         self.counts: dict[str, int] = {}  # releases of each run
         self.open: dict[str, int] = {}  # size of each run's open reservation, which is in its last entry
-        self.exact = True  # whether everything that is counted was released
-        self._entries: dict[int, Entry] = {}  # by the order in which they were begun
+        self.exact = True  # whether every counted release was made
+        self._entries: dict[int, Entry] = {}  # by order of creation
         self._begun = 0
         self._growing: dict[str, int] = {}  # the entry of each run that its next release may be added to
         self._latest: tuple[str, Event] | None = None  # the run and event last named
@@ -81,11 +81,11 @@ class LedgerState:
 
     @property
     def total(self) -> int:
-        """How many releases are counted."""
+        """The number of releases counted."""
         return sum(self.counts.values())
 
     def entries_with(self, changes: Mapping[str, int]) -> list[Entry]:
-        """All that is counted, with so many releases more, or fewer, in the last entry of each run."""
+        """All entries, with the counts in `changes` added to the last entry of each run."""
         entries = dict(self._entries)
         for run, change in changes.items():
             if change:
@@ -94,36 +94,36 @@ class LedgerState:
         return [entry for entry in entries.values() if entry.count]
 
     def entries_after(self, run: str, event: Event, count: int, changes: Mapping[str, int]) -> list[Entry]:
-        """The same, and then `count` more releases of `event` by `run`."""
+        """`entries_with(changes)` after `count` more releases of `event` by `run`."""
         if self.is_growing(run, event):
             return self.entries_with({**changes, run: changes.get(run, 0) + count})
         return [*self.entries_with(changes), Entry(event, count, run)]
 
     @property
     def verified(self) -> bool | None:
-        """Whether the weights were as they should be when each run was closed; None if one is not closed."""
+        """Whether the weights were verified when each run was closed; None if a run is not closed."""
         closed = [self._verified.get(run) for run, count in self.counts.items() if count]
         return None if None in closed or not closed else all(closed)
 
     def is_growing(self, run: str, event: Event | None = None) -> bool:
-        """Whether the next release of the run, if it is of this event, is counted in its last entry."""
+        """Whether the next release of the run, with this event, is added to its last entry."""
         return run in self._growing and event in (None, self._entries[self._growing[run]].event)
 
     def next_block(self, run: str, event: Event) -> int:
-        """How many releases to reserve next: 1, 2, 4, 4, ... and 2% of what the run has made, once that is more.
+        """The number of releases to reserve next: 1, 2, 4, 4, ... and 2% of the run's releases, once that is more.
 
-        The size follows from the counts alone: chosen by the time of steps, it would depend on the batches drawn. After
-        another event or a restart it begins with 1 again, so that events that alternate reserve nothing in vain.
+        The size depends on the counts alone: if it depended on the time of steps, it would depend on the drawn batches.
+        After another event or a restart it begins with 1 again, so that alternating events leave no unused blocks.
         """
         in_a_row = self._entries[self._growing[run]].count if self.is_growing(run, event) else 0
         return min(in_a_row + 1, self._largest_next(self.counts.get(run, 0)))
 
     def recovery(self, torn: bool) -> Record:
-        """The line that closes an end that was not clean.
+        """The line that recovers a file whose end is not clean.
 
-        A crash tears the line of a charge that has not returned. But a reservation may also have been damaged later, so
-        a torn line counts for the most that any run may have reserved next, of the event that it used last. Before the
-        line of the first event nothing can have been released.
+        A crash tears the line of a charge that has not returned. But a reservation may also have been damaged later. So
+        a torn line counts as the largest reservation that each run may have made next, with its last event. Before the
+        first event line nothing can have been released.
         """
         if self.format == 1:
             event = self.ids[self._latest[1]] if torn and self._latest else None
@@ -138,16 +138,16 @@ class LedgerState:
         return {"kind": "recovered", "reserved": sum(self.open.values()), "torn": counts}
 
     def seal(self, record: Record) -> bytes:
-        """The line that would come next, without its end."""
+        """A record as the next line, without its line end."""
         return (text := encode(record)) + b" " + self._sum(text)
 
     def follows(self, line: bytes) -> bool:
-        """Whether the line is whole and comes next."""
+        """Whether the line is complete and its checksum follows the previous one."""
         text, _, checksum = line.rpartition(b" ")
         return checksum == self._sum(text)
 
     def take(self, line: bytes) -> None:
-        """Apply a line that follows."""
+        """Apply a line for which `follows` is true."""
         text, _, self._checksum = line.rpartition(b" ")
         self.apply(json.loads(text))
 
@@ -188,7 +188,7 @@ class LedgerState:
                 self.header, self.untagged = record["header"], f"{self.run}.{self._joined}"
             case "import":
                 self._import(record)
-            case "about":  # counts for nothing: whatever it says, the releases stay what they are
+            case "about":  # a description never changes counts
                 self._describe(dict(record["about"]))
             case _:
                 raise ValueError("an unknown kind of line")
@@ -217,12 +217,12 @@ class LedgerState:
     def _import(self, record: Record) -> None:
         for event, count, *tag in record["entries"]:
             run = tag[0] if tag else self.untagged
-            self._part(run)  # each entry stays as it is, and nothing is merged with it
+            self._part(run)  # imported entries are never merged
             self._add(run, self._define(Event.from_dict(event)), count)
             self._part(run)
             self._verified[run] = True  # a checkpoint is loaded into a model that holds its weights
         self.plan = record.get("plan")
-        self.exact = self.exact and record.get("exact", False)  # format 1 did not say
+        self.exact = self.exact and record.get("exact", False)  # format 1 had no such key
 
     def _describe(self, about: Record) -> None:
         if self.plan is None and (about.get("budget") or (about.get("planned") and not self.total)):
@@ -248,15 +248,15 @@ class LedgerState:
         self._latest = run, event
 
     def _part(self, run: str) -> None:
-        """The next release of the run begins an entry of its own."""
+        """Make the next release of the run begin a new entry."""
         self.open.pop(run, None)
         self._growing.pop(run, None)
 
     def is_understated(self) -> bool:
-        """Whether an older version understated the cost of a release, by how its run described that it clips."""
+        """Whether an older version understated the cost of a release, judged by the description of its strategy."""
         for run, event, lines in self._charged:
             before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
-            described = before[-1:] or self.about[:1]  # what was imported came before any description
+            described = before[-1:] or self.about[:1]  # imported entries come before any description
             if is_understated(event, described[0].get("strategy") if described else None):
                 return True
         return False
@@ -273,11 +273,11 @@ def _grown(entry: Entry, change: int) -> Entry:
 
 
 def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
-    """The state of a file, the line that recovers it if its end is not clean, and whether that is torn.
+    """The state of a file, the line that recovers it if its end is not clean, and whether its end is torn.
 
-    A torn line stays in the file for ever. It differs from a damaged one in two ways. It is not whole: a whole line
-    that does not follow shows that lines before it are gone. And what comes after it is nothing, or the line that
-    recovers it, which may have been torn itself before it got written.
+    A torn line stays in the file. It differs from a damaged line in two ways. It is incomplete: a complete line with a
+    wrong checksum shows that earlier lines are missing. And it is followed by nothing or by the line that recovers it,
+    of which there may also be torn copies.
     """
     state, number = LedgerState(), 0
     bad: list[bytes] = []
@@ -306,26 +306,28 @@ def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a ledger file holds; whatever may have been released is counted."""
+    """The contents of a ledger file. Everything that may have been released is counted."""
 
     run: str  # the id of the ledger
-    header: Mapping[str, JSON]  # the public configuration; the latest, if runs have joined
+    header: Mapping[str, JSON]  # the public configuration; the latest one if runs have joined
     history: list[Entry]  # the releases, run-length coded, with reservations in full until they are settled
     position: int  # their number
     clean: bool  # whether the last writer has ended cleanly
-    torn: bool  # whether the last line is torn; if so, the most that it may stand for is counted
-    about: tuple[Mapping[str, JSON], ...] = ()  # the descriptions of runs each time they began or went on
-    exact: bool = True  # whether everything that is counted was released
+    torn: bool  # whether the last line is torn; if so, the most that it may have reserved is counted
+    about: tuple[
+        Mapping[str, JSON], ...
+    ] = ()  # a description of each run for each time it began or continued
+    exact: bool = True  # whether every counted release was made
     plan: Mapping[str, JSON] | None = None  # the first plan that a run has described; None in older files
     declared: tuple[tuple[str, str], ...] = ()  # kind and reason of updates that a user declared
     verified: bool | None = None  # whether weights were verified when runs were closed; None if one is open
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
-    """What the ledger at `path` says. Neither changes nor locks the file, which may be in use."""
+    """Read the ledger at `path`. Neither changes nor locks the file, which may be in use."""
     path = Path(path)
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, for ever
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would block
             raise LedgerError(f"{path} cannot be read as a ledger: it is not a regular file.")
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
@@ -352,34 +354,34 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def _require_torn(state: LedgerState, lines: list[bytes], number: int, path: Path) -> None:
-    """Refuse bad lines, from line `number` on, that no crash leaves behind."""
+    """Raise for bad lines, from line `number` on, that a crash cannot have left."""
     if number == 1:
         raise LedgerError(
             f"{path}, line 1: wrong checksum: this is not a ledger, or the file was changed or damaged; "
-            "restore it from a copy. (If a crash broke off its creation, this is its only line: nothing was "
-            "released yet and it can be deleted.)"
+            "restore it from a copy. (If a crash interrupted its creation, this is its only line: "
+            "nothing was released yet, and the file can be deleted.)"
         )
     recovery = state.seal(state.recovery(torn=True))
     if WHOLE.fullmatch(lines[0]) or not all(recovery.startswith(line.rstrip(b"\0")) for line in lines[1:]):
         raise LedgerError(
             f"{path}, line {number}: wrong checksum: the file was changed or damaged; restore it from a "
-            "copy. It may hide releases, so nothing can be counted with it."
+            "copy. Releases may be missing, so it cannot be used for accounting."
         )
 
 
 def require_same_run(found: Record, given: Record | None, path: Path) -> None:
-    """Refuse a header that is not the one in the file."""
+    """Raise if the given header differs from the one in the file."""
     if given is None or given == found:
         return
     differ = [k for k in sorted({*found, *given}) if k not in found or k not in given or found[k] != given[k]]
     raise LedgerError(
         f"{path} belongs to another run: it has another {', '.join(differ)}. Use another file, or join=True "
-        "if the releases of this run shall be counted together with those there."
+        "to count the releases of this run together with those in the file."
     )
 
 
 def new_tag() -> str:
-    """The tag of a run that begins."""
+    """A tag for a new run."""
     return secrets.token_hex(8)
 
 
@@ -390,7 +392,7 @@ def header_line(run: str | None, block: int | None = None, header: Record | None
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """A line's text."""
+    """A record as JSON text."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""What has been released. A crash can make the ledger count too much, never too little.
+"""Ledgers of releases. A crash can make a ledger count too many releases, never too few.
 
-A release is charged *before* any noised value becomes visible. So that a step need not wait for the disk, one line
-reserves a block of releases, which is then used up without touching the file. A clean end settles: it states how much
-of the last block was used. After any other end the whole block is spent.
+A release is charged *before* any noised value becomes visible. One line reserves a block of releases, so that most
+steps need not wait for the disk. A clean end settles the last block: it records how many of its releases were used.
+After any other end the whole block counts.
 
-Several runs may charge one ledger, also at the same time. Each has a tag, a block and an entry that grows of its own.
+Several runs may charge one ledger, also at the same time. Each has its own tag, block and growing entry.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ class _Block:
     """The open reservation of a run."""
 
     event: Event
-    left: int  # what is not used: it is in the state, but not yet charged
+    left: int  # unused releases: counted in the state, but not yet charged
 
 
 class Ledger(ABC):
-    """What has been released, in order. For one process, whose threads may share it."""
+    """All releases, in order. A ledger belongs to one process; its threads may share it."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
         self._blocks: dict[str, _Block] = {}  # by run
-        self._users: WeakValueDictionary[str, object] = WeakValueDictionary()  # what charges under which tag
-        self._doubtful: set[str] = (
-            set()
-        )  # runs with a charge that may not have been released, not yet written
+        self._users: WeakValueDictionary[str, object] = (
+            WeakValueDictionary()
+        )  # the object that charges under each tag
+        # Runs with a charge that may not have been released, which is not yet written.
+        self._doubtful: set[str] = set()
         self._closed, self._process = False, os.getpid()
         self._lock = threading.Lock()
 
@@ -67,24 +68,24 @@ class Ledger(ABC):
 
     @property
     def untagged(self) -> str:
-        """The tag of releases that were charged without one: of the run that began or joined last."""
+        """The tag of releases that were charged without one: the run that began or joined last."""
         return self._state.untagged
 
     @property
     def position(self) -> int:
-        """How many releases have been charged, those found when the ledger was opened included."""
+        """The number of releases charged, including those found when the ledger was opened."""
         with self._lock:
             return self._state.total - sum(block.left for block in self._blocks.values())
 
     @property
     def about(self) -> tuple[Mapping[str, JSON], ...]:
-        """The descriptions that runs gave with `describe`, in order."""
+        """The descriptions from `describe`, in order."""
         with self._lock:
             return tuple(self._state.about)
 
     @property
     def declared(self) -> tuple[tuple[str, str], ...]:
-        """Kind and reason of every update that a user declared with `declare`, in order."""
+        """Kind and reason of every update from `declare`, in order."""
         with self._lock:
             return tuple(self._state.declared)
 
@@ -95,11 +96,11 @@ class Ledger(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether everything that is charged was released."""
+        """Whether every charged release was made."""
         return self._state.exact and not self._doubtful
 
     def made(self, run: str) -> int:
-        """How many releases have been charged by this run."""
+        """The number of releases charged by this run."""
         with self._lock:
             block = self._blocks.get(run)
             return self._state.counts.get(run, 0) - (block.left if block else 0)
@@ -110,7 +111,7 @@ class Ledger(ABC):
             return self._state.entries_with(self._unused())
 
     def require_allowed(self, limit: Limit, event: Event, run: str) -> None:
-        """Raise what `charge` would raise because of the limit. It charges nothing."""
+        """Raise if `charge` would exceed the limit. Charges nothing."""
         with self._lock:
             self._require_allowed(limit, event, run)
 
@@ -120,7 +121,7 @@ class Ledger(ABC):
         Args:
             event: what is released.
             run: the tag of the run that releases it; by default `untagged`.
-            limit: must allow all that the ledger then holds, also from other runs.
+            limit: must allow the whole ledger, with this release and those of other runs.
         """
         with self._usable():
             run = self._state.untagged if run is None else run
@@ -132,22 +133,22 @@ class Ledger(ABC):
             block.left -= 1
 
     def doubt(self, run: str) -> None:
-        """Record that what the run charged last may never have been released: the count is no longer exact."""
+        """Record that the last charge of the run may not have been released: the count is no longer exact."""
         self._doubtful.add(run)
 
     def describe(self, about: Mapping[str, JSON]) -> None:
-        """Keep the public description of a run. It charges nothing."""
+        """Record the public description of a run. Charges nothing."""
         with self._usable():
             if self._state.about[-1:] != [description := json.loads(encode(about))]:
                 self._append({"kind": "about", "about": description})
 
     def declare(self, run: str, kind: str, reason: str) -> None:
-        """Keep that the user declared a change of the weights which no release of the run made. It is public."""
+        """Record a change of the weights that the user declared and no release made. It is public."""
         with self._usable():
             self._append_for(run, {"kind": "declared", "update": kind, "reason": reason})
 
     def restart(self, run: str | None = None) -> None:
-        """A new noise key of the run begins: what follows is not merged with what it released before."""
+        """Record that the run takes a new noise key: later releases are not merged with earlier ones."""
         with self._usable():
             run = self._state.untagged if run is None else run
             if self._state.is_growing(run):
@@ -157,10 +158,10 @@ class Ledger(ABC):
     def import_history(
         self, entries: Sequence[Entry], *, exact: bool = True, plan: Mapping[str, JSON] | None = None
     ) -> None:
-        """Charge, all or nothing, what a run released before it goes on in this empty ledger.
+        """Charge, all or nothing, the earlier releases of a run that continues in this empty ledger.
 
-        Nothing that follows is merged with these entries: whether the same noise key goes on is not known. `exact` is
-        whether all of them were released, `plan` that of the ledger that they come from.
+        Later releases are not merged with these entries: they may use another noise key. `exact` is whether all
+        entries were released, `plan` the plan of the ledger that they come from.
         """
         with self._usable():
             if self._state.total:
@@ -176,14 +177,14 @@ class Ledger(ABC):
                 self._append({"kind": "import", "entries": listed, "exact": bool(exact), "plan": copied})
 
     def enter(self, run: str, user: object) -> bool:
-        """Let `user` charge under the tag `run`; False if another one does."""
+        """Let `user` charge under the tag `run`; False if the tag is in use."""
         with self._usable():
             return self._users.setdefault(run, user) is user
 
     def leave(self, run: str, user: object, verified: bool | None = None) -> None:
-        """End the use of a tag: its unused reservation is given back. The ledger is closed behind the last user.
+        """End the use of a tag and give back its unused reservation. Closes the ledger after the last user.
 
-        `verified` is whether the model's weights were then what the releases of the run had left.
+        `verified` is whether the model's weights were verified at the end of the run.
         """
         try:
             with self._lock:
@@ -199,7 +200,7 @@ class Ledger(ABC):
                 self.close()
 
     def close(self) -> None:
-        """End cleanly: what was reserved and not used is given back. Later charges are refused."""
+        """End cleanly: give back unused reservations. Later charges raise."""
         with self._lock:
             try:
                 if self._is_writable():
@@ -213,7 +214,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def require_in_place(self) -> None:
-        """Raise LedgerError if what was written can no longer be found where it was written to."""
+        """Raise LedgerError if the ledger is no longer where it was written."""
 
     def __enter__(self: SomeLedger) -> SomeLedger:
         return self
@@ -225,11 +226,11 @@ class Ledger(ABC):
         return not self._closed and os.getpid() == self._process
 
     def _usable(self) -> threading.Lock:
-        """The lock to hold while writing, unless nothing may be written."""
+        """The lock to hold while writing. Raises if the ledger cannot be written."""
         if os.getpid() != self._process:
             raise LedgerError(
-                "this ledger was opened by another process, and a forked copy of it (in a data loader's "
-                "worker, say) counts for nobody: charge in the process that opened it."
+                "this ledger was opened by another process, and a forked copy of it (for instance in a data loader's "
+                "worker) cannot be charged: charge in the process that opened it."
             )
         if self._closed:
             raise LedgerError("this ledger is closed: open it again before the next release.")
@@ -243,7 +244,7 @@ class Ledger(ABC):
         self._give_back(run)
         state, count = self._state, self._state.next_block(run, event)
         if limit is not None:
-            # A crash spends whole blocks, of this run and of others. They must not pass a budget either.
+            # A crash spends the whole blocks of all runs. They must be within the budget, too.
             while count > 1 and not limit.allows(state.entries_after(run, event, count, {}), state.plan):
                 count //= 2
         if event not in state.ids:
@@ -263,14 +264,14 @@ class Ledger(ABC):
         self._blocks.pop(run, None)
 
     def _settle(self, run: str) -> None:
-        """State how much of the run's open reservation was used."""
-        block = self._blocks.pop(run, None)  # first: if the line does not get written, the whole block counts
+        """Record how much of the run's open reservation was used."""
+        block = self._blocks.pop(run, None)  # first: if writing the line fails, the whole block counts
         if run in self._state.open:
             left = block.left if block else 0
             self._append_for(run, {"kind": "settle", "used": self._state.open[run] - left})
 
     def _append_for(self, run: str, record: Record) -> None:
-        """A line about a run, which also records if one of its charges may not have been released."""
+        """Append a line about a run. It also records if one of its charges may not have been released."""
         if run != self._state.untagged:
             record["run"] = run
         if run in self._doubtful:
@@ -280,15 +281,15 @@ class Ledger(ABC):
 
     @abstractmethod
     def _append(self, record: Record) -> None:
-        """Make the record last, and only then apply it to the state."""
+        """Make the record durable, and only then apply it to the state."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Let go of what the ledger is kept in."""
+        """Close the ledger's storage."""
 
 
 class MemoryLedger(Ledger):
-    """A ledger that ends with its process: for tests, and where the count is not needed later."""
+    """A ledger in memory, lost when its process ends: for tests, or if no later record is needed."""
 
     def __init__(self, run: str | None = None) -> None:
         super().__init__(LedgerState())
@@ -305,14 +306,15 @@ class MemoryLedger(Ledger):
 
 
 class FileLedger(Ledger):
-    """A ledger in a file, which is held against other writers from opening to `close()`.
+    """A ledger in a file, which is locked against other writers until `close()`.
 
     Args:
-        path: the file. A missing or empty one is begun; else the run in it goes on, and if that did not end cleanly,
-            all that it may have released is counted.
+        path: the file. A missing or empty file starts a new ledger. Otherwise the run in the file continues; if it did
+            not end cleanly, everything that it may have released is counted.
         header: public configuration to keep in the file; must equal that of a run found there.
-        join: begin a new run in the file of another: its releases compose with those there.
-        block: for a new file, the most releases that a run reserves at once, beside 4 or 2% of what it has made.
+        join: begin a new run in an existing file. Its releases compose with those in the file.
+        block: for a new file, the most releases that a run reserves at once. (A smaller limit is the larger of 4 and 2%
+            of the run's releases.)
     """
 
     def __init__(
@@ -334,7 +336,7 @@ class FileLedger(Ledger):
         try:
             data = self._file.readall()
             self._length = len(data)
-            self.existing = bool(data) and not join  # a run was found, and is the one to go on with
+            self.existing = bool(data) and not join  # a run was found and is to be continued
             state, recovery, _ = file_format.replay(data, self.path) if data else (LedgerState(), None, False)
             super().__init__(state)
             if not data:
@@ -354,21 +356,21 @@ class FileLedger(Ledger):
 
     @property
     def header(self) -> Mapping[str, JSON]:
-        """The public configuration in the file; the latest, if runs have joined."""
+        """The public configuration in the file; the latest one if runs have joined."""
         return self._state.header
 
     def require_in_place(self) -> None:
-        """Raise LedgerError if the path no longer names the file that is written to, or that has become shorter."""
-        length, there = self._length, None  # first the length: another thread may be writing
+        """Raise LedgerError if the path no longer names the open file, or if the file has become shorter."""
+        length, there = self._length, None  # the length first: another thread may be writing
         with contextlib.suppress(OSError):
             there = os.stat(self._where)
         if self._closed:
             return
         if there is None or not os.path.samestat(there, self._identity) or there.st_size < length:
             raise LedgerError(
-                f"{self.path} was removed, replaced or shortened while a run writes to it, so what is released would "
-                "be on no file: nothing may be released. Put the file back, and go on. If it is lost, save "
-                "private.state_dict() and load it into a run with a new ledger, which takes over all that was counted."
+                f"{self.path} was removed, replaced or shortened while a run writes to it, so releases would not be "
+                "recorded: nothing may be released. Put the file back and continue. If it is lost, save "
+                "private.state_dict() and load it into a run with a new ledger, which takes over all counted releases."
             )
 
     def _append(self, record: Record, after: bytes = b"") -> None:
@@ -384,7 +386,7 @@ class FileLedger(Ledger):
                 crash_points.reached("ledger.after-fsync")
             self._state.take(line)
         except BaseException as error:
-            # How much of the line is on disk is not known. Write no more: the next opening recovers.
+            # It is unknown how much of the line is on disk. Write no more: the next opening recovers.
             self._closed = True
             self._release()
             if isinstance(error, OSError):
@@ -395,6 +397,6 @@ class FileLedger(Ledger):
             raise
 
     def _release(self) -> None:
-        # Closing alone would leave the lock to the copies that forked workers hold.
+        # Forked workers hold copies of the file, and closing alone would leave the lock with them.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()

@@ -1,13 +1,13 @@
-"""Several runs on the same data: what they cost together, and how much noise another one needs.
+"""Several runs on the same data: their joint privacy cost, and the noise that a further run needs.
 
-Releases of runs on the same data compose, whether the runs share a ledger or have one each. That is right if the runs
-share records, and counts too much if they share none.
+The releases of all runs compose, whether the runs share a ledger or have one each. This is correct if the runs share
+records, and overcounts if they share none.
 
 A run that is configured after releases of others were seen is adaptive: its noise, rate and length may depend on them.
-PLD totals are proven for runs that were all fixed before the first release. What holds for adaptive ones is a Renyi
-filter (accounting/filter.py), at one order that does not depend on releases: the best one for the plan of the first
-run, which that run writes into the ledger before it releases anything. If it had none, the first budget of a later
-run decides, and of that run nothing else.
+PLD totals are proven if all runs were fixed before the first release. For adaptive runs a Renyi filter holds
+(accounting/filter.py), at one order that does not depend on releases: the best order for the plan of the first run,
+which that run writes into the ledger before its first release. If the first run had no plan, the first budget of a
+later run sets the order, and nothing else of that run does.
 """
 
 from __future__ import annotations
@@ -30,34 +30,29 @@ from clipwise.report.run_description import About
 FILTER = "renyi-filter"
 IF_FIXED = "if all runs were fixed before the first release"
 DEFAULT_DELTA, DEFAULT_EPOCHS = 1e-5, 10  # of a plan that names none
-_SERVED_TWICE = (
-    "the noise of both cancels in the difference of what they release, and both draw the same batches. No guarantee "
+_USED_TWICE = (
+    "the noise of both cancels in the difference of their releases, and both draw the same batches. No guarantee "
     "covers them together."
 )
 
 
 def is_shared(history: Sequence[Entry]) -> bool:
-    """Whether releases of more than one run are in a history."""
+    """Whether a history has releases of more than one run."""
     return len({entry.run for entry in history}) > 1
 
 
 def accountant_of(history: Sequence[Entry]) -> str:
-    """The name of the accountant whose figure holds without further assumptions: PLD for a single run."""
+    """The accountant that holds without further assumptions: PLD for a single run, else the filter."""
     return FILTER if is_shared(history) else "pld"
 
 
 def assumption_of(history: Sequence[Entry], accountant: str) -> str:
-    """What a figure of this accountant assumes about the runs; "" if nothing."""
+    """The assumption of this accountant about the runs; "" if there is none."""
     return IF_FIXED if is_shared(history) and accountant != FILTER else ""
 
 
 def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
-    """The order of the filter.
-
-    Args:
-        history: all releases. Only the kind of the first one counts.
-        plan: `Ledger.plan`. What it does not say is filled in by constants.
-    """
+    """The order of the filter, from the first event and `Ledger.plan`. Missing values are replaced by constants."""
     plan, event = plan or {}, history[0].event
     delta, budget = plan.get("delta") or DEFAULT_DELTA, plan.get("budget")
     if budget is not None and plan.get("late"):
@@ -67,7 +62,7 @@ def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
 
 
 def late_plan(epsilon: float, delta: float) -> dict[str, Any]:
-    """The plan of a ledger whose first run had none, when a run with this budget comes."""
+    """The plan of a ledger whose first run had none, from the budget of a later run."""
     return {"budget": epsilon, "delta": delta, "late": True}
 
 
@@ -86,49 +81,49 @@ def epsilon_of(
 
 @dataclass(frozen=True)
 class Held:
-    """What a ledger holds when a run is configured.
+    """The contents of a ledger when a run is configured.
 
     Args:
         history: all releases.
-        about: what their runs said about themselves.
-        plan: that of the ledger.
-        goes_on: whether the new run has to go on with one of those, from its checkpoint.
+        about: the descriptions of their runs.
+        plan: the plan of the ledger.
+        continues: whether the new run must continue one of the runs in the ledger, from its checkpoint.
     """
 
     history: tuple[Entry, ...] = ()
     about: tuple[About, ...] = ()
     plan: Mapping[str, Any] | None = None
-    goes_on: bool = False
+    continues: bool = False
 
     def require_fitting(self, event: Event, epsilon: float | None, delta: float) -> None:
-        """Refuse a new run whose releases could not be counted together with those in the ledger."""
-        if self.goes_on or not self.history:
+        """Raise if the releases of a new run cannot be composed with those in the ledger."""
+        if self.continues or not self.history:
             return
         there = self.history[-1].event
         if (there.adjacency, there.unit) != (event.adjacency, event.unit):
             raise ConfigurationError(
                 f"ledger holds releases under {there.adjacency} of one {there.unit}, and this run has "
-                f"{event.adjacency} of one {event.unit}: no single guarantee covers both. Give this run a ledger of "
-                "its own."
+                f"{event.adjacency} of one {event.unit}: no single guarantee covers both. Give this run its own "
+                "ledger."
             )
         deltas = [about.delta for about in self.about if about.budget is not None and about.delta != delta]
         if epsilon is not None and deltas:
             raise ConfigurationError(
                 f"delta={delta:g} is not the delta={deltas[0]!r} of another run in the ledger that has a budget. "
-                "epsilon is the budget of the whole ledger: give the same delta, or a ledger of its own."
+                "epsilon is the budget of the whole ledger: give the same delta, or give this run its own ledger."
             )
 
     def noise_for(self, event: Event, steps: int, epsilon: float, delta: float) -> float | None:
         """The noise multiplier with which `steps` events like `event` keep (epsilon, delta) for the whole ledger.
 
-        None if what the ledger holds does not matter. A run that goes on with the same plan keeps its noise.
+        None if the ledger does not affect it. A run that continues with the same plan keeps its noise.
         """
         if not self.history:
             return None
-        if self.goes_on:
+        if self.continues:
             found = self._noise_before(event, steps, epsilon, delta)
             if found is not None or not any(about.noise_multiplier for about in self.about):
-                return found  # older versions kept no plan, and took the ledger for empty
+                return found  # older versions kept no plan and ignored the ledger
         plan = self.plan or late_plan(epsilon, delta)
         order = order_of(self.history, plan)
         z = calibrate.smallest_noise_after(self.history, event, steps, epsilon, delta, order)
@@ -138,7 +133,8 @@ class Held:
             raise ConfigurationError(
                 f"epsilon={epsilon:g} at delta={delta:g} is used up: the ledger already holds {releases} releases of "
                 f"{runs} run{'s' * (runs > 1)}, which cost epsilon {spent} ({FILTER}). epsilon is the budget of the "
-                "whole ledger: give a larger one, or a ledger of its own if the two need not be counted together."
+                "whole ledger: give a larger one, or give this run its own ledger if it need not be counted together "
+                "with the others."
             )
         return z
 
@@ -154,14 +150,14 @@ class Held:
 
 @dataclass(frozen=True)
 class LedgerFile:
-    """One ledger file and what it holds."""
+    """A ledger file and its contents."""
 
     path: Path
     found: Snapshot
 
 
 def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
-    """These ledger files. Raises if they cannot be counted together."""
+    """Read ledger files. Raises if they cannot be counted together."""
     if not paths:
         raise ConfigurationError("Give at least one ledger file.")
     files = [LedgerFile(Path(path), read(path)) for path in paths]
@@ -176,8 +172,8 @@ def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
     sizes = sorted({header["dataset_size"] for header in headers if "dataset_size" in header}, key=str)
     if len(sizes) > 1:
         warnings.warn(
-            f"the ledgers tell of data sets of different sizes ({', '.join(map(str, sizes))} records). Runs need "
-            "to be counted together only as far as they share records; all of them are counted here.",
+            f"the ledgers are of data sets of different sizes ({', '.join(map(str, sizes))} records). Only runs that "
+            "share records need to be counted together; all of them are counted here.",
             PrivacyWarning,
             stacklevel=2,
         )
@@ -187,28 +183,28 @@ def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
 def joint_history(files: Sequence[LedgerFile]) -> list[Entry]:
     """All releases of all runs, one ledger after the other.
 
-    A run that went on from one checkpoint in two ledgers counts as two: its tag is made that of the file.
+    A run that was resumed from one checkpoint in two ledgers counts as two runs, so tags get the id of the ledger.
     """
     found = [file.found for file in files]
     return [replace(entry, run=f"{each.run}/{entry.run}") for each in found for entry in each.history]
 
 
 def are_seeded(files: Sequence[LedgerFile]) -> bool:
-    """Whether noise and samples of any of them came from a given seed, so that no guarantee is claimed."""
+    """Whether any of them used a given seed for noise and samples, so that no guarantee is claimed."""
     return any(about.get("seeded") is True for file in files for about in file.found.about)
 
 
 def require_unused(key: str, ledger: Ledger) -> None:
-    """Refuse a noise key, given by its id, that has served another run in this ledger."""
+    """Raise if another run in this ledger used the noise key with this id."""
     if ledger.position and key in _keys(ledger.about):
         raise LedgerError(
-            f"The ledger has releases of another run with the same noise key: {_SERVED_TWICE} Leave `seed` out, so "
-            "that each run has a key of its own; or, for a test, give a ledger of its own."
+            f"The ledger has releases of another run with the same noise key: {_USED_TWICE} Leave `seed` out, so "
+            "that each run has its own key; or, for a test, give this run its own ledger."
         )
 
 
 def _require_another(first: LedgerFile, second: LedgerFile) -> None:
-    """Refuse two files of one run: counted twice it costs too much, and of two copies one is out of date."""
+    """Raise for two files of one run: its releases would count twice, and one of two copies is out of date."""
     if os.path.samefile(first.path, second.path):
         raise ConfigurationError(f"{second.path} is given twice: name each ledger once.")
     if first.found.run == second.found.run:
@@ -218,18 +214,18 @@ def _require_another(first: LedgerFile, second: LedgerFile) -> None:
         )
     if _keys(first.found.about) & _keys(second.found.about):
         raise LedgerError(
-            f"{first.path} and {second.path} have releases with the noise of one key: {_SERVED_TWICE} (If one of them "
-            "goes on with the run of the other, it counts the releases of both: give only that one.)"
+            f"{first.path} and {second.path} have releases with the same noise key: {_USED_TWICE} (If one of them "
+            "continues the run of the other, it counts the releases of both: give only that one.)"
         )
 
 
 def _keys(about: Iterable[Mapping[str, JSON]]) -> set[JSON]:
-    """The ids of the keys that runs have used; older versions recorded none."""
+    """The ids of the keys that runs used; older versions recorded none."""
     return {key for each in about if isinstance(key := each.get("key"), str)}
 
 
 def _require_one_guarantee(files: Sequence[LedgerFile]) -> None:
-    """Refuse releases that protect different things, with the names of two such files."""
+    """Raise, naming two files, if releases have different adjacencies or units."""
     seen: dict[tuple[str, str], Path] = {}
     for file in files:
         for entry in file.found.history:

@@ -1,1 +1,1 @@
-"""Gaussian noise, the key it is drawn from, and the release of noised sums."""
+"""Gaussian noise, its secret key, and the release of noised sums."""

@@ -1,28 +1,26 @@
-"""The Gaussian law: tail-exact noise from a key.
+"""Gaussian noise with exact tails, drawn from a key.
 
-A Gaussian mechanism promises a density on the whole real line. A sampler that stops early breaks the
-promise: `torch.randn` in float32 is built from 24-bit uniforms and never passes 5.8 standard deviations,
-so a neighbour's release can fall where the other data set cannot put it. Here every value is drawn in
-float64 from full 64-bit words, and only the finished value is rounded to the asked dtype.
+The Gaussian mechanism needs a density on the whole real line. `torch.randn` in float32 uses 24-bit uniforms and never
+exceeds 5.8 standard deviations, so the release of one data set can take values that are impossible for its neighbour.
+Here every value is drawn in float64 from full 64-bit words, and only the result is rounded to the requested dtype.
 
-On the CPU numpy's ziggurat draws. It lays 256 strips of one area over half of the bell, takes one of them and
-a place in it (52 bits), and keeps what lies under the curve: at once where the whole strip does, else by
-comparison with exp(-x^2 / 2) itself. The lowest strip ends at r = 3.654; the tail behind it is
+On the CPU numpy's ziggurat draws. It covers half of the density with 256 strips of equal area, takes one strip and a
+point in it (52 bits), and accepts points under the curve: at once where the whole strip is under it, else by comparison
+with exp(-x^2 / 2). The lowest strip ends at r = 3.654; the tail beyond it is
 
-    x = r + e,   e = -ln(1 - U) / r,   kept if -2 ln(1 - V) > e^2, else drawn again,
+    x = r + e,   e = -ln(1 - U) / r,   accepted if -2 ln(1 - V) > e^2, else drawn again,
 
-with uniforms U, V of 53 bits. That is the normal law beyond r and no approximation of it: an e comes up with
-density r exp(-r e) and stays with probability exp(-e^2 / 2), whose product is a constant times
-exp(-(r + e)^2 / 2). Values there lie closer than those of float32 up to 10 standard deviations. The last V,
-1 - 2^-53, ends the tail at r + sqrt(2 * 53 ln 2) = 12.2; what is cut off has probability below 1e-33.
+with uniforms U, V of 53 bits. This is the exact normal law beyond r: e has density r exp(-r e) and is accepted with
+probability exp(-e^2 / 2), whose product is a constant times exp(-(r + e)^2 / 2). Values there are denser than float32
+up to 10 standard deviations. The largest V, 1 - 2^-53, ends the tail at r + sqrt(2 * 53 ln 2) = 12.2; the rest has
+probability below 1e-33.
 
-On CUDA the words are those of Philox4x32-10, and two of 64 bits make a pair of normals by Box-Muller
-(kernels/noise.py), which reach 9.49 standard deviations; what is cut off there has probability below 3e-21.
-The two draw alike in law and not in values: one key gives other noise on CUDA than on the CPU.
+On CUDA the words are those of Philox4x32-10, and two 64-bit words make a pair of normals by Box-Muller
+(kernels/noise.py). These reach 9.49 standard deviations; the rest has probability below 3e-21. Both devices draw from
+the same law, but one key gives different values on CUDA and on the CPU.
 
-What is *not* claimed: values are floating-point numbers, so the low bits of a noised sum are those of
-rounded real arithmetic, and Philox is a statistical generator, not a proven cipher. `secure/` has a noise of
-which both are claimed.
+What is *not* claimed: values are floating-point numbers, so the low bits of a noised sum are those of rounded real
+arithmetic, and Philox is a statistical generator, not a cipher. The noise of `secure/` has neither limitation.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ from clipwise.errors import ConfigurationError
 from clipwise.kernels.noise import normals
 from clipwise.noise.key import KEY_BYTES
 
-# Normals in one piece of work on the CPU: large enough to hide the cost of a call, small enough for the cache
-# and for small models to be worth a second thread. It is part of what a key means: another size is other noise.
+# Normals per chunk on the CPU: large enough to hide the cost of a call, small enough for the cache and for small models
+# to use a second thread. Another size gives other noise from the same key.
 _CPU_CHUNK = 1 << 15
 
 
@@ -61,20 +59,19 @@ def gaussian(
 ) -> Tensor:
     """`size` independent values of N(0, std^2), a pure function of `key`; or (onto + those) / divisor, flat.
 
-    On the CPU the result depends on nothing else (but for a numpy that draws otherwise), not even on the number of
-    threads. On CUDA the noise of a key is another one, and its last bits are those of the device's own functions.
-    On both a shorter draw is the beginning of a longer one, so how a flat buffer is cut afterwards does not matter.
-    Other devices get the CPU's values.
+    On the CPU the result depends only on the key and on numpy's algorithm, not on the number of threads. On CUDA a key
+    gives other values, and their last bits depend on the device's math functions. Other devices get the CPU's values.
+    On all devices a shorter draw is the beginning of a longer one.
 
     Args:
         key: 32 bytes from `NoiseKey.derive`. Two draws from one key are the same noise.
-        size: how many values.
+        size: the number of values.
         std: the standard deviation.
-        device: where the values are wanted.
+        device: the device of the result.
         dtype: float32 or float64. Noise is never less precise than float32: for parameters of a lower
             precision, add it in float32 and round the noised sum.
-        onto: what the noise is put onto: `size` values of that type on that device, contiguous.
-        divisor: what the noised sum is divided by. It needs `onto`.
+        onto: the tensor that the noise is added to: `size` values of that dtype and device, contiguous.
+        divisor: the noised sum is divided by this. It needs `onto`.
     """
     _require_drawable(key, [size], [std])
     if dtype not in (torch.float32, torch.float64):
@@ -84,7 +81,7 @@ def gaussian(
         )
     target = torch.device(device)
     if target.type == "cuda":
-        # 128 bits of the key count there: words from a counter, made into normals by Box-Muller.
+        # CUDA uses 128 bits of the key.
         words_4 = key_words(key).to(target, non_blocking=True)
         return normals(words_4, size, std, dtype, target, onto, divisor)
     noise = _on_cpu(key, [size], [std], dtype).to(target)
@@ -92,7 +89,7 @@ def gaussian(
 
 
 def gaussian_in_pieces(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
-    """The values that `gaussian` draws from the key on the CPU, flat, each piece of them with a std of its own."""
+    """The values of `gaussian` on the CPU, flat, where each piece has its own standard deviation."""
     _require_drawable(key, sizes, stds)
     return _on_cpu(key, sizes, stds, torch.float32)
 
@@ -107,7 +104,7 @@ def _require_drawable(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -
 
 
 def _on_cpu(key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Chunks of the draw, by as many threads as torch may use; a draw of one chunk by the caller alone."""
+    """Draw in chunks, on as many threads as torch may use."""
     ends = list(accumulate(sizes))
     noise = torch.empty(ends[-1], dtype=dtype)
     starts = deque(range(0, ends[-1], _CPU_CHUNK))
@@ -116,7 +113,7 @@ def _on_cpu(key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torc
 
 
 def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]) -> None:
-    """Let threads take chunks from where they start until none is left; one chunk is for the caller alone."""
+    """Run `draw_chunks` on all threads, which take chunks from `starts`. The caller draws a single chunk alone."""
     threads = torch.get_num_threads()
     if threads == 1 or len(starts) <= 1:
         draw_chunks(starts)
@@ -129,16 +126,16 @@ def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]
 
 @lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """The threads that draw. Threads do not survive a fork, so another process gets its own."""
+    """The drawing threads. Threads do not survive a fork, so each process has its own."""
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
 def _draw_chunks(
     key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], starts: deque[int]
 ) -> None:
-    """Draw chunks until no start is left, by way of one buffer in float64.
+    """Draw chunks until no start is left, through one float64 buffer.
 
-    Numpy lets go of the interpreter lock while it draws and while it scales, so threads do this side by side.
+    Numpy releases the interpreter lock while it draws and scales, so threads run in parallel.
     """
     out = noise.numpy()
     buffer = np.empty(min(_CPU_CHUNK, len(out)))
@@ -159,14 +156,14 @@ def _draw_chunks(
 
 
 def _stream(key: bytes, chunk: int) -> np.random.Generator:
-    """The words that a chunk is drawn from, of one Philox stream.
+    """The generator of a chunk: a part of one Philox stream.
 
-    All 32 bytes of the key count: the first half is Philox's key, the second the high half of its counter.
-    Word 1 of the counter is the chunk's number and word 0 counts from 0 within it, so no two chunks share
-    a word, and any thread can draw any chunk at any time.
+    All 32 bytes of the key are used: the first half is Philox's key, the second the high half of its counter. Word 1 of
+    the counter is the chunk's number and word 0 counts from 0 within it, so chunks share no word, and any thread can
+    draw any chunk.
 
-    torch.Generator is not used on the CPU: its Mersenne twister keeps 32 bits of the seed (seeds s and
-    s + 2^32 give one stream), few enough to try them all against a released value.
+    torch.Generator is not used on the CPU: its Mersenne Twister keeps 32 bits of the seed (seeds s and s + 2^32 give
+    the same stream), so an attacker could try all seeds against a released value.
     """
     secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
     counter = np.array([0, chunk, *secret[2:]], dtype=np.uint64)
@@ -174,5 +171,5 @@ def _stream(key: bytes, chunk: int) -> np.random.Generator:
 
 
 def key_words(key: bytes) -> Tensor:
-    """A key as the device reads it: int64[4]."""
+    """A key as int64[4], for the device."""
     return torch.frombuffer(bytearray(key), dtype=torch.int64)

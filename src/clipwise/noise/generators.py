@@ -1,8 +1,8 @@
-"""Torch generators that are as wide as the key that they draw from.
+"""Torch generators seeded from a full 32-byte key.
 
-torch's CPU generator is a Mersenne twister with 624 words of state, but `manual_seed` keeps 32 bits of its seed: all
-streams can be tried. Here the whole state is filled from a 32-byte key (SHAKE-256), so that what is drawn is as secret
-as the key. CUDA's generator (Philox) takes a 64-bit seed, and all of it counts.
+Torch's CPU generator is a Mersenne Twister with 624 words of state, but `manual_seed` keeps only 32 bits of its seed,
+so an attacker could try all streams. Here the whole state is filled from a 32-byte key (SHAKE-256), so the draws are as
+secret as the key. CUDA's generator (Philox) uses all of its 64-bit seed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from clipwise.errors import ConfigurationError
 
 _WORDS = 624  # of 32 bits, each of which `get_state` keeps in 64
-_FIRST_BYTE = 24  # before them: the seed, which has no effect here, and where in the words the generator is
+_FIRST_BYTE = 24  # before them: the seed, which has no effect here, and the position in the words
 
 
 def generator_from(key: bytes) -> torch.Generator:
-    """A CPU generator whose whole state comes from `key`, 32 secret bytes."""
+    """A CPU generator with its whole state from `key`, 32 secret bytes."""
     words = np.frombuffer(shake_256(key).digest(4 * _WORDS), dtype="<u4").astype(np.uint64)
     generator = torch.Generator().manual_seed(0)  # at the beginning of its words
     state = generator.get_state()
@@ -31,7 +31,7 @@ def generator_from(key: bytes) -> torch.Generator:
 
 
 def private_generator() -> torch.Generator:
-    """A generator from the operating system's randomness, which leaves the user's own random state alone."""
+    """A generator from the operating system's randomness. The global random state does not change."""
     return generator_from(secrets.token_bytes(32))
 
 
@@ -52,7 +52,7 @@ def drawing_from(key: bytes, devices: Collection[torch.device]) -> Iterator[None
 
 
 def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
-    """Whether a global generator of these devices has a seed such as people choose.
+    """Whether a global generator of these devices has a seed below 2^32, as users choose.
 
     Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
     """

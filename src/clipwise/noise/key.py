@@ -13,23 +13,22 @@ KEY_BYTES = 32
 
 
 class NoiseKey:
-    """The secret of a run: a forward-secure ratchet that serves one step at a time.
+    """The secret of a run: a forward-secure ratchet with one secret per step.
 
-    All hashing is BLAKE2b with a 32-byte digest, keyed with the current secret k_t; `person` separates
-    the uses:
+    All hashing is BLAKE2b with a 32-byte digest, keyed with the current secret k_t; `person` separates the uses:
 
         step key   k_{t+1} = BLAKE2b(key=k_t, person="clipwise.advance", data="")
         sub-key            = BLAKE2b(key=k_t, person="clipwise.derive",  data=label)
         from seed  k_0     = BLAKE2b(         person="clipwise.seed",    data=seed ":" context)
         public id          = BLAKE2b(key=k_0, person="clipwise.key-id",  data=""), 16 bytes
 
-    `advance` overwrites k_t in place. Whoever later reads the object, or the resume file that
-    `secret_bytes` is written to, cannot get back to k_t, and so not to noise that was already released.
-    (Sub-keys are ordinary bytes: Python frees them, but does not erase them from memory.)
+    `advance` overwrites k_t in place. An attacker that later reads the object, or the resume file with `secret_bytes`,
+    cannot compute k_t, and so cannot compute the noise of earlier releases. (Sub-keys are ordinary bytes: Python frees
+    them, but does not erase them from memory.)
 
-    A key cannot be pickled, deep-copied or saved by torch: one that lands in a checkpoint undoes the
-    privacy of every step after it. It serves the process that made it: in a fork it refuses, since parent and child
-    would put the same noise on two sums.
+    A key cannot be pickled, deep-copied or saved by torch: a key in a checkpoint would break the privacy of all later
+    steps. It works only in the process that made it: after a fork, parent and child would add the same noise to two
+    sums.
     """
 
     __slots__ = ("_process", "_secret", "id")
@@ -41,24 +40,24 @@ class NoiseKey:
                 f"secret must be {KEY_BYTES} bytes that are not all zero: use NoiseKey.fresh() or from_seed(...)."
             )
         self._secret, self._process = bytearray(secret), os.getpid()
-        # Public, and the same for every step: ledgers hold it, so that a key that served two runs is found.
+        # Public and constant: ledgers hold it, to detect a key that two runs used.
         self.id = id or blake2b(digest_size=16, key=secret, person=b"clipwise.key-id").hexdigest()
 
     @classmethod
     def fresh(cls) -> NoiseKey:
-        """A key from the operating system's randomness: the one to use."""
+        """A key from the operating system's randomness. Use this one."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
     def from_seed(cls, seed: int, context: bytes = b"") -> NoiseKey:
-        """A reproducible key, for tests and reproduction: no guarantee holds for what it is used for.
+        """A key for tests and reproduction. No guarantee holds for its releases.
 
-        The same noise on two different sums reveals their difference, and every run with this seed has the same
-        noise. `context` gives one seed several keys, such as those of the runs of an audit.
+        Every run with this seed has the same noise, and the same noise on two different sums reveals their difference.
+        `context` derives several keys from one seed, for instance for the runs of an audit.
         """
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ConfigurationError("seed must be an int: give a whole number, or no seed at all.")
-        # Decimal digits end at the colon, so (seed, context) -> data is one to one.
+        # The colon ends the digits, so (seed, context) -> data is injective.
         data = f"{seed}:".encode() + context
         return cls(blake2b(data, digest_size=KEY_BYTES, person=b"clipwise.seed").digest())
 
@@ -68,7 +67,7 @@ class NoiseKey:
         return cls(secret, id)
 
     def secret_bytes(self) -> bytes:
-        """The secret itself, for the resume file that only its owner can read, and for nothing else."""
+        """The secret itself. Only for the resume file, which only its owner can read."""
         return bytes(self._current())
 
     def derive(self, label: str) -> bytes:
@@ -76,26 +75,26 @@ class NoiseKey:
         return self._hash(b"clipwise.derive", label.encode())
 
     def advance(self) -> None:
-        """Go to the next step; the old secret is overwritten."""
+        """Advance to the next step and overwrite the old secret."""
         self._current()[:] = self._hash(b"clipwise.advance", b"")
 
     def copy(self) -> NoiseKey:
-        """An independent key at the same step, for a reader that runs ahead."""
+        """An independent key at the same step, to derive the secrets of later steps."""
         return NoiseKey(self.secret_bytes(), self.id)
 
     def wipe(self) -> None:
-        """Overwrite the secret. The key refuses to work afterwards, rather than give predictable noise."""
+        """Overwrite the secret. Later uses of the key raise."""
         self._secret[:] = bytes(KEY_BYTES)
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is the copy that a fork made of another process's key."""
+        """Whether this process is a fork of the one that made the key."""
         return os.getpid() != self._process
 
     def _current(self) -> bytearray:
         if self.is_forked:
             raise StepError(
-                "this NoiseKey belongs to the process that this one was forked from, which may use it: make the "
+                "this NoiseKey belongs to the process that this one was forked from, which may still use it: make the "
                 "private run in the process that trains."
             )
         if not any(self._secret):

@@ -1,4 +1,4 @@
-"""From the sums of all parts to what is released: each part's noise, drawn from the key of the step."""
+"""The Gaussian mechanism: adds the noise of each part, drawn from the key of the step, to its sums."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from clipwise.noise.release import Draw, buckets, fit_together, noised, noised_t
 from clipwise.noise.secure import noised_on_grid, rounded_gaussian
 from clipwise.privacy import Part
 
-# From a part's number, its place among the devices of the part, its standard deviation and the device to its draws.
+# (part number, index of the device within the part, standard deviation, device) -> draws.
 DrawOf = Callable[[int, int, float, torch.device], Draw]
 
 
 def noised_sums(
     total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
 ) -> dict[str, Tensor]:
-    """(sum + noise) / L of each sum, with L the expected size: for what is drawn is secret. Sums are written over.
+    """(sum + noise) / L of each sum. L is the expected batch size; the realised one is secret. Overwrites the sums.
 
-    Noise falls on the real and on the imaginary parts of a complex sum. Small parts on a CPU share one draw.
+    Complex sums get noise on their real and imaginary parts. Small parts on a CPU share one draw.
     """
     are_complex = [name for name, t in total.items() if t.is_complex()]
     total.update({name: real_view(total[name]) for name in are_complex})
@@ -44,11 +44,11 @@ def noised_by_part(
     draw_of: DrawOf,
     key: NoiseKey | None = None,
 ) -> None:
-    """Put (sum + noise) / L in the place of each sum.
+    """Replace each sum by (sum + noise) / L.
 
-    A part's noise comes device by device and bucket by bucket, in the order of its parameters; a part without any is a
-    vector beside the gradient. Every draw has a label of its own, so no two share a stream. A scaled parameter is
-    (m sum + noise) / (m L). Secure noise lies on a grid, and so does the sum that it is put onto; it needs the key.
+    The noise of a part is drawn per device and per bucket, in the order of its parameters. A part without parameters is
+    a released vector other than the gradient. Every draw has its own label, so no two share a stream. A parameter with
+    scale m is (m sum + noise) / (m L). Secure noise needs the key; both the sum and its noise are on a grid.
     """
     for number, part in enumerate(parts):
         entries = part.parameters or (part.name,)
@@ -71,12 +71,12 @@ def noised_by_part(
 
 
 def noise_labels(part: int, sums: Sequence[Tensor]) -> list[str]:
-    """Of the draws for these sums of a part, which are on one device."""
+    """The labels of the draws for these sums of a part, which are on one device."""
     return [noise_label(part, 0, bucket) for bucket in range(len(buckets([t.numel() for t in sums])))]
 
 
 def noise_label(part: int, place: int, bucket: int) -> str:
-    """What the key of a draw of plain noise is derived for."""
+    """The label of the key of a draw of standard noise."""
     return f"noise/{part}/{place}/{bucket}"
 
 
@@ -89,5 +89,5 @@ def _draw_from(key: NoiseKey, part: int, place: int, std: float, device: torch.d
 
 
 def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:
-    """Secure noise, in steps of the grid."""
+    """Secure noise, in multiples of the grid step."""
     return rounded_gaussian(key.derive(f"{label}/{bucket}"), size, ratio)

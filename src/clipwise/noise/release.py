@@ -1,4 +1,4 @@
-"""From sums and a key to the gradient that is released, in as few passes over memory as there can be."""
+"""Adds noise to sums and writes the released gradient, in as few passes over memory as possible."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from torch import Tensor
 
 from clipwise.privacy import Part
 
-_BUCKET = 16 * 2**20  # numbers of noise at a time: 64 MiB beside the sums
+_BUCKET = 16 * 2**20  # noise values per draw: 64 MiB in addition to the sums
 
-
-# From a bucket's number, size and type to its noise, flat; with a tensor to put it onto, (onto + noise) / divisor.
+# (bucket number, size, dtype, onto, divisor) -> flat noise, or (onto + noise) / divisor.
 Draw = Callable[[int, int, torch.dtype, Tensor | None, float], Tensor]
-# From the sizes and standard deviations of several sums to their noise, flat.
+# (sizes, standard deviations) of several sums -> their flat noise.
 DrawTogether = Callable[[Sequence[int], Sequence[float]], Tensor]
 
 
 def buckets(sizes: Sequence[int]) -> list[int]:
-    """How many sums, one after another, share a draw of noise: small ones many, a large one has its own."""
+    """The number of consecutive sums that share each draw of noise: many small ones, or a single large one."""
     found: list[int] = []
     left = 0
     for size in sizes:
@@ -32,7 +31,7 @@ def buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
-    """Whether the noise of several parts can be put onto all sums at once: plain noise on the CPU, for one bucket."""
+    """Whether one draw can serve several parts: standard noise on the CPU, for one bucket."""
     return (
         len(parts) > 1
         and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
@@ -48,7 +47,7 @@ def noised_together(
     draw: DrawTogether,
     divisor: float,
 ) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of all parts, as `noised` gives it of one, from one draw."""
+    """(sum + noise) / divisor of all parts from one draw."""
     stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
     those = [sums[name] for name in stds]
     sizes = [t.numel() for t in those]
@@ -60,17 +59,17 @@ def noised_together(
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
-    """The scales of some parameters of a part; none if it has none."""
+    """The scales of some parameters of a part; empty if it has none."""
     by_name = dict(zip(part.parameters, part.scales, strict=True)) if part.scales else {}
     return [by_name[name] for name in names] if by_name else []
 
 
 @torch.no_grad()
 def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[float] = ()) -> list[Tensor]:
-    """(sum + noise) / divisor of each. Takes the sums out of the list, so that memory is given back on the way.
+    """(sum + noise) / divisor of each. Removes the sums from the list, so that their memory is freed early.
 
-    The results of a bucket lie side by side in one piece of memory, that of their noise, each in the order of its sum.
-    With scales m each is (m sum + noise) / (m divisor).
+    The results of a bucket are views of the memory of its noise, each with the strides of its sum. With scales m each
+    is (m sum + noise) / (m divisor).
     """
     if scales:
         torch._foreach_mul_(sums, list(scales))
@@ -78,7 +77,7 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
     found: list[Tensor] = []
     for number, count in enumerate(buckets([t.numel() for t in sums])):
         bucket = [sums.pop(0) for _ in range(count)]
-        # A large sum alone is noised in one pass over memory, not three.
+        # A single large sum needs one pass over memory, not three.
         is_alone = count == 1 and bucket[0].dtype == dtype and _is_dense(bucket[0])
         alone = bucket[0].as_strided((bucket[0].numel(),), (1,)) if is_alone else None
         noise = draw(number, sum(t.numel() for t in bucket), dtype, alone, divisor)
@@ -95,49 +94,49 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
 
 @torch.no_grad()
 def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
-    """A sum in the memory order of its parameter, so that noise falls on the same entries however it was formed."""
+    """A sum in the memory order of its parameter, so that an entry gets the same noise for every memory order."""
     if total.stride() == parameter.stride():
         return total
     if _is_dense(total) and _is_dense(parameter) and _order(total) == _order(parameter):
-        return total.as_strided(parameter.shape, parameter.stride())  # only axes of size 1 have other strides
+        return total.as_strided(parameter.shape, parameter.stride())  # only strides of axes of size 1 differ
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
 
 
 def in_order(parameters: Mapping[str, Tensor], sums: dict[str, Tensor]) -> None:
-    """Bring each sum into the order of its parameter; sums beside them stay as they are."""
+    """Bring each sum into the memory order of its parameter. Sums without a parameter do not change."""
     for name, p in parameters.items():
         sums[name] = in_order_of(p, sums[name])
 
 
 @torch.no_grad()
 def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in the type and the memory order of its parameter.
+    """The gradient in the dtype and memory order of its parameter.
 
-    Fused optimizers walk through the memory of both side by side: on a CPU they do not look at the order.
+    Fused optimizers on a CPU read the memory of both in parallel and ignore strides.
     """
     return in_order_of(parameter, gradient.to(parameter.dtype))
 
 
 def write_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Write to every `.grad`."""
+    """Write `.grad` of every parameter."""
     for name, p in parameters.items():
         p.grad = laid_as(p, gradients[name])
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Flat numbers in the shape and the memory order of a tensor."""
+    """A flat tensor with the shape and memory order of `like`."""
     if like.is_contiguous() or not _is_dense(like):
         return flat.view_as(like)
     return flat.as_strided(like.shape, like.stride())
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether its entries fill a piece of memory, in whatever order of axes: channels last, transposed."""
+    """Whether its entries fill their memory without gaps, in any order of axes: channels last, transposed."""
     return t.is_contiguous() or t.permute(_by_stride(t)).is_contiguous()
 
 
 def _order(t: Tensor) -> list[int]:
-    """The axes from the slowest to the fastest in which noise falls, those of size 1 left out."""
+    """The axes from the largest stride to the smallest, without those of size 1."""
     axes = range(t.dim()) if t.is_contiguous() or not _is_dense(t) else _by_stride(t)
     return [axis for axis in axes if t.shape[axis] > 1]
 

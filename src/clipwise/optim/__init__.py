@@ -1,1 +1,1 @@
-"""What happens after the noise: averages of the parameters, and penalties."""
+"""Post-processing of releases: averages of the parameters, and penalties."""

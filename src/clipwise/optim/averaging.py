@@ -1,4 +1,4 @@
-"""Averages of the parameters along the way: often better than the last ones, and free."""
+"""Averages of the parameters over the steps. They are often better than the last ones and cost no privacy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ KINDS = ("exponential", "uniform")
 class AveragedParameters:
     """A running average of a model's trainable parameters, for evaluation.
 
-    Call `update` after every private step. The parameters follow from what the steps released, and so does their
-    average: it is post-processing and costs no privacy, whatever the strategy. Weights that stay within
-    a ball stay there on average.
+    Call `update` after every private step. The average is post-processing of the releases and costs no privacy with
+    any strategy. If all weights are within a ball, so is their average.
 
-    exponential: a <- d a + (1 - d) p, with d = min(decay, (1 + t) / (10 + t)) in step t, so that the first, random,
-    weights are soon forgotten (De et al. 2022). uniform: the mean of all steps since `start`.
+    exponential: a <- d a + (1 - d) p, with d = min(decay, (1 + t) / (10 + t)) in step t, so that the random initial
+    weights soon have little influence (De et al. 2022). uniform: the mean of all steps since `start`.
 
     Args:
-        model: its parameters with `requires_grad` are averaged, and nothing else of it.
+        model: its parameters with `requires_grad` are averaged.
         decay: the largest d of the exponential average.
         kind: "exponential" or "uniform".
         start: updates before this one only copy.
 
     Attributes:
-        updates: how many steps were taken in.
-        is_applied: whether the model has the averages for its parameters now, see `applied`.
+        updates: the number of steps in the average.
+        is_applied: whether the model currently holds the averages, see `applied`.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class AveragedParameters:
         self._averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
     def names_in_model(self) -> set[str]:
-        """The names of what is averaged, if the model has the averages for all of it now; else none."""
+        """The names of the averaged parameters if the model currently holds all averages, else none."""
         parameters = self._parameters()
         is_there = parameters.keys() == self._averages.keys() and all(
             torch.equal(parameters[name], average.to(parameters[name]))
@@ -61,28 +60,28 @@ class AveragedParameters:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters as they are now, after a step."""
+        """Add the current parameters to the average, after a step."""
         kept = self._kept()
         parameters = self._parameters()
         for name, average in self._averages.items():
-            # a + (1 - d) (p - a): where p does not move, neither does a.
+            # a + (1 - d) (p - a): exact where p equals a.
             average.lerp_(parameters[name].detach().to(average.device), 1 - kept)
         self.updates += 1
 
     @torch.no_grad()
     def scale(self, factors: Mapping[str, float]) -> None:
-        """Go along with parameters that were multiplied by factors such that the network still computes the same.
+        """Multiply averages by factors, after the parameters were rescaled without a change of the network's function.
 
-        Else the average of weights from before and from after would be that of two different networks.
+        Otherwise the average would mix weights of two different scales.
         """
         for name, factor in factors.items():
             self._averages[name].mul_(factor)
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """In this block the model has the averages for its parameters, and public statistics that go with them.
+        """A context in which the model holds the averages as its parameters, with matching public statistics.
 
-        Do not train in it: a private run that keeps these averages refuses to.
+        Do not train in it: a private run that keeps these averages raises an error.
         """
         if self.is_applied:
             yield self._model
@@ -102,21 +101,21 @@ class AveragedParameters:
             AllPublicStatistics(self._model).refresh()
 
     def copy_to(self, model: nn.Module) -> None:
-        """Write the averages into a model of the same kind, for good."""
+        """Write the averages into a model of the same architecture."""
         require_module(model)
         parameters = dict(model.named_parameters())
         if (name := self._not_in(parameters)) is not None:
             average = self._averages[name]
             raise ConfigurationError(
-                f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give one that is "
-                "built like the model that was trained."
+                f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give a model "
+                "with the architecture of the trained one."
             )
         with torch.no_grad():
             self._write(parameters, self._averages)
         AllPublicStatistics(model).refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and how they came about, in types that `weights_only=True` loads. It may be published."""
+        """The averages and their settings, in types that `weights_only=True` loads. It may be published."""
         return {
             "kind": self._kind,
             "decay": self._decay,
@@ -126,7 +125,7 @@ class AveragedParameters:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict` of the same settings and the same model."""
+        """Continue from a `state_dict` with the same settings and the same model."""
         try:
             given = (state["kind"], state["decay"], state["start"])
             updates, averages = int(state["updates"]), dict(state["averages"])
@@ -150,13 +149,13 @@ class AveragedParameters:
         self.updates = updates
 
     def _not_in(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """The name of an average that has no tensor of its shape among these."""
+        """The name of an average without a tensor of the same name and shape."""
         return next(
             (n for n, a in self._averages.items() if n not in tensors or tensors[n].shape != a.shape), None
         )
 
     def _kept(self) -> float:
-        """d: how much of the average stays."""
+        """d: the weight of the old average."""
         t = self.updates - self._start
         if t <= 0:
             return 0.0
@@ -165,7 +164,7 @@ class AveragedParameters:
         return min(self._decay, (1 + t) / (10 + t))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are averaged, also if they were frozen since."""
+        """The averaged parameters, including those that were frozen later."""
         return {name: p for name, p in self._model.named_parameters() if name in self._averages}
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A penalty on the weights, added to a gradient after its noise: it knows nothing of the data and needs none."""
+"""A penalty on the weights. Its gradient is added after the noise, since it does not depend on the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Penalty = Callable[[nn.Module], Tensor]
 
 
 def require_penalty(given: object, model: nn.Module) -> None:
-    """Refuse what cannot be called, and what gives no penalty on this model: before any release, not after it."""
+    """Raise for a penalty that fails on this model, before the first release."""
     if given is None:
         return
     if not callable(given):
@@ -31,7 +31,7 @@ def require_penalty(given: object, model: nn.Module) -> None:
 
 
 def add_penalty(penalty: Penalty, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Add its gradient to every `.grad`. The weights are released, so this is post-processing."""
+    """Add its gradient to every `.grad`. It is post-processing of the released weights."""
     found = _gradients(penalty, model, list(parameters.values()))
     for p, gradient in zip(parameters.values(), found, strict=True):
         if gradient is not None:
@@ -53,7 +53,7 @@ def _gradients(
     finite = [torch.isfinite(t.detach()).all().cpu() for t in (value, *found) if t is not None]
     if not bool(torch.stack(finite).all()):
         raise StepError(
-            "penalty is not finite at these weights, or its gradient is not, and they would be lost: look at how it "
-            "is computed."
+            "penalty or its gradient is not finite at these weights, and the update would destroy them: check how the "
+            "penalty is computed."
         )
     return found

@@ -1,4 +1,4 @@
-"""Sampling: schemes draw a batch and make its event, a loader hands it out."""
+"""Sampling: schemes draw batches and make their accounting events; a loader yields the batches."""
 
 from clipwise.sampling.base import Scheme
 from clipwise.sampling.fetch import Fetcher

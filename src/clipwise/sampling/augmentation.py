@@ -1,16 +1,16 @@
-"""Random changes of images, drawn for each example on its own, and averages over several of them.
+"""Random augmentations of images, drawn per example, and averages over several views of an example.
 
     views = augment.Views(8, augment.Crop(32, padding=4), augment.Flip())
     private = make_private(..., averaged_views=views)
-    for x, y in private.loader:  # eight rows an example
+    for x, y in private.loader:  # eight rows per example
         private.step(F.cross_entropy(model(x), y, reduction="none") if len(x) else None)
 
 Guarantee:
-    An example's loss is the mean over K views of that example alone. Its gradient is clipped after the mean, so
-    one record moves the sum as far as without views: the sensitivity is unchanged, for any K.
-    The draws must be as secret as the noise: taking a record out of a batch shifts the draws of those behind it, and
-    no clip bounds that. So they come from the key of the run: a generator for each piece of a batch, whose whole state
-    is filled from the key. A batch that is handed out again, before its release, has the same views again.
+    - The loss of an example is the mean over K views of that example alone. The gradient of the mean is clipped, so the
+      sensitivity is the same as without views, for any K.
+    - The draws must be as secret as the noise: removing a record from a batch shifts the draws of the records after it,
+      and no clip bounds that. So they come from the key of the run: one generator per piece of a batch, with its whole
+      state from the key. A batch that is drawn again before its release has the same views.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from clipwise.noise.generators import generator_from, private_generator
 from clipwise.sampling.batch_structure import map_tensors, mapping_like, sequence_like
 from clipwise.validation.arguments import whole
 
-Draw = Callable[[Tensor, torch.Generator], Tensor]  # from rows to changed rows, with draws of their own
+Draw = Callable[[Tensor, torch.Generator], Tensor]  # (rows, generator) -> changed rows
 
 
 class Crop:
-    """A square of `size` at a random place of the image, which has `padding` zeros on each side.
-
-    Every row's place is its own, and every place is equally likely.
-    """
+    """A random square crop of `size`, after zero padding by `padding`. Drawn uniformly for each row."""
 
     def __init__(self, size: int, padding: int = 4) -> None:
         self.size, self.padding = whole("Crop: size", size, least=1), whole("Crop: padding", padding, least=0)
@@ -61,7 +58,7 @@ class Crop:
 
 
 class Flip:
-    """Left and right change places with probability 1/2."""
+    """A horizontal flip with probability 1/2, drawn for each row."""
 
     def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
         """[B, C, H, W] to the same."""
@@ -74,12 +71,12 @@ _MOST_VIEWS = 10_000  # rows of one example
 
 
 class Views:
-    """K random views of each example, next to each other, and the mean of their losses.
+    """K random views of each example, as consecutive rows, and the mean of their losses.
 
     Args:
         count: K.
-        draws: what is done to a row, one after another: `Crop`, `Flip`, or any function of rows and a generator
-            that treats each row on its own.
+        draws: augmentations, applied in order: `Crop`, `Flip`, or any function of rows and a generator that treats
+            each row independently.
     """
 
     def __init__(self, count: int, *draws: Draw) -> None:
@@ -93,9 +90,9 @@ class Views:
         self._draws = draws
 
     def of(self, x_BCHW: Tensor, random: torch.Generator | None = None) -> Tensor:
-        """[B, C, H, W] to [B K, C, H', W']: the views of an example are K rows in a row.
+        """[B, C, H, W] to [B K, C, H', W']: the views of an example are K consecutive rows.
 
-        `random` is a generator of the CPU. By default it is a new one, from the operating system's randomness.
+        `random` is a CPU generator. By default it is a new one, from the operating system's randomness.
         """
         random = private_generator() if random is None else random
         rows = x_BCHW.repeat_interleave(self.count, 0)
@@ -104,14 +101,14 @@ class Views:
         return rows
 
     def labels(self, y_B: Tensor) -> Tensor:
-        """[B, ...] to [B K, ...]: each view has its example's label. A number of the whole batch stays."""
+        """[B, ...] to [B K, ...]: the label of the example for each view. A scalar does not change."""
         return y_B.repeat_interleave(self.count, 0) if y_B.dim() else y_B
 
     def of_batch(self, batch: Any, random: torch.Generator | None = None) -> Any:
-        """The views of a whole batch: of its inputs, with everything else for each view.
+        """The views of a batch: its inputs are augmented, everything else is repeated for each view.
 
-        The inputs are the first entry of a tuple or list. Of a mapping they are the one tensor of three or more
-        dimensions, or if there is none the one tensor of two in floating point.
+        The inputs are the first entry of a tuple or list. In a mapping they are the only tensor of three or more
+        dimensions, or, if there is none, the only floating-point tensor of two.
         """
         if isinstance(batch, Tensor):
             return self.of(batch, random)
@@ -129,8 +126,8 @@ class Views:
         if not isinstance(batch, (tuple, list)) or not batch or not isinstance(batch[0], Tensor):
             raise ConfigurationError(
                 "Views with random changes needs batches whose first entry is a tensor of inputs, as in (inputs, "
-                "labels), or a mapping: let collate_fn make such, or give averaged_views=K and change the rows in "
-                "your loop."
+                "labels), or a mapping: return such batches from collate_fn, or give averaged_views=K and change the "
+                "rows in your loop."
             )
         first, *others = batch
         return sequence_like(
@@ -138,7 +135,7 @@ class Views:
         )
 
     def alike(self) -> Views:
-        """The same views with the same draws for every example, to compare examples in other batches."""
+        """The same views with the same draws for every example, so that examples can be compared across batches."""
         return _Alike(self.count, *self._draws)
 
     def mean(self, losses: Tensor) -> Tensor:
@@ -160,7 +157,7 @@ class _Alike(Views):
 
 
 def _inputs_of(batch: Mapping[Any, Any]) -> Any:
-    """The key of what is changed at random."""
+    """The key of the inputs."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
     found = [key for key, t in tensors.items() if t.dim() >= 3]
     found = found or [key for key, t in tensors.items() if t.dim() == 2 and t.is_floating_point()]
@@ -168,8 +165,8 @@ def _inputs_of(batch: Mapping[Any, Any]) -> Any:
         raise ConfigurationError(
             "Views with random changes needs one entry of the batch to be the inputs, and in this mapping "
             + ("no tensor" if not found else f"each of {', '.join(map(repr, found))}")
-            + " could be: let collate_fn make a tuple with the inputs first, or give averaged_views=K and change the "
-            "rows in your loop."
+            + " could be: return a tuple with the inputs first from collate_fn, or give averaged_views=K and change "
+            "the rows in your loop."
         )
     return found[0]
 

@@ -1,10 +1,10 @@
-"""What every sampling scheme offers, and the randomness of a draw.
+"""The base class of sampling schemes, and the randomness of a draw.
 
-A scheme is the only maker of events, so that what is accounted is what ran. An index stands for one
-unit of the guarantee: `dataset_size` counts records, or whatever the data set's items are.
+Only schemes make events, so the accounting matches the sampling. An index is one unit of the guarantee: a record or a
+user.
 
-A draw is a pure function of secrets that the caller owns, so a batch that was drawn but not released
-can be drawn again. Which indices came out, and for Poisson sampling how many, is secret.
+A draw is a pure function of secrets, so a batch that was drawn but not released can be drawn again. The drawn indices
+are secret, and so is the realised batch size of Poisson sampling.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """What every scheme offers; all its numbers are public.
+    """A sampling scheme. All of its numbers are public.
 
     Args:
         dataset_size: N, the number of units.
     """
 
     sampling: ClassVar[Sampling]
-    draws_by_mini_sets: ClassVar[bool] = False  # what is drawn depends on the number of mini-sets of a batch
+    draws_by_mini_sets: ClassVar[bool] = False  # whether the draw depends on the number of microbatches
     dataset_size: int
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> Scheme:
-        """From the arguments of `make_scheme`; exactly one of the two sizes is needed, except by `Full`."""
+        """Make a scheme from the arguments of `make_scheme`. All but `Full` need exactly one of the two sizes."""
 
     if TYPE_CHECKING:  # a field of some schemes and a property of others
 
@@ -53,46 +53,46 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
-        """The number of steps after which a unit has been drawn about once."""
+        """The number of steps in which a unit is drawn about once."""
 
     @property
     @abstractmethod
     def expected_size(self) -> float:
-        """L, the mean size of a batch: the constant that a sum is divided by, whatever was drawn."""
+        """L, the expected batch size: the constant divisor of a sum for every realised batch size."""
 
     @property
     @abstractmethod
     def largest_size(self) -> int:
-        """The largest possible size of a batch. A random draw hardly ever reaches it."""
+        """The largest possible batch size. A random draw hardly ever reaches it."""
 
     @abstractmethod
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The sorted indices of a step's batch; `slot` is the step's place in its epoch, from 0."""
+        """The sorted indices of a step's batch; `slot` is the index of the step in its epoch."""
 
     @property
     def period(self) -> int:
-        """The number of steps in which each unit takes part exactly once; 1 where there is no such."""
+        """The number of steps in which each unit takes part exactly once; 1 if there is none."""
         return 1
 
     @property
     def block_size(self) -> int | None:
-        """The number of units in a block, where whole blocks are drawn; None where units are."""
+        """The number of units in a block, if whole blocks are drawn; None if units are drawn."""
         return None
 
     @property
     def has_random_size(self) -> bool:
-        """Whether the size of a batch is random."""
+        """Whether the batch size is random."""
         return False
 
     @property
     def excess(self) -> float:
-        """The probability that more units are drawn than a batch may hold, and the batch is cut."""
+        """The probability that a batch is truncated."""
         return 0.0
 
     def event(
         self, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
     ) -> Event:
-        """The event of one step that was drawn by this scheme; by default under the scheme's first adjacency."""
+        """The event of one step of this scheme; by default with the scheme's first supported adjacency."""
         return Event(
             sampling=self.sampling,
             adjacency=SUPPORTED[self.sampling][0] if adjacency is None else adjacency,
@@ -105,18 +105,17 @@ class Scheme(ABC):
 
 
 def subset(random: np.random.Generator, population: int, size: int) -> Indices:
-    """A uniform subset, sorted: order within a batch means nothing, and memory is read in one direction."""
+    """A uniform subset, sorted so that memory is read in one direction."""
     return np.sort(random.choice(population, size, replace=False, shuffle=False))
 
 
 @lru_cache(maxsize=2)
 def epoch_order(epoch_secret: bytes, size: int) -> Indices:
-    """A uniform order of `size` units, made once for all slots of an epoch.
+    """A uniform order of `size` units, computed once per epoch.
 
-    An epoch may be continued by another process, perhaps under another version of numpy, and a unit
-    takes part once only if that process finds the same order. numpy promises the words of a bit
-    generator and not what `Generator` makes of them, so the words themselves are ranked. Two of them
-    are equal with probability below N^2 / 2^65, and then only the choice between those two units is not fair.
+    Another process, with another version of numpy, may continue an epoch, and must find the same order so that each
+    unit takes part once. numpy guarantees the words of a bit generator but not the methods of `Generator`, so the words
+    are ranked. Two words are equal with probability below N^2 / 2^65; then the order of these two units is not random.
     """
     order = np.argsort(_bits(epoch_secret).random_raw(size), kind="stable")
     order.setflags(write=False)
@@ -124,7 +123,7 @@ def epoch_order(epoch_secret: bytes, size: int) -> Indices:
 
 
 def generator_of(secret: bytes) -> np.random.Generator:
-    """The generator of a step's draw."""
+    """The generator of a draw."""
     return np.random.Generator(_bits(secret))
 
 

@@ -1,4 +1,4 @@
-"""What a batch is made of, as a loader hands it out, and the modes of what a model is made of."""
+"""Nested structures of tensors in a batch, and evaluation mode of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """How a loss takes a batch: a list or tuple as `loss(*batch)`, a mapping or a tensor as `loss(batch)`."""
+    """The arguments of a loss: `loss(*batch)` for a list or tuple, `loss(batch)` for a mapping or a tensor."""
     return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
 
 
@@ -23,9 +23,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def take_rows(batch: Any, rows: Sequence[int], size: int) -> Any:
-    """These rows of a batch of `size` rows, in this order, as copies without history.
+    """These rows of a batch of `size` rows, in this order, as detached copies.
 
-    Lists of plain values, such as texts, count as rows too. What does not have `size` rows stays.
+    Lists of plain values, such as texts, count as rows too. Members without `size` rows do not change.
     """
     if isinstance(batch, Tensor):
         if batch.dim() == 0 or len(batch) != size:
@@ -37,7 +37,7 @@ def take_rows(batch: Any, rows: Sequence[int], size: int) -> Any:
 
 
 def with_zeros(batch: Any, rows: slice, size: int, only_floats: bool = False) -> Any:
-    """A copy of a batch of `size` rows with zeros in some rows of its tensors, or of those in floating point."""
+    """A copy of a batch of `size` rows with zeros in some rows of its tensors, or only of floating-point ones."""
 
     def zeroed(t: Tensor) -> Tensor:
         if t.dim() == 0 or len(t) != size or (only_floats and not t.is_floating_point()):
@@ -54,7 +54,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _map_members(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same container with every member changed; what is no container stays."""
+    """The same container with every member changed. Other values do not change."""
     if isinstance(value, Mapping):
         return mapping_like(value, {key: change(member) for key, member in value.items()})
     if isinstance(value, (list, tuple)):
@@ -63,7 +63,7 @@ def _map_members(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def mapping_like(example: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type, built anew: a mapping may carry more than its items. A dict if it cannot be built."""
+    """A new mapping of the same type, or a dict if its type cannot be built from one."""
     try:
         return type(example)(content)  # type: ignore[call-arg]
     except TypeError:
@@ -86,7 +86,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this block the model is in `.eval()`: no dropout, and no running statistics of what runs through."""
+    """A context in which the model is in `.eval()`: no dropout, no updates of running statistics."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

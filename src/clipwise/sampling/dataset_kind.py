@@ -1,4 +1,4 @@
-"""What is given as `dataset` and is no map-style data set: refused, with what to pass instead."""
+"""Raises for a `dataset` that is not a map-style data set, with what to pass instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FROM_TABLE = (
 
 
 def length_of(dataset: Any) -> int:
-    """The number of records of a map-style data set; anything else is refused."""
+    """The number of records of a map-style data set. Raises for anything else."""
     kind = type(dataset).__name__
     hint = _what_to_pass(dataset)
     if hint is not None:
@@ -37,7 +37,7 @@ def length_of(dataset: Any) -> int:
 
 
 def _what_to_pass(dataset: Any) -> str | None:
-    """The rest of the message, for what is known to be no data set of records. None for everything else."""
+    """The rest of the message, for a known kind that is not a data set of records. None for all others."""
     if isinstance(dataset, DataLoader):
         own_collate = dataset.collate_fn is not default_collate and dataset.batch_size is not None
         batch_size = "..." if dataset.batch_size is None else dataset.batch_size
@@ -68,14 +68,14 @@ def _what_to_pass(dataset: Any) -> str | None:
 
 
 def _is_table(dataset: Any) -> bool:
-    """A DataFrame or a Series of pandas, a DataFrame of polars, a Table of pyarrow; none of them is imported."""
+    """A DataFrame or Series of pandas, a DataFrame of polars, a Table of pyarrow. None of them is imported."""
     if isinstance(dataset, Dataset):
-        return False  # whatever its attributes are called
+        return False
     return hasattr(dataset, "iloc") or (hasattr(dataset, "columns") and hasattr(dataset, "shape"))
 
 
 def _are_columns(entries: list[Any] | tuple[Any, ...]) -> bool:
-    """Few tensors or arrays of one length, more than there are of them: `(x, y)`, not a list of records."""
+    """Whether entries look like columns `(x, y)`: a few tensors or arrays of one length, larger than their number."""
     if not 0 < len(entries) <= _MOST_COLUMNS:
         return False
     if not all((isinstance(e, (torch.Tensor, np.ndarray)) and e.ndim > 0) or _is_table(e) for e in entries):

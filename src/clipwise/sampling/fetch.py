@@ -1,4 +1,4 @@
-"""From indices to a collated batch."""
+"""Fetches the records of indices and collates them to a batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Dataset[Any]):
-    """A map-style data set seen as batches: `fetcher[indices]` is the collated batch of those records.
+    """A map-style data set as batches: `fetcher[indices]` is the collated batch of those records.
 
-    A `TensorDataset` is indexed tensor by tensor, without a Python call for each record, unless there is a
-    `collate_fn` or a subclass that defines records itself.
+    A `TensorDataset` is indexed without a Python call per record, unless there is a `collate_fn` or a subclass that
+    overrides `__getitem__`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
@@ -53,11 +53,11 @@ class Fetcher(Dataset[Any]):
             return self[np.empty(0, dtype=np.int64)]
         if self._empty is None:
             self._empty = self._make_empty()
-        # A copy, so that a caller may mark or move the batch in place.
+        # A copy, so that a caller may change the batch in place.
         return copy.deepcopy(self._empty)
 
     def _make_empty(self) -> Any:
-        # Copies, because some collate functions take their records apart.
+        # Copies, because some collate functions change their records.
         (record,) = self._records([0])
         one = self._collate([copy.copy(record)])
         two = self._collate([copy.copy(record), copy.copy(record)])
@@ -69,16 +69,16 @@ class Fetcher(Dataset[Any]):
             try:
                 return self._collate_fn([])
             except Exception:
-                pass  # the message below says what to do; this one could quote a record
+                pass  # its message could quote a record
         raise ConfigurationError(
-            "collate_fn returns something whose form for an empty batch is not clear, and a sampled batch "
-            "may be empty. Return tensors, lists, tuples or dicts in which one dimension counts the "
-            "records, or a collate_fn that also accepts []."
+            "collate_fn returns something whose form for an empty batch is not clear, and a sampled batch may be "
+            "empty. Return tensors, lists, tuples or dicts in which one dimension counts the records, or give a "
+            "collate_fn that also accepts []."
         )
 
     @property
     def is_mixing_possible(self) -> bool:
-        """Whether code of the user's sees several records at once: a `collate_fn`, or a `__getitems__`."""
+        """Whether user code handles several records at once: a `collate_fn` or a `__getitems__`."""
         return self._tensors is None and (self._collate_fn is not None or self._fetches_together)
 
     @property
@@ -86,17 +86,17 @@ class Fetcher(Dataset[Any]):
         return getattr(self._dataset, "__getitems__", None) is not None
 
     def arrangements(self, indices: Indices) -> list[Callable[[Sequence[int]], Any]]:
-        """Functions that make a batch of some of these records, by their place among them, in any order.
+        """Functions that collate some of these records, given by position, in any order.
 
-        With a `collate_fn` the records are fetched once, so that random augmentation of a record stays what it is.
-        With a `__getitems__`, which may mix records itself, they are fetched anew.
+        With a `collate_fn` the records are fetched once, so that random augmentations of a record do not change. With a
+        `__getitems__`, which may mix records itself, they are fetched again.
         """
         found: list[Callable[[Sequence[int]], Any]] = []
         if self._tensors is not None:
             return found
         if self._collate_fn is not None:
             records = self._records(indices.tolist())
-            # Copies, because some collate functions take their records apart.
+            # Copies, because some collate functions change their records.
             found.append(lambda places: self._collate([copy.copy(records[place]) for place in places]))
         if self._fetches_together:
             found.append(lambda places: self[indices[list(places)]])
@@ -116,7 +116,7 @@ class Fetcher(Dataset[Any]):
         except RuntimeError as error:
             if "equal size" not in str(error):
                 raise
-        # (Torch's own words hold shapes of records, and the place of one in the batch.)
+        # Torch's own message holds shapes of records and a position in the batch.
         raise ConfigurationError(
             "The records of a batch have different shapes, and default collation stacks them: give make_private a "
             "collate_fn that brings them to one shape, or a data set whose records have one."
@@ -124,19 +124,19 @@ class Fetcher(Dataset[Any]):
 
 
 def _moved(rows: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Without waiting for what the device still does. Pinned memory stays as it is until the copy is made."""
+    """Move without a synchronization. Torch keeps pinned memory until the copy is done."""
     return rows.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else rows.to(place)
 
 
 class _UnknownStructureError(Exception):
-    """Nothing in a collated value says how it grows with the number of records."""
+    """A collated value has no dimension that grows with the number of records."""
 
 
 def _none_from_one_and_two(one: Any, two: Any) -> Any:
-    """What collating no records would give, from what one record gives once and twice.
+    """The collation of no records, from the collations of one record and of the same record twice.
 
-    Whatever grows from 1 to 2 counts records and becomes 0; all else is structure and stays. No value
-    of the record is kept, not even behind a view.
+    A dimension that grows from 1 to 2 counts records and becomes 0; the others do not change. No value of the record is
+    kept, not even in the memory of a view.
     """
     if one is None and two is None:
         return None

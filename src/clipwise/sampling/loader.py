@@ -1,4 +1,4 @@
-"""Hands out the batches of an epoch, each of them once, none of them skipped."""
+"""The loader: yields every batch of an epoch exactly once."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.microbatches import BySize, Cut
 from clipwise.validation.arguments import whole
 
-# For the next unreleased step, then the one after, and so on: its secret, its epoch's secret and its
-# slot in that epoch. Looking ahead changes nothing.
+# For each step from the next unreleased one on: its secret, its epoch's secret and its slot in that epoch. Iterating
+# has no side effects.
 Secrets = Callable[[], Iterator[tuple[bytes, bytes, int]]]
 
 
 @dataclass(eq=False)
 class Piece:
-    """What was handed out last. What depends on the draw is secret and not shown."""
+    """The last piece that was yielded. Fields that depend on the draw are secret and not shown."""
 
     step_offset: int  # steps between the start of the iterator and this piece's step
-    # The piece's place in its batch. 0 begins a batch, perhaps one that was begun before and left: what was gathered
-    # of it must be dropped, or a record would count twice.
+    # 0 begins a batch, possibly one that was begun before: its earlier sums must be dropped, or records count twice.
     index_in_batch: int = field(repr=False)
     size: int = field(repr=False)
-    last: bool = field(repr=False)  # whether it ends its batch
+    last: bool = field(repr=False)  # whether it is the last piece of its batch
     indices: Indices = field(repr=False)  # the records in it
     consumed: bool = False  # whether the training loop has used it
 
 
 class PrivateLoader:
-    """An iterable whose every `iter` gives the steps of the current epoch that are not yet released.
+    """An iterable over the steps of the current epoch that are not yet released.
 
-    The batch of a step follows from the step's secret. A batch that was looked at but not stepped on
-    (`next(iter(loader))`) is drawn again by the next iterator, so looking costs nothing, and no batch can be skipped
-    because of what it holds. A new iterator ends the older ones.
+    The batch of a step is a function of the step's secret. A batch that was fetched without a step
+    (`next(iter(loader))`) is drawn again by the next iterator, so no batch can be skipped because of its data. A new
+    iterator ends the older ones.
 
     It yields one item per step, and its length is the number of steps in an epoch. The item is the batch. Where a step
     can come in several pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over
@@ -53,15 +52,15 @@ class PrivateLoader:
     pieces of all steps in one loop. The number of pieces is as secret as the batch size, so no `len` depends on it.
 
     Args:
-        scheme: who is in a batch.
-        fetcher: from indices to a batch.
-        secrets: the secrets of the steps to come.
-        max_physical_batch_size: the most records to hand out at a time; None for whole batches.
-        cut: how a batch is cut into mini-sets, which are its pieces; instead of `max_physical_batch_size`.
-        num_workers: processes that fetch ahead; 0 fetches in this one.
-        pin_memory: hand out batches in page-locked memory, for faster copies to an accelerator.
-        prefetch_factor: pieces that each worker fetches ahead.
-        prepare: applied to each batch and its piece just before it is handed out.
+        scheme: draws the batches.
+        fetcher: makes a batch from indices.
+        secrets: the secrets of the coming steps.
+        max_physical_batch_size: the most records per piece; None for whole batches.
+        cut: cuts a batch into microbatches, which are its pieces; instead of `max_physical_batch_size`.
+        num_workers: the number of worker processes; 0 fetches in this process.
+        pin_memory: yield batches in page-locked memory, for faster copies to an accelerator.
+        prefetch_factor: the number of pieces that each worker fetches ahead.
+        prepare: applied to each batch and its piece just before it is yielded.
     """
 
     def __init__(
@@ -86,9 +85,9 @@ class PrivateLoader:
             if num_workers == 0:
                 raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
         if scheme.has_random_size or self._cut.may_be_empty:
-            fetcher.empty()  # it may be drawn at any step: if it cannot be made, say so before the first
+            fetcher.empty()  # any batch may be empty: raise before the first step if it cannot be made
         self.current: Piece | None = None
-        self.is_fetching = False  # a batch is being fetched, or that has failed
+        self.is_fetching = False  # whether a fetch is in progress or has failed
         self._scheme = scheme
         self._fetcher = fetcher
         self._secrets = secrets
@@ -99,14 +98,14 @@ class PrivateLoader:
         self._prepare = prepare
         self._turn = 0
         self._most_pieces = self._cut.most_pieces(scheme.largest_size)
-        # Decided by the arguments, not by the sizes that they allow: the same code then works for every batch size.
+        # Depends on the arguments only, so that the same training loop works for every batch size.
         self._yields_pieces = max_physical_batch_size is not None or self._most_pieces > 1
 
     def __len__(self) -> int:
         return self._scheme.steps_per_epoch
 
     def pieces(self) -> Pieces:
-        """All steps of the epoch in one loop, piece by piece; the whole batches where nothing is cut.
+        """Iterate over the pieces of all steps of the epoch in one loop; over whole batches where none is cut.
 
         `private.step` returns True after the last piece of a step. The length is an upper bound.
         """
@@ -120,27 +119,27 @@ class PrivateLoader:
         return self._steps(self._turn) if self._yields_pieces else self._hand_out(self._turn)
 
     def reset(self) -> None:
-        """Forget what was handed out and end every iterator: the next one starts at the next step."""
+        """Forget the current piece and end every iterator: a new one starts at the next step."""
         self._turn += 1
         self.current, self.is_fetching = None, False
 
     def awaited(self) -> Piece:
-        """The piece that was handed out and whose losses are due."""
+        """The piece that was yielded and not yet used by a step."""
         if self.current is None or self.current.consumed:
             raise StepError(
-                "private.step was called without a new batch: call it once for each batch that "
-                "private.loader hands out, with the losses of that batch."
+                "private.step was called without a new batch: call it once for each batch of private.loader, with the "
+                "losses of that batch."
             )
         return self.current
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether there is such a piece."""
+        """Whether a piece was yielded and not yet used by a step."""
         return self.current is not None and not self.current.consumed
 
     @property
     def has_open_batch(self) -> bool:
-        """Whether a batch was handed out that was not used to its end."""
+        """Whether a batch was yielded whose last piece is not yet used."""
         piece = self.current
         return piece is not None and not (piece.consumed and piece.last)
 
@@ -201,8 +200,8 @@ class PrivateLoader:
             self._require_turn(turn)
             if not piece.consumed:
                 raise StepError(
-                    "The previous batch was drawn but private.step was not called on it: a batch may not be "
-                    "skipped by what it holds. Step on every batch; to look at one, use next(iter(loader))."
+                    "The previous batch was drawn but private.step was not called on it: batches may not be "
+                    "skipped because of their data. Step on every batch; to look at one, use next(iter(loader))."
                 )
             self.is_fetching = True
         self.is_fetching = False
@@ -210,12 +209,12 @@ class PrivateLoader:
     def _require_turn(self, turn: int) -> None:
         if turn != self._turn:
             raise StepError(
-                "This iterator of private.loader has ended because a newer one was begun or the state of the "
-                "run was set anew: go on with the newest, or begin another."
+                "This iterator of private.loader has ended because a newer one was begun or the state of the run was "
+                "reset: continue with the newest, or begin another."
             )
 
     def _schedule(self) -> Iterator[Piece]:
-        """The rest of the epoch, in pieces."""
+        """The pieces of the rest of the epoch."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
             parts = self._cut(indices)
@@ -225,25 +224,27 @@ class PrivateLoader:
                 return
 
     def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
-        """The same, through a `DataLoader`, which asks for pieces before it gives earlier ones, in order."""
-        asked: deque[Piece] = deque()
+        """The pieces and their batches through a `DataLoader`, which requests pieces ahead and keeps their order."""
+        requested: deque[Piece] = deque()
         secret = blake2b(next(self._secrets())[0], digest_size=32, person=b"clipwise.workers").digest()
 
-        def ask() -> Iterator[Indices]:
+        def request() -> Iterator[Indices]:
             for piece in self._schedule():
-                asked.append(piece)
+                requested.append(piece)
                 yield piece.indices
 
         batches = DataLoader(
             self._fetcher,
             batch_size=None,
-            sampler=ask(),
+            sampler=request(),
             collate_fn=_as_fetched,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
             worker_init_fn=partial(_seed_worker, secret),
-            generator=generator_from(secret),  # torch's own would give workers a seed that may be known
+            generator=generator_from(
+                secret
+            ),  # the default would seed workers from torch's global seed, which may be known
         )
         arriving = iter(batches)
         while True:
@@ -258,11 +259,11 @@ class PrivateLoader:
                     "A worker process of private.loader has died (killed, or out of memory). Nothing was released "
                     "for the batch that it fetched: loop over private.loader again, perhaps with a smaller num_workers."
                 ) from error
-            yield asked.popleft(), batch
+            yield requested.popleft(), batch
 
 
 def _seed_worker(secret: bytes, number: int) -> None:
-    """Let what a data set draws in this worker, such as augmentations, come from the run's key."""
+    """Seed the random draws of a data set in this worker, such as augmentations, from the run's key."""
     own = blake2b(number.to_bytes(8, "little"), digest_size=32, key=secret).digest()
     torch.set_rng_state(generator_from(own).get_state())
     np.random.seed(np.frombuffer(own, dtype=np.uint32))
@@ -272,8 +273,8 @@ def _seed_worker(secret: bytes, number: int) -> None:
 class Pieces:
     """The pieces of all remaining steps of an epoch; see `PrivateLoader.pieces`.
 
-    Its length is a public upper bound: the steps of an epoch times the most pieces that one step can have. Under
-    Poisson sampling every record may be drawn at once, so an epoch usually ends long before it.
+    Its length is a public upper bound: the steps of an epoch times the most pieces of a step. Under Poisson sampling a
+    batch may hold every record, so an epoch usually has far fewer pieces.
     """
 
     def __init__(self, loader: PrivateLoader) -> None:
@@ -288,9 +289,9 @@ class Pieces:
 
 
 def _is_of_a_dead_worker(error: Exception) -> bool:
-    """Torch has no type of its own for it: it names the process, or the pipe to it breaks.
+    """Torch has no error type for it: the message names the process, or the pipe breaks.
 
-    An error of the data set itself comes with words of torch's ("Caught ... in DataLoader worker process ...").
+    For an error of the data set the message begins with "Caught ... in DataLoader worker process ...".
     """
     if isinstance(error, RuntimeError):
         return "DataLoader worker (pid" in str(error)

@@ -1,8 +1,11 @@
-"""How the batch of a step is cut into the pieces that are handed out one by one.
+"""Cuts the batch of a step into the pieces that the loader yields.
 
-For a sum over examples any cut will do. A mini-set, whose mean is clipped as a whole, is fixed beforehand: by the
-index of a record, by a block of the partition that batches are drawn from, or by user. Cut by the place in the draw,
-one record more would move others from mini-set to mini-set, and with them every clipped mean.
+A microbatch (the "group" of the papers; the argument is `mini_sets`) is a set of records whose mean gradient is clipped
+as a whole.
+
+For a sum over examples any cut is correct. The microbatch of a record must not depend on the draw: it depends on the
+index of the record, on its block of the partition, or on its user. If batches were cut by position in the draw, one
+record more would move others to another microbatch and change every clipped mean.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from clipwise.errors import ConfigurationError
 from clipwise.sampling.base import Indices, Scheme
 from clipwise.validation.arguments import whole
 
-_NOBODY = np.empty(0, dtype=np.int64)
+_NO_RECORDS = np.empty(0, dtype=np.int64)
 
 
 class Cut(ABC):
-    """From the units that were drawn to the records of each piece; at least one piece, which may be empty."""
+    """Maps the drawn units to the records of each piece. There is at least one piece, which may be empty."""
 
     may_be_empty: bool = True
 
@@ -36,13 +39,13 @@ class Cut(ABC):
         return max(1, largest_size)
 
     def units(self, records: int) -> int:
-        """How many units a scheme draws from, if the data set has so many records."""
+        """The number of units that a scheme draws from, for a data set of so many records."""
         return records
 
 
 @dataclass(frozen=True)
 class BySize(Cut):
-    """Nearly even pieces of at most `limit` records; without a limit one piece. Empty if nobody was drawn."""
+    """Nearly even pieces of at most `limit` records; one piece without a limit."""
 
     limit: int | None = None
     may_be_empty = False
@@ -62,15 +65,15 @@ class BySize(Cut):
 
 @dataclass(frozen=True)
 class ByIndex(Cut):
-    """Record i is in mini-set i mod k. Always k of them; one of which nobody was drawn is empty."""
+    """Record i is in microbatch i mod k. There are always k microbatches; some may be empty."""
 
     mini_sets: int
     may_be_empty: bool = True
 
     def __call__(self, drawn: Indices) -> list[Indices]:
-        home = drawn % self.mini_sets
-        ends = np.cumsum(np.bincount(home, minlength=self.mini_sets))
-        return np.split(drawn[np.argsort(home, kind="stable")], ends[:-1])
+        microbatch = drawn % self.mini_sets
+        ends = np.cumsum(np.bincount(microbatch, minlength=self.mini_sets))
+        return np.split(drawn[np.argsort(microbatch, kind="stable")], ends[:-1])
 
     def most_pieces(self, largest_size: int) -> int:
         return self.mini_sets
@@ -78,7 +81,7 @@ class ByIndex(Cut):
 
 @dataclass(frozen=True)
 class ByBlock(Cut):
-    """The mini-sets are the blocks that were drawn of a partition into blocks of `size` records."""
+    """The microbatches are the drawn blocks of a partition into blocks of `size` records."""
 
     size: int
     may_be_empty = False
@@ -92,13 +95,13 @@ class ByBlock(Cut):
 
 
 class ByUser(Cut):
-    """All records of a user are one mini-set; users are drawn. `ids` gives the owner of each record, in order.
+    """All records of a user are one microbatch, and users are drawn. `ids` gives the owner of each record, in order.
 
-    Users are numbered by their sorted ids, and not by where their records are: another user's records must not
-    change any number.
+    Users are numbered by their sorted ids and not by the order of their records: the records of one user must not
+    change the number of another.
     """
 
-    may_be_empty = False  # unless nobody is drawn
+    may_be_empty = False  # except for an empty draw
 
     def __init__(self, ids: Iterable[Hashable]) -> None:
         records: dict[Hashable, list[int]] = {}
@@ -113,15 +116,15 @@ class ByUser(Cut):
         return f"ByUser({len(self._records)} users)"
 
     def __call__(self, drawn: Indices) -> list[Indices]:
-        return [self._records[user] for user in drawn] or [_NOBODY]
+        return [self._records[user] for user in drawn] or [_NO_RECORDS]
 
     @property
     def users(self) -> int:
-        """How many there are. This is public; how many records each has is not."""
+        """The number of users, which is public. The number of records of each user is secret."""
         return len(self._records)
 
     def units(self, records: int) -> int:
-        """The number of users; refuses ids that are not one for each record."""
+        """The number of users. Raises if there is not one id for each record."""
         if records != self._count:
             raise ConfigurationError(
                 "group must give one user id for each record of the data set, in its order."
@@ -129,12 +132,12 @@ class ByUser(Cut):
         return self.users
 
     def table(self) -> list[Any]:
-        """Whose records are where, for a digest. It is private."""
+        """The records of each user, for a digest. It is private."""
         return [records.tolist() for records in self._records]
 
 
 def mini_sets_of(scheme: Scheme, count: int) -> Cut:
-    """How batches of a scheme are cut into so many mini-sets."""
+    """The cut of a scheme's batches into `count` microbatches."""
     if scheme.block_size is not None:
         return ByBlock(scheme.block_size)
     return ByIndex(count, may_be_empty=count > 1 and not scheme.draws_by_mini_sets)
@@ -150,29 +153,28 @@ def _listed(ids: Any) -> list[Hashable]:
         )
     found = list(ids)
     for owner in found:
-        if not isinstance(owner, Hashable) or isinstance(
-            owner, torch.Tensor
-        ):  # a tensor is hashed by its identity
+        # A tensor is hashed by its identity.
+        if not isinstance(owner, Hashable) or isinstance(owner, torch.Tensor):
             raise ConfigurationError(
                 f"group: a user id must be a plain value such as a number or a text, not {type(owner).__name__}."
             )
         if owner is None or owner != owner:
             raise ConfigurationError(
-                "group: a user id is missing (None or NaN). Who a record belongs to must be known: give such records "
-                "ids of their own if each is somebody else's, or leave them out."
+                "group: a user id is missing (None or NaN). Every record needs the id of its user: give each such "
+                "record its own id if it belongs to a user without other records, or leave it out."
             )
     return found
 
 
 def _require_column(ids: Any) -> None:
-    """Refuse what does not give one owner after the other when it is looped over."""
-    dimensions = getattr(ids, "ndim", 1)  # a table is looped over by the names of its columns
+    """Raise for a value that does not iterate over one owner per record."""
+    dimensions = getattr(ids, "ndim", 1)  # a table iterates over its column names
     if dimensions != 1:
         raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")
     if isinstance(ids, (Mapping, MappingView, Set)):
         raise ConfigurationError(
-            f"group is a {type(ids).__name__}: it has no order or one of its own, and holds each key once, so each "
-            "record would pass for a user of its own. Give a list with one user id for each record, in the data set's "
+            f"group is a {type(ids).__name__}: it holds each key once, and not in the order of the records, so each "
+            "record would count as a separate user. Give a list with one user id for each record, in the data set's "
             "order: [owner[i] for i in range(n)] for n records."
         )
 

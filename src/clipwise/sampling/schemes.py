@@ -1,7 +1,7 @@
-"""The sampling schemes: how the batch of a step is drawn.
+"""The sampling schemes, which draw the batch of a step.
 
-To add one: name it in `privacy.Sampling`, with its adjacencies (`SUPPORTED`) and the pair that its accounting reduces
-to (`AMPLIFICATION`), and write its class here and in `SCHEMES`.
+To add one: add it to `privacy.Sampling`, with its adjacencies (`SUPPORTED`) and its dominating pair (`AMPLIFICATION`),
+write its class here, and add it to `SCHEMES`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Poisson(Scheme):
 
     @property
     def steps_per_epoch(self) -> int:
-        """ceil(1 / q), where q = B / N may have been rounded a little below the quotient."""
+        """ceil(1 / q), with a tolerance for the rounding of q = B / N."""
         return max(1, math.ceil((1 - 1e-12) / self.sample_rate))
 
     @property
@@ -56,12 +56,12 @@ class Poisson(Scheme):
         return self.dataset_size
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """A subset, possibly empty: an empty batch is a step like any other.
+        """A subset, possibly empty. An empty batch counts as a step.
 
-        N independent inclusions give a set A with probability q^|A| (1-q)^(N-|A|), which depends on |A|
-        alone. So the size is Binomial(N, q) and, given the size, every subset of it is equally likely:
-        drawing first the one and then the other is the same law, at the price of the batch and not of N.
-        A uniform subset of a uniform subset is uniform, so to cut a batch it is enough to cut its size.
+        N independent inclusions give a set A with probability q^|A| (1-q)^(N-|A|), which depends on |A| alone. So the
+        size is Binomial(N, q), and all subsets of that size are equally likely: drawing the size and then the subset
+        has the same law, in time O(batch) instead of O(N). A uniform subset of a uniform subset is uniform, so
+        truncating the size truncates the batch.
         """
         random = generator_of(step_secret)
         size = int(random.binomial(self.dataset_size, self.sample_rate))
@@ -70,10 +70,10 @@ class Poisson(Scheme):
 
 @dataclass(frozen=True)
 class TruncatedPoisson(Poisson):
-    """A Poisson draw, of which a uniform subset of `max_batch_size` is kept if it is larger.
+    """A Poisson draw, truncated to a uniform subset of `max_batch_size` units if it is larger.
 
-    For where memory is limited. That a batch was cut is as secret as its size. By default the limit is so
-    high that cutting costs nothing: about 9.5 standard deviations above the mean.
+    It limits the memory of a step. Whether a batch was truncated is secret. The default limit is so high that
+    truncation costs no privacy: about 9.5 standard deviations above the mean.
     """
 
     sampling: ClassVar[Sampling] = Sampling.TRUNCATED_POISSON
@@ -107,7 +107,7 @@ class TruncatedPoisson(Poisson):
 
 @dataclass(frozen=True)
 class _OfBatchSize(Scheme):
-    """A scheme whose number of records a step is fixed beforehand."""
+    """A scheme with a fixed number of records per step."""
 
     batch_size: int
 
@@ -143,7 +143,7 @@ class _OfBatchSize(Scheme):
 
 @dataclass(frozen=True)
 class _OfMiniSets(_OfBatchSize):
-    """A scheme whose draw depends on `mini_sets`, the number k of equally large mini-sets of a batch."""
+    """A scheme whose draw depends on `mini_sets`, the number k of equally large microbatches of a batch."""
 
     draws_by_mini_sets: ClassVar[bool] = True
     mini_sets: int = 1
@@ -153,7 +153,7 @@ class _OfMiniSets(_OfBatchSize):
         whole("mini_sets", self.mini_sets, least=1)
         if self.batch_size % self.mini_sets:
             raise ConfigurationError(
-                f"mini_sets={self.mini_sets} must divide batch_size={self.batch_size}: mini-sets are equally large."
+                f"mini_sets={self.mini_sets} must divide batch_size={self.batch_size}: microbatches are equally large."
             )
 
     @property
@@ -166,16 +166,16 @@ class _OfMiniSets(_OfBatchSize):
 class FixedSize(_OfMiniSets):
     """A fresh uniform subset of `batch_size` units in each step.
 
-    With k = `mini_sets` it is a uniform subset of b = B / k units of each class j, j + k, j + 2k, ... of indices.
-    For amplification, a unit that is drawn is compared with another one that stands in for it. Drawn from the
-    whole, that one could belong to another mini-set, and two mini-sets would move where the bound is for one.
+    With k = `mini_sets` it is a uniform subset of b = B / k units of each class j, j + k, j + 2k, ... of indices. The
+    amplification proof replaces a drawn unit by another one. Drawn from all units, that one could belong to another
+    microbatch. Then two microbatches would change, but the sensitivity is that of one.
     """
 
     sampling: ClassVar[Sampling] = Sampling.FIXED_SIZE
 
     @property
     def sample_rate(self) -> float:
-        """b over the size of the smallest class; B / N for a single one."""
+        """b over the size of the smallest class; B / N for a single class."""
         return self.mini_set_size / (self.dataset_size // self.mini_sets)
 
     @property
@@ -183,7 +183,7 @@ class FixedSize(_OfMiniSets):
         return float(self.batch_size)
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """Each subset of b units of a class with equal probability, independently of the other classes."""
+        """A uniform subset of b units of each class, independently of the other classes."""
         random, k = generator_of(step_secret), self.mini_sets
         if k == 1:
             return subset(random, self.dataset_size, self.batch_size)
@@ -196,10 +196,10 @@ class FixedSize(_OfMiniSets):
 class Partition(_OfMiniSets):
     """A uniform choice, in each step, of `mini_sets` blocks of a partition into blocks of B / mini_sets units.
 
-    The blocks are the units 0..b-1, b..2b-1, and so on: they depend on positions alone. When b does not
-    divide N the last block is shorter. A unit changes one block only. If each block is clipped as a whole, choosing k
-    of n blocks is choosing k of n units, and the subsampling operator at rate k / n covers it. If units are clipped one
-    by one it does not: `make_private` refuses that.
+    The blocks are the units 0..b-1, b..2b-1, and so on; the last block is shorter if b does not divide N. A unit
+    changes one block only. If each block is clipped as a whole, choosing k of n blocks is equivalent to choosing k of n
+    units, and the subsampling operator at rate k / n applies. If units are clipped one by one it does not apply, and
+    `make_private` raises an error.
     """
 
     sampling: ClassVar[Sampling] = Sampling.PARTITION
@@ -232,9 +232,9 @@ class Partition(_OfMiniSets):
 
 @dataclass(frozen=True)
 class Shuffled(_OfBatchSize):
-    """Each unit once an epoch, in a random order: what ordinary training does.
+    """Each unit once per epoch, in a random order, as in non-private training.
 
-    When B does not divide N the last batch of an epoch is shorter. No amplification is claimed.
+    If B does not divide N, the last batch of an epoch is shorter. No amplification is claimed.
     """
 
     sampling: ClassVar[Sampling] = Sampling.SHUFFLED
@@ -260,7 +260,7 @@ class Shuffled(_OfBatchSize):
 
 @dataclass(frozen=True)
 class Full(Scheme):
-    """Every unit in every step: a step is an epoch, and no size is random."""
+    """Full batches: every unit in every step."""
 
     sampling: ClassVar[Sampling] = Sampling.FULL
     sample_rate: ClassVar[float] = 1.0
@@ -299,24 +299,23 @@ def make_scheme(
     max_batch_size: int | None = None,
     mini_sets: int = 1,
 ) -> Scheme:
-    """The scheme of that name.
+    """Make the scheme with this name.
 
     Args:
         sampling: 'poisson', 'truncated-poisson', 'fixed-size', 'partition', 'shuffled' or 'full'.
         dataset_size: N, the number of units; public.
         batch_size: B; for 'poisson' the expected size, q = B / N. 'full' takes none.
         sample_rate: q, in place of `batch_size`, for 'poisson' and 'truncated-poisson' only.
-        max_batch_size: for 'truncated-poisson', the most units of a batch. By default so many that cutting
-            costs nothing.
-        mini_sets: for 'partition', how many blocks make up a batch; for 'fixed-size', how many classes of indices
-            it has as many units of.
+        max_batch_size: for 'truncated-poisson', the largest batch size. The default is so high that truncation costs
+            no privacy.
+        mini_sets: for 'partition', the number of blocks in a batch; for 'fixed-size', the number of index classes.
     """
     scheme = SCHEMES[one_of("sampling", sampling, Sampling)]
     if max_batch_size is not None and scheme is not TruncatedPoisson:
-        raise ConfigurationError("max_batch_size goes with sampling='truncated-poisson' only: leave it out.")
+        raise ConfigurationError("max_batch_size is for sampling='truncated-poisson' only: leave it out.")
     if mini_sets != 1 and not scheme.draws_by_mini_sets:
         raise ConfigurationError(
-            "mini_sets goes with sampling='partition' or 'fixed-size' only, whose draws depend on it: leave it out."
+            "mini_sets is for sampling='partition' or 'fixed-size' only, whose draws depend on it: leave it out."
         )
     size = whole("dataset_size", dataset_size, least=1)
     return scheme.make(size, batch_size, sample_rate, max_batch_size=max_batch_size, mini_sets=mini_sets)

@@ -87,7 +87,7 @@ def test_no_two_streams_share_a_word() -> None:
     assert len(np.unique(found)) == len(found)
 
 
-def test_without_the_package_a_run_is_refused_and_says_what_to_install(
+def test_without_the_package_a_run_is_refused_and_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)

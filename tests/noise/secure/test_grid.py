@@ -129,7 +129,7 @@ def test_every_number_gets_its_own_noise_once(
     sums = [torch.randn(s, dtype=dtype, generator=random) for s in ((3, 4), (), (150,), (60, 1), (0, 3))]
     given = [t.clone() for t in sums]
     found = noised_on_grid(given, counting, divisor, g, scales)
-    assert given == []  # memory is given back on the way
+    assert given == []  # memory is freed early
     noise = [counting(0, 13).split([12, 1]), (counting(1, 150),), counting(2, 60).split([60, 0])]
     flat = [t for bucket in noise for t in bucket]
     for total, steps, out, m in zip(sums, flat, found, scales or (1.0,) * 5, strict=True):

@@ -112,7 +112,7 @@ def test_every_value_is_the_one_that_exact_arithmetic_gives(ratio: float) -> Non
         assert tuple(drawn[2 * j : 2 * j + 2]) == _decide(derived(), j, k[j], a[j], ratio)
 
 
-def test_further_words_belong_to_the_pair_and_go_on_with_its_bits() -> None:
+def test_further_words_belong_to_the_pair_and_continue_with_its_bits() -> None:
     """A word of 0 is never enough."""
     key, ratio = derived(), 2.0**40
     found = _decide(key, 5, 0, 2**63 + 12345, ratio)
@@ -175,7 +175,7 @@ def test_pairs_of_different_chunks_have_further_words_of_their_own(monkeypatch: 
     assert len(np.unique(np.hypot(z[0::2], z[1::2]).round(6))) == 64
 
 
-def test_the_long_way_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exact_path_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(rounded, "_decide", lambda key, pair, *rest: asked.append(pair) or (0, 0))
     rounded_gaussian(derived(), 1 << 19, 2.0**26)

@@ -1,4 +1,4 @@
-"""Whole runs with secure noise: what is released lies on the grid, and everybody is told."""
+"""Whole runs with secure noise: releases are on the grid, and statements and ledgers name the noise."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_kind_that_is_not_known_is_refused(noise: Any) -> None:
         private_run(noise=noise)
 
 
-# ---- who is told ----------------------------------------------------------------------------------------
+# ---- statement, ledger, checkpoint ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", ["standard", "secure"])
@@ -172,7 +172,7 @@ def test_statement_ledger_and_checkpoint_know_the_kind(noise: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("first", ["standard", "secure"])
-def test_another_kind_goes_on_with_a_fresh_key_and_the_weaker_one_is_stated(
+def test_another_kind_continues_with_a_fresh_key_and_the_weaker_one_is_stated(
     first: str, tmp_path: Path
 ) -> None:
     second = {"standard": "secure", "secure": "standard"}[first]
@@ -231,7 +231,7 @@ def test_no_key_serves_two_draws(noise: str, monkeypatch: pytest.MonkeyPatch) ->
     seen = drawn_keys(private, monkeypatch)
     train(model, private, 4)
     state = private.state_dict()
-    assert len(seen) == 4 * 4  # four tensors, none of which has room beside another
+    assert len(seen) == 4 * 4  # four tensors, each too large to share a bucket
     with pytest.warns(PrivacyWarning):
         private.load_state_dict(state)
     train(model, private, 4)

@@ -1,4 +1,4 @@
-"""Words of ChaCha20, from the package `cryptography` (OpenSSL): the key stream is what encrypts zeros.
+"""Words of ChaCha20 from the package `cryptography` (OpenSSL): the key stream is the encryption of zeros.
 
 A block is 64 bytes, a function of the key (32 bytes), a nonce (12 bytes) and a block counter (4 bytes, from 0).
 The nonce is `use` (4 bytes) and `index` (8 bytes), so under one key no two pairs (use, index) share a word.
@@ -19,21 +19,14 @@ _LONGEST = 1 << 18  # bytes of one call: far below the 2^38 of one nonce
 
 
 def require_cipher() -> None:
-    """Refuse at once where the package is missing."""
+    """Raise if the package is missing."""
     _ciphers()
 
 
 def words(key: bytes, use: int, index: int, count: int) -> Words:
-    """The first `count` 64-bit words of a stream; fewer are the beginning of more.
-
-    Args:
-        key: 32 bytes.
-        use: what the words are for, below 2^32.
-        index: which stream of that use, below 2^64.
-        count: at most 2^15.
-    """
+    """The first `count` (at most 2^15) 64-bit words of stream `index` (below 2^64) for a `use` (below 2^32)."""
     assert 8 * count <= _LONGEST
-    # OpenSSL takes the counter first, then the nonce, all of it little-endian.
+    # OpenSSL takes the counter, then the nonce, both little-endian.
     place = bytes(4) + use.to_bytes(4, "little") + index.to_bytes(8, "little")
     package = _ciphers()
     stream = package.Cipher(package.algorithms.ChaCha20(key, place), mode=None).encryptor()

@@ -1,8 +1,8 @@
-"""Box-Muller in as many digits as it takes: which whole number is nearest to a value that float64 cannot decide.
+"""Box-Muller with as many digits as needed: the nearest whole number of a value that float64 cannot decide.
 
-A uniform of which the first n bits are known is a real number in (u, u + 1) 2^-n. The pair that it makes with an
-angle of n bits lies in an interval; if all of it has one nearest whole number, that is the answer, whatever the
-bits to come. Each further bit halves the interval.
+A uniform with known first n bits is a real number in (u, u + 1) 2^-n. Together with an angle of n bits it gives a pair
+of intervals. If all values of an interval have the same nearest whole number, that is the result for all further bits.
+Each further bit halves the interval.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from decimal import ROUND_HALF_EVEN, Context, Decimal, getcontext, localcontext
 from functools import lru_cache
 
-_GUARD = 40  # digits beyond those that hold u 2^-bits exactly; the last 20 of them are given up to rounding
+_GUARD = 40  # digits beyond those that represent u 2^-bits exactly; the last 20 absorb rounding
 
 
 def nearest_pair(u: int, v: int, bits: int, ratio: float) -> tuple[int | None, int | None]:
@@ -21,12 +21,12 @@ def nearest_pair(u: int, v: int, bits: int, ratio: float) -> tuple[int | None, i
 
     Args:
         u: the first bits of U, a whole number.
-        v: those of V. It counts modulo 2^bits.
-        bits: how many of each.
-        ratio: what the normal is multiplied by, taken as the exact number that the float is.
+        v: the first bits of V, modulo 2^bits.
+        bits: the number of bits of each.
+        ratio: the factor of the normal, taken as the exact value of the float.
     """
     if u == 0:
-        return None, None  # U may be as small as it likes
+        return None, None  # U may be arbitrarily small
     with localcontext(Context(prec=bits + _GUARD, rounding=ROUND_HALF_EVEN, Emax=10**6, Emin=-(10**6))):
         scale = Decimal(5**bits).scaleb(-bits)  # 2^-bits
         shortest, longest = (_radius(Decimal(end) * scale) for end in (u + 1, u))
@@ -40,13 +40,13 @@ def nearest_pair(u: int, v: int, bits: int, ratio: float) -> tuple[int | None, i
 
 
 def _radius(u: Decimal) -> Decimal:
-    """sqrt(-2 ln u), of which decimal's functions round the last digit correctly."""
+    """sqrt(-2 ln u). Decimal's functions round correctly."""
     return (-2 * u.ln()).sqrt() if u < 1 else Decimal(0)
 
 
 def _nearest(shortest: Decimal, longest: Decimal, low: Decimal, high: Decimal, ratio: Decimal) -> int | None:
     products = [radius * side * ratio for radius in (shortest, longest) for side in (low, high)]
-    # Each was rounded a few times, by 10^(1 - digits) of its size at most; sine and cosine err by 10^(3 - digits).
+    # A few roundings of relative size up to 10^(1 - digits) each; sine and cosine err by 10^(3 - digits).
     rounding = (longest + 1) * ratio * Decimal(1).scaleb(_GUARD // 2 - getcontext().prec)
     half = Decimal("0.5")
     first = math.floor(min(products) - rounding + half)
@@ -55,7 +55,7 @@ def _nearest(shortest: Decimal, longest: Decimal, low: Decimal, high: Decimal, r
 
 
 def _cos_sin(v: int, bits: int) -> tuple[Decimal, Decimal]:
-    """Cosine and sine of 2 pi v 2^-bits, by their series within an eighth of a circle."""
+    """Cosine and sine of 2 pi v 2^-bits, by their series, reduced to an eighth of a circle."""
     circle = 1 << bits
     quarters = (4 * v + circle // 2) // circle
     rest = 4 * v - quarters * circle  # at most half a quarter, exactly
@@ -65,7 +65,7 @@ def _cos_sin(v: int, bits: int) -> tuple[Decimal, Decimal]:
 
 
 def _series(x: Decimal) -> tuple[Decimal, Decimal]:
-    """sum_n (-1)^n x^2n / (2n)! and its sister, up to terms that change nothing."""
+    """cos x = sum_n (-1)^n x^2n / (2n)! and sin x, up to negligible terms."""
     cos, sin, term, n = Decimal(1), x, x, 1
     least = Decimal(1).scaleb(-getcontext().prec - 5)
     while abs(term) > least:
@@ -79,7 +79,7 @@ def _series(x: Decimal) -> tuple[Decimal, Decimal]:
 
 @lru_cache(maxsize=8)
 def _pi(digits: int) -> Decimal:
-    """pi = 16 arctan(1/5) - 4 arctan(1/239), in whole numbers of 10^-(digits + 10)."""
+    """pi = 16 arctan(1/5) - 4 arctan(1/239), in integer multiples of 10^-(digits + 10)."""
     one = 10 ** (digits + 10)
 
     def arctan_of_one_over(x: int) -> int:

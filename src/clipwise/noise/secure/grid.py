@@ -1,4 +1,4 @@
-"""The grid that a sum is rounded to: its step, what it adds to the sensitivity, and the release on it."""
+"""The grid of secure noise: its step, its addition to the sensitivity, and the release on it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from clipwise.noise.release import buckets
 from clipwise.privacy import Part
 
 FINER_THAN_SENSITIVITY = 2.0**-16
-COARSER_THAN_NOISE = 2.0**-36  # a finer grid would send too many values the long way round
-LARGEST = 2.0**52  # steps of the grid: beyond, whole numbers are not all floats
+COARSER_THAN_NOISE = 2.0**-36  # a finer grid would need the slow exact path too often
+LARGEST = 2.0**52  # grid steps; well within the exact whole numbers of float64
 
-Draw = Callable[[int, int], Tensor]  # from a bucket's number and size to whole numbers in float64
+Draw = Callable[[int, int], Tensor]  # (bucket number, size) -> whole numbers in float64
 
 
 def grid_step(sensitivity: float, noise_std: float, size: int) -> float:
     """The largest power of two g with g sqrt(d) <= 2^-16 S; or g <= 2^-36 sigma, where that is more.
 
-    An empty part (d = 0) takes the step of a single number: nothing lies on its grid.
+    An empty part (d = 0) gets the step of d = 1.
     """
     limit = max(
         FINER_THAN_SENSITIVITY * sensitivity / math.sqrt(max(size, 1)), COARSER_THAN_NOISE * noise_std
@@ -32,11 +32,9 @@ def grid_step(sensitivity: float, noise_std: float, size: int) -> float:
 
 
 def on_grid(parts: Sequence[Part], sizes: Mapping[str, int]) -> tuple[Part, ...]:
-    """The same parts on grids, at the same multiplier: S' = S + g sqrt(d), and noise that grows as S does.
+    """The same parts on grids, with the same multiplier: S' = S + g sqrt(d), and noise in proportion.
 
-    Args:
-        parts: with their noise; one without noise has no grid.
-        sizes: how many coordinates each parameter has, and each part without parameters.
+    `sizes` is the number of coordinates of each parameter, and of each part without parameters.
     """
     return tuple(_on_grid(p, sum(sizes[name] for name in p.parameters or (p.name,))) for p in parts)
 
@@ -45,7 +43,7 @@ def _on_grid(part: Part, size: int) -> Part:
     if part.noise_std == 0:
         return part
     step = grid_step(part.sensitivity, part.noise_std, size)
-    up = 1 + 2.0**-40  # so that no rounding in these lines makes the noise smaller than what is stated
+    up = 1 + 2.0**-40  # so that no rounding here makes the noise smaller than stated
     sensitivity = (part.sensitivity + step * math.sqrt(size)) * (1 + 2.0**-50)
     std = part.noise_std * (sensitivity / part.sensitivity if part.sensitivity > 0 else 1.0) * up
     return replace(part, sensitivity=sensitivity, noise_std=std, grid=step)
@@ -57,8 +55,8 @@ def noised_on_grid(
 ) -> list[Tensor]:
     """(R(sum) + noise) / divisor of each, with R the nearest multiple of the step, and scales as in `release.noised`.
 
-    All is exact up to the division: whole numbers of steps in float64. Takes the sums out of the list, so that
-    memory is given back on the way.
+    Everything before the division is exact: whole numbers of steps in float64. Removes the sums from the list, so that
+    their memory is freed early.
     """
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in sums) else torch.float32
     multipliers = list(scales) or [1.0] * len(sums)

@@ -1,20 +1,20 @@
 """The rounded Gaussian: whole numbers K = round(ratio X) with X ~ N(0, 1), drawn exactly.
 
-X comes in pairs, by Box-Muller from two real uniforms of which the first 64 bits are the words k and a:
+X comes in pairs, by Box-Muller from two real uniforms with the words k and a as their first 64 bits:
 
     U in (k, k + 1) 2^-64,   t in pi (a, a + 1) 2^-63,   r = sqrt(-2 ln U),   the pair r cos t, r sin t
 
-with k unsigned and a signed. float64 finds y near ratio X from the words. Let e = 2^-53, and let log, sin and cos err
-by at most 8 e of their value (4 units of the last place). Then
+with k unsigned and a signed. From the words, float64 computes y near ratio X. Let e = 2^-53, and let log, sin and cos
+err by at most 8 e of their value (4 units of the last place). Then
 
     |Δ ln U|    <= e + 1/k + 8 e |ln U|                      the conversion of k; the bits after it; log
     |Δ r|       <= 2 |Δ ln U| / r + 2 e r                    as r^2 = -2 ln U
     |Δ cos t|   <= 3 pi e + pi 2^-63 + 8 e                   three roundings; the bits after a; cos
     |y - ratio X| / ratio  <=  36 e r + (2 e + 2/k) / r      first order, and the last two products
 
-and `margin` is ratio (64 e r + (8 e + 4/k) / r), nearly twice that. If y is further than this from the middle between
-two whole numbers, its nearest one is K. If not (a few in a million values), or if k = 0, the pair goes to
-`exact.nearest_pair` with further words of its own until there is no doubt.
+and `margin` is ratio (64 e r + (8 e + 4/k) / r), nearly twice that. If y is further than this from the midpoint between
+two whole numbers, its nearest whole number is K. If not (a few in a million values), or if k = 0, `exact.nearest_pair`
+decides, with further words of this pair.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from clipwise.noise.secure.exact import nearest_pair
 
 Reals = npt.NDArray[np.float64]
 
-# Uses of a key's words: one stream a chunk for radii and for angles, one a pair for what decides it.
+# Uses of a key's words: one stream per chunk for radii and for angles, one per pair for further bits.
 _RADII, _ANGLES, _FURTHER = 0, 1, 2
 
-# Pairs in one piece of work: torch cuts work of more than 32768 numbers over threads, and here they are ours.
-# It is part of what a key means: another size is other noise.
+# Pairs per chunk: torch would distribute more than 32768 numbers over its own threads. Another size gives other noise
+# from the same key.
 _CHUNK = 1 << 14
 
 _UNIT = 2.0**-53
@@ -49,11 +49,11 @@ _ANGLE = math.pi * 2.0**-63
 def rounded_gaussian(key: bytes, size: int, ratio: float) -> Tensor:
     """`size` independent values round(ratio X), X ~ N(0, 1), as whole numbers in float64 on the CPU.
 
-    A pure function of its arguments, whatever the number of threads; a shorter draw is the beginning of a longer one.
+    A pure function of its arguments, for any number of threads. A shorter draw is the beginning of a longer one.
 
     Args:
         key: 32 bytes from `NoiseKey.derive`. Two draws from one key are the same noise.
-        size: how many values.
+        size: the number of values.
         ratio: standard deviation over grid step, below 2^44 so that the numbers stay exact.
     """
     assert len(key) == KEY_BYTES and size >= 0 and 0 < ratio < 2.0**44
@@ -86,7 +86,7 @@ def _draw_chunk(key: bytes, chunk: int, drawn: Reals, ratio: float) -> None:
             nearest_P = np.rint(y_P)
             distance_P = np.abs(np.subtract(y_P, nearest_P, out=y_P), out=y_P)
             distance_P += margin_P
-            in_doubt.update(np.flatnonzero(~(distance_P < 0.5)).tolist())  # NaN is in doubt too
+            in_doubt.update(np.flatnonzero(~(distance_P < 0.5)).tolist())  # NaN too
             drawn[side::2] = nearest_P[: len(drawn[side::2])]
     for pair in in_doubt:
         exact = _decide(key, chunk * _CHUNK + pair, int(k_P[pair]), int(a_P[pair]), ratio)
@@ -94,9 +94,9 @@ def _draw_chunk(key: bytes, chunk: int, drawn: Reals, ratio: float) -> None:
 
 
 def _radii(k_P: Words, ratio: float) -> tuple[Reals, Reals]:
-    """ratio r, and the margin of ratio X."""
+    """ratio * r, and the margin of ratio * X."""
     u_P = k_P * 2.0**-64
-    r_P = np.abs(np.log(u_P))  # the sign of a zero too, or it would turn the margin's infinity round
+    r_P = np.abs(np.log(u_P))  # abs also clears the sign of a zero, which would make the margin -inf
     r_P *= 2
     np.sqrt(r_P, out=r_P)
     margin_P = np.divide(ratio * 4 * 2.0**-64, u_P, out=u_P)  # 4 / k
@@ -108,7 +108,7 @@ def _radii(k_P: Words, ratio: float) -> tuple[Reals, Reals]:
 
 
 def _decide(key: bytes, pair: int, k: int, a: int, ratio: float) -> tuple[int, int]:
-    """The pair that its uniforms make, of which as many bits are looked at as it takes."""
+    """The rounded pair, from as many bits of its uniforms as needed."""
     first, second = nearest_pair(k, a, 64, ratio)
     bits = 64
     while first is None or second is None:
