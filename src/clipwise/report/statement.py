@@ -272,15 +272,14 @@ class Statement:
     def _accountants(self) -> list[str]:
         """The accountants, and the assumption under which each figure holds for runs that share a ledger."""
         found = [
-            f"{self.spent.accountant} (an upper bound on epsilon); all steps are composed, and all parts of a step are one "
-            "mechanism"
+            f"{self.spent.accountant} (an upper bound on epsilon) over all steps; all parts of a step are one mechanism"
         ]
         if not self.is_shared:
             return found
         runs = len({entry.run for entry in self.history})
         found.append(
-            f"{runs} runs share this ledger. The Renyi filter is valid even if a run was configured after seeing releases "
-            "of other runs; its order depends only on the first plan in the ledger"
+            f"{runs} runs share this ledger. The Renyi filter is valid even if a run was configured after seeing "
+            "releases of other runs; its order depends only on the first plan in the ledger"
         )
         if self.if_fixed is not None:
             found.append(f"pld: epsilon {rounded_up(self.if_fixed)} {multi_run.IF_FIXED}")

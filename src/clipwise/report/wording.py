@@ -48,7 +48,7 @@ LOW_BITS = "attacks on the low bits of floating-point numbers (noise='secure' pr
 NOISE: Mapping[str, str] = {
     "standard": "floating-point Gaussian with untruncated tails, from a counter-based generator (Philox) with a secret "
     "key",
-    "secure": "Gaussian, rounded exactly to the same grid as the sum; from a stream cipher (ChaCha20) with a secret key",
+    "secure": "Gaussian, rounded exactly to the same grid as the sum; from a cipher (ChaCha20) with a secret key",
 }
 PSEUDO_RANDOM: Mapping[str, str] = {
     "standard": "the output of the counter-based generator is indistinguishable from random numbers: it is a "
