@@ -229,7 +229,9 @@ class Strategy(ABC):
         if "name" in cls.__dict__:
             other = _RECORDED.setdefault(cls.name, cls)
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigurationError(f"{cls.__name__}.name={cls.name!r} is already the name of {other.__name__}.")
+                raise ConfigurationError(
+                    f"{cls.__name__}.name={cls.name!r} is already the name of {other.__name__}."
+                )
             _RECORDED[cls.name] = cls
 
     @abstractmethod

@@ -141,7 +141,9 @@ class Batch(VectorClipping):
         elif count == 1:
             found = f"the clipped {what} of the whole batch"
         else:
-            found = f"the sum of the clipped {what}s of {count} microbatches (assigned by record index or block)"
+            found = (
+                f"the sum of the clipped {what}s of {count} microbatches (assigned by record index or block)"
+            )
         return replace(super().statement_text(recorded, unit), sum=found)
 
 

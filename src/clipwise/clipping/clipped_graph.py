@@ -152,8 +152,8 @@ def _require_present(nodes: list[Node]) -> None:
     for node in nodes:
         if not node.role.is_present:
             raise StepError(
-                f"The constants of layer {node.role.layer.name!r} changed after these losses were computed, so the noise "
-                "does not fit them. Compute the losses of the batch that was drawn last."
+                f"The constants of layer {node.role.layer.name!r} changed after these losses were computed, so the "
+                "noise does not fit them. Compute the losses of the batch that was drawn last."
             )
 
 
@@ -171,7 +171,7 @@ def _require_examples(nodes: list[Node], size: int) -> None:
     for node in nodes:
         if node.examples != size:
             raise StepError(
-                f"Layer {node.role.layer.name!r} clips rows, but the number of its rows is not that of the losses. Keep "
-                "the examples in the first dimension of every input of a layer, with positions in later dimensions, and "
-                "do not use averaged_views."
+                f"Layer {node.role.layer.name!r} clips rows, but the number of its rows is not that of the losses. "
+                "Keep the examples in the first dimension of every input of a layer, with positions in later "
+                "dimensions, and do not use averaged_views."
             )

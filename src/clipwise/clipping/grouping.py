@@ -115,7 +115,9 @@ def _in_order(names: Collection[str]) -> list[str]:
 def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter], argument: str) -> list[str]:
     found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
     if not found:
-        raise ConfigurationError(f"{argument}: {wanted!r} is not a trainable parameter or module of the model.")
+        raise ConfigurationError(
+            f"{argument}: {wanted!r} is not a trainable parameter or module of the model."
+        )
     return found
 
 

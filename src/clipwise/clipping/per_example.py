@@ -30,7 +30,9 @@ MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")
 _WRITTEN = ("instantiate", "vmap", "loop")  # methods that materialize per-example gradients
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): limits the growth of tiny gradients
-_SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # smaller weights have a relative rounding error above 2^-24
+_SMALLEST_WEIGHT = torch.finfo(
+    torch.float32
+).tiny  # smaller weights have a relative rounding error above 2^-24
 
 
 @dataclass(frozen=True)
