@@ -32,7 +32,7 @@ class NoisedStatistics:
 
         u = (m - mu) r,    w = (max(q, eps) + eps) r^2 - 1,    m = mean of a,  q = mean of (a - mu)^2
 
-    over the values a of a microbatch or of an example. The vector (u, w) in R^(2c) has entries clamped to [-1, 1] and is
+    over the values a of a microbatch or of an example. The vector (u, w) in R^(2c) is clamped to [-1, 1] and then
     clipped to norm R. Like the gradient, the sum of these vectors gets noise and is divided by a constant. The layer
     then updates
 
@@ -58,8 +58,8 @@ class NoisedStatistics:
         - Sensitivity of a layer's part with `Batch`: 2 R for a record, under zero-out and replace-one, because one
           record can reverse the vector of its microbatch. It changes no other microbatch. If the unit is a user: R
           under zero-out. Activations need not be bounded, nor rows independent.
-        - Sensitivity with `PerExample`: R under zero-out, 2 R under replace-one. Assumption: each layer gets one row per
-          example, in the order of the losses (checked in every step), and each row depends on its own example only
+        - Sensitivity with `PerExample`: R under zero-out, 2 R under replace-one. Assumption: each layer gets one row
+          per example, in the order of the losses (checked in every step), and each row depends on its own example only
           (probed on the first batches, not proven). Rounding of activations may depend on the batch size, as that of
           losses; u and w amplify it by less than 3 eps^(-1/2).
         - A vector that is not finite is replaced by 0. Norms and sums use float64, and vectors are clipped to
@@ -106,7 +106,7 @@ class LayerStatistics:
                 self._layers[part_name(name)] = layer
         if not self._layers:
             raise ConfigurationError(
-                "running_statistics=NoisedStatistics(...) found no suitable layer in the model. Before make_private call "
+                "running_statistics=NoisedStatistics(...) found no layer to learn for. Before make_private call "
                 "clipwise.layers.without_running_statistics(model) for Batch, or with_released_statistics(model) for "
                 "PerExample, and model.train()."
             )
@@ -154,8 +154,8 @@ class LayerStatistics:
                 )
             if layer not in seen:
                 raise UnsupportedModelError(
-                    f"The layer of {name!r} is not in the graph of the losses, so its released statistics would be pure "
-                    "noise. Use it in the forward pass, without torch.compile, or freeze it with .eval() before "
+                    f"The layer of {name!r} is not in the graph of the losses, so its released statistics would be "
+                    "pure noise. Use it in the forward pass, without torch.compile, or freeze it with .eval() before "
                     "make_private."
                 )
             yield name, layer, seen[layer]
