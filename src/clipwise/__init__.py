@@ -1,4 +1,4 @@
-"""clipwise: train PyTorch models under differential privacy, with a guarantee that holds."""
+"""clipwise: differentially private training of PyTorch models."""
 
 from clipwise import accounting, audit, gradients, layers, lipschitz
 from clipwise.clipping import (

@@ -1,27 +1,26 @@
-"""What clipwise raises. A message names the layer or argument, says what is wrong and what to do
-instead, and never carries a data value: a refusal is an output too."""
+"""Errors and warnings of clipwise.
+
+A message names the layer or argument, the problem and the remedy. It never contains data values, because an error
+message is an output too.
+"""
 
 from __future__ import annotations
 
 
 class ClipwiseError(Exception):
-    """Base of every error that clipwise raises on purpose."""
+    """Base class of all clipwise errors."""
 
 
 class ConfigurationError(ClipwiseError, ValueError):
-    """An argument, or a combination of arguments, that cannot be made private as given."""
+    """An argument, or a combination of arguments, is invalid or not supported."""
 
 
 class UnsupportedModelError(ClipwiseError):
-    """A model or a loss whose per-example gradients cannot be bounded."""
+    """The per-example gradients of the model or the loss cannot be bounded."""
 
 
 class UnreachedParametersError(UnsupportedModelError):
-    """Trainable parameters take no part in the losses.
-
-    Attributes:
-        names: of these parameters.
-    """
+    """The losses do not depend on some trainable parameters, listed in `names`."""
 
     def __init__(self, message: str, names: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -29,15 +28,15 @@ class UnreachedParametersError(UnsupportedModelError):
 
 
 class CoupledExamplesError(UnsupportedModelError):
-    """One example's loss depends on another example, so clipping examples bounds nothing."""
+    """The loss of one example depends on another example, so per-example clipping gives no bound."""
 
 
 class StepError(ClipwiseError):
-    """The training loop called the engine in an order or with values that it cannot accept."""
+    """The training loop called the engine in the wrong order or with invalid values."""
 
 
-class BudgetExhausted(ClipwiseError):  # noqa: N818 (an end that was planned, no mistake)
-    """One more step would pass the privacy budget. Nothing was released for that step."""
+class BudgetExhausted(ClipwiseError):  # noqa: N818 (a planned end, not a failure)
+    """One more step would exceed the privacy budget. Nothing was released for that step."""
 
 
 class LedgerError(ClipwiseError):
@@ -45,20 +44,20 @@ class LedgerError(ClipwiseError):
 
 
 class LedgerBusyError(LedgerError):
-    """Another process writes to this ledger."""
+    """Another process has this ledger open for writing."""
 
 
 class CheckpointError(ClipwiseError):
-    """A checkpoint does not fit the run that loads it."""
+    """A checkpoint does not match the run that loads it."""
 
 
 class UnsupportedEventError(ClipwiseError):
-    """An accountant that has no bound for a kind of event; it refuses instead of guessing."""
+    """The accountant has no bound for this kind of event."""
 
 
 class AuditError(ClipwiseError):
-    """An audit found that a run promises more privacy than it has."""
+    """An audit found that a run has less privacy than it states."""
 
 
 class PrivacyWarning(UserWarning):
-    """Something that weakens or wastes a guarantee, though it stays true."""
+    """The guarantee still holds, but something weakens it or wastes privacy budget."""

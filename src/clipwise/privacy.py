@@ -1,8 +1,7 @@
-"""The vocabulary that all stages share: what is protected, what one step releases, what that costs.
+"""Types shared by all modules: adjacency, unit, sampling, events and their parts.
 
-Nothing here touches tensors or data. A *scheme* draws the batch, a *strategy* bounds a sum over it,
-and one step is one Gaussian mechanism on that sum. `Event` is that mechanism as data: all that an
-accountant needs to know, and nothing that an auditor may not see.
+A sampling scheme draws the batch, a clipping strategy bounds a sum over it, and one step is a Gaussian mechanism on
+that sum. `Event` holds the parameters of this mechanism, all of them public. Nothing here touches tensors or data.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from clipwise.errors import ConfigurationError
 
 
 class Adjacency(str, Enum):
-    """Which two data sets a guarantee makes hard to tell apart.
+    """The neighbouring relation between data sets.
 
-    ZERO_OUT: one unit is replaced by an empty one, which is removed before anything is computed. The
-    size of the data set is public. Under Poisson sampling the accounting is that of add/remove.
-    ADD_REMOVE: one unit is added or removed, so the size of the data set is not public. For accounting only:
-    a run under it would have to take its rate and its number of steps from elsewhere.
-    REPLACE_ONE: one unit is replaced by any other; a clipped sum then moves by up to twice its bound.
+    ZERO_OUT: one unit is replaced by an empty one, which contributes nothing. The size of the data set is public.
+    Under Poisson sampling the accounting is that of add/remove.
+    ADD_REMOVE: one unit is added or removed, so the size of the data set is not public. For accounting only: a run
+    would need a sampling rate and a number of steps that do not depend on the size.
+    REPLACE_ONE: one unit is replaced by any other. A clipped sum then changes by up to twice the clipping norm.
     """
 
     ZERO_OUT = "zero-out"
@@ -35,7 +34,7 @@ class Adjacency(str, Enum):
 
 
 class Unit(str, Enum):
-    """What the guarantee protects: one record, one mini-set of records, or all records of a user."""
+    """The unit of privacy: one record, one microbatch of records, or all records of one user."""
 
     RECORD = "record"
     MINI_SET = "mini-set"
@@ -48,12 +47,12 @@ class Unit(str, Enum):
 class Sampling(str, Enum):
     """How a batch is drawn.
 
-    POISSON: each unit is included independently with one probability.
-    TRUNCATED_POISSON: the same, but of more units than a public limit a uniform subset of that size is kept.
+    POISSON: each unit is included independently with the same probability.
+    TRUNCATED_POISSON: as POISSON, but a batch above a public limit is reduced to a uniform subset of that size.
     FIXED_SIZE: a uniform subset of constant size.
-    PARTITION: one block or several, uniformly, of a partition fixed beforehand and independent of the data. Its
-    accounting holds where each block is clipped as a whole.
-    SHUFFLED: each unit once an epoch, in random order; no amplification is claimed.
+    PARTITION: one or more uniformly drawn blocks of a partition that is fixed in advance, independently of the data.
+    The accounting requires that each block is clipped as a whole.
+    SHUFFLED: each unit once per epoch, in random order; no amplification is claimed.
     FULL: every unit in every step.
     """
 
@@ -68,8 +67,7 @@ class Sampling(str, Enum):
         return self.value
 
 
-# The pairs for which a sensitivity and an accountant are both proven; every other pair is refused.
-# The first adjacency of a scheme is its default.
+# The pairs with a proven sensitivity and a proven accountant. The first adjacency is the default of the scheme.
 SUPPORTED: Mapping[Sampling, tuple[Adjacency, ...]] = {
     Sampling.POISSON: (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE),
     Sampling.TRUNCATED_POISSON: (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE),
@@ -81,20 +79,20 @@ SUPPORTED: Mapping[Sampling, tuple[Adjacency, ...]] = {
 
 
 class Amplification(Enum):
-    """Why a step costs less than its Gaussian mechanism.
+    """The kind of privacy amplification by subsampling.
 
-    COIN: the unit is in the batch independently of all others, and adds nothing if not. Worst pairs: (P, Q) and
-    (Q, P) of accounting/gaussian.py, which are two directions to be composed each on its own.
-    DRAW: another unit stands in if it is not drawn (replace-one), and moves the release by one sensitivity at most. The
-    worst pair is the subsampling operator C_p(G_{1/z}), which is symmetric: one pair that dominates both directions at
-    once. In a partition a whole block stands in, so each block must be clipped as a whole.
+    COIN: the unit is included independently of all others, and contributes nothing if it is not included. The
+    dominating pairs are (P, Q) and (Q, P) of accounting/gaussian.py; each direction is composed separately.
+    DRAW: if the unit is not drawn, another unit takes its place (replace-one) and changes the release by at most one
+    sensitivity. The dominating pair is the subsampling operator C_p(G_{1/z}), which is symmetric and covers both
+    directions. In a partition a whole block takes the place, so each block must be clipped as a whole.
     """
 
     COIN = "coin"
     DRAW = "draw"
 
 
-# The pair that a step of each scheme reduces to; None for a Gaussian mechanism that every unit takes part in.
+# The dominating pair of a step of each scheme; None for a Gaussian mechanism without amplification.
 AMPLIFICATION: Mapping[Sampling, Amplification | None] = {
     Sampling.POISSON: Amplification.COIN,
     Sampling.TRUNCATED_POISSON: Amplification.COIN,
@@ -106,7 +104,7 @@ AMPLIFICATION: Mapping[Sampling, Amplification | None] = {
 
 
 def require_supported(sampling: Sampling, adjacency: Adjacency) -> None:
-    """Refuse a scheme and an adjacency that have no proven accounting together."""
+    """Raise if there is no proven accounting for this scheme and this adjacency."""
     if adjacency not in SUPPORTED[sampling]:
         allowed = " or ".join(repr(str(a)) for a in SUPPORTED[sampling])
         raise ConfigurationError(
@@ -120,14 +118,13 @@ class Event:
 
     Args:
         sampling: the scheme that drew the batch.
-        adjacency: the neighbouring relation that `noise_multiplier` is relative to.
-        unit: what is protected.
-        noise_multiplier: z, the noise's standard deviation over the sensitivity *under this adjacency*
-            (2C, not C, for a clipped sum under replace-one). With several parts it is the effective
-            one of the joint mechanism. 0 means no noise and an infinite epsilon.
-        sample_rate: the probability that a given unit is in the batch. For SHUFFLED it is 1 / period;
-            for FULL it is 1.
-        period: for SHUFFLED, the number of steps in which each unit takes part exactly once; else 1.
+        adjacency: the neighbouring relation that `noise_multiplier` refers to.
+        unit: the unit of privacy.
+        noise_multiplier: z, the standard deviation of the noise over the sensitivity *under this adjacency* (2C, not
+            C, for a clipped sum under replace-one). With several parts it is that of the joint mechanism. 0 means no
+            noise and an infinite epsilon.
+        sample_rate: the probability that a given unit is in the batch; 1 / period for SHUFFLED, 1 for FULL.
+        period: for SHUFFLED, the number of steps in which each unit is used exactly once; else 1.
         excess: for TRUNCATED_POISSON, the probability that more units are drawn than the limit; else 0.
     """
 
@@ -142,20 +139,20 @@ class Event:
     def __post_init__(self) -> None:
         require_supported(self.sampling, self.adjacency)
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
-            raise ConfigurationError("noise_multiplier must be a finite number that is not negative.")
+            raise ConfigurationError("noise_multiplier must be a finite number of at least 0.")
         if not 0 < self.sample_rate <= 1:
             raise ConfigurationError("sample_rate must lie in (0, 1].")
         if self.period < 1 or (self.period > 1 and self.sampling is not Sampling.SHUFFLED):
             raise ConfigurationError("period must be at least 1, and is 1 unless sampling is 'shuffled'.")
         if self.sampling is Sampling.FULL and self.sample_rate != 1:
-            raise ConfigurationError("sampling='full' takes every unit: its sample_rate is 1.")
+            raise ConfigurationError("sampling='full' uses every unit in every step: sample_rate must be 1.")
         if not 0 <= self.excess <= 1:
-            raise ConfigurationError("excess is a probability: it must lie in [0, 1].")
+            raise ConfigurationError("excess is a probability and must lie in [0, 1].")
         if self.excess > 0 and self.sampling is not Sampling.TRUNCATED_POISSON:
             raise ConfigurationError("excess must be 0 unless sampling is 'truncated-poisson'.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The event in plain types, for the ledger, a checkpoint or a statement; an excess of 0 is left out."""
+        """The event in JSON types; an excess of 0 is omitted."""
         return {
             key: str(v) if isinstance(v, Enum) else v
             for key, v in asdict(self).items()
@@ -178,16 +175,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Entry:
-    """`count` releases of one event in a row, by one run.
+    """`count` consecutive releases of one event by one run.
 
-    Two entries are never merged across a change of key or of the run: a shuffled epoch that is broken off and begun
-    again takes its units part twice, so each entry of a shuffled event counts ceil(count / period) passes.
+    Entries are never merged across a change of the key or of the run. A shuffled epoch that is interrupted and
+    restarted uses units twice, so each entry of a shuffled event counts ceil(count / period) passes.
 
     Args:
         event: the kind of step.
-        count: how many of them.
-        run: the tag of the run that made them; "" if nobody said. It does not take part in comparisons, since a
-            release costs the same whichever run made it.
+        count: the number of steps.
+        run: the tag of the run; "" if unknown. Comparisons ignore it, since the cost does not depend on the run.
     """
 
     event: Event
@@ -200,15 +196,15 @@ class Part:
     """One piece of a step's release.
 
     Args:
-        name: how messages and the statement call it.
-        parameters: the names of the model's parameters that it holds.
-        sensitivity: L2 sensitivity of the *sum* (before division), under the step's adjacency.
+        name: the name used in messages and in the statement.
+        parameters: the names of its model parameters.
+        sensitivity: L2 sensitivity of the *sum* (before division), under the adjacency of the step.
         noise_std: standard deviation of the noise on each coordinate of the sum.
-        scales: one for each parameter, if any: its sum is multiplied by this before the noise, and what comes
-            out is divided by it. Sensitivity and noise are those of the scaled sum.
-        alone: a unit that moves this part moves none of the others that are marked so.
-        grid: the step of the grid that the sum is rounded to before the noise, which lies on it too; 0: on none.
-            The sensitivity is then that of the rounded sum.
+        scales: a factor for each parameter, or empty. The sum is multiplied by it before the noise is added, and
+            divided by it afterwards. Sensitivity and noise are those of the scaled sum.
+        alone: a unit that changes this part changes no other part with this mark.
+        grid: the step of the grid to which the sum and the noise are rounded; 0 for no rounding. The sensitivity is
+            that of the rounded sum.
     """
 
     name: str
@@ -221,9 +217,9 @@ class Part:
 
 
 def effective_multiplier(parts: Sequence[Part]) -> float:
-    """z of the joint mechanism: all parts come from one sample, so (sum_k (S_k / s_k)^2)^(-1/2).
+    """z of the joint mechanism: (sum_k (S_k / s_k)^2)^(-1/2), since all parts use the same batch.
 
-    Of the parts that a unit moves alone, only the one counts that it moves most.
+    Among the parts marked `alone`, only the largest ratio counts.
     """
     if any(p.noise_std == 0 and p.sensitivity > 0 for p in parts):
         return 0.0
@@ -245,7 +241,7 @@ def split_noise(
     if split == "equal":
         return [noise_multiplier * math.sqrt(len(sensitivities)) * s for s in sensitivities]
     if split == "optimal":
-        roots = [math.sqrt(max(d, 1)) for d in dimensions]  # a part without coordinates needs no care
+        roots = [math.sqrt(max(d, 1)) for d in dimensions]
         total = sum(s * root for s, root in zip(sensitivities, roots, strict=True))
         return [
             noise_multiplier * math.sqrt(s / root * total)
@@ -255,7 +251,7 @@ def split_noise(
 
 
 def rounded_up(epsilon: float) -> str:
-    """To four digits, never below what was spent."""
+    """Round up to four significant digits."""
     text = f"{epsilon:.4g}"
     if float(text) >= epsilon:
         return text
@@ -265,13 +261,13 @@ def rounded_up(epsilon: float) -> str:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has cost so far: the answer of `Private.spent()`.
+    """The privacy cost of a run so far, as returned by `Private.spent()`.
 
-    `reproducible` marks a run whose noise and samples come from a given seed: no guarantee is claimed for it, and the
-    figures are those that it would have with a key from the operating system.
+    `reproducible` marks a run with a user-given seed. No guarantee is claimed for it; the figures are those of the
+    same run with a secret key from the operating system.
 
-    `assumption` says what the figure rests on besides the accountant: where several runs share a ledger, most
-    accountants need all of them to be fixed before the first release.
+    `assumption` is an assumption of the figure besides those of the accountant: if several runs share a ledger, most
+    accountants require that all of them were fixed before the first release.
     """
 
     epsilon: float

@@ -198,13 +198,13 @@ def test_weights_that_float32_holds_in_part_count_as_0() -> None:
     assert C * (1 - 1e-6) < float(found["w"]) <= C  # float64 holds it
 
 
-def test_a_weight_and_a_product_are_rounded_within_the_room() -> None:
+def test_a_weight_and_a_product_are_rounded_within_the_margin() -> None:
     """In float32 both may go up: found by search, and past C where only one of them had room."""
     C, value = 0.531545636702378, 52.785825575463925
     on = {"w": nn.Parameter(torch.zeros(1))}
     found = Batch(C).attach(site(on)).clipped_sum((on["w"] * value).sum())
     assert float(found["w"]) <= C
-    assert batch._ROOM >= 4 * 2.0**-23  # in the worst case they take 2^-23 together
+    assert batch._MARGIN >= 4 * 2.0**-23  # in the worst case they take 2^-23 together
 
 
 def test_changes_in_float32_of_parameters_in_float64() -> None:

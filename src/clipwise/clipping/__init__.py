@@ -1,4 +1,4 @@
-"""How sensitivity is bounded: one file a strategy."""
+"""Clipping strategies, which bound the sensitivity of a step."""
 
 from torch import nn
 
@@ -47,5 +47,5 @@ __all__ = [
 
 
 def default_for(model: nn.Module) -> Strategy:
-    """The strategy for a model if none is given: `Backprop` for one of `layers.clip_inputs`, else `PerExample`."""
+    """The default strategy: `Backprop` for a model from `layers.clip_inputs`, else `PerExample`."""
     return PerExample() if trainable_clips(model) is None else Backprop()

@@ -1,4 +1,4 @@
-"""Clip what goes into each layer and what comes back to it, and let torch sum."""
+"""Backpropagation clipping: clip the input and the upstream gradient of each layer."""
 
 from __future__ import annotations
 
@@ -39,44 +39,47 @@ _PROBED_AGAIN = 256  # steps
 class Backprop(Strategy):
     """Backpropagation clipping: bounded gradients from one ordinary backward pass, without per-example gradients.
 
-    The model's trainable layers must be clipped ones, which `clipwise.layers.clip_inputs` puts in: each scales every
-    example's input down to a norm of C1 and, on the way back, its upstream gradient to one of C2. A layer's gradient
-    is a product of the two, so one example adds at most C1 C2 to the weights' gradient, and at most C2 to the bias's,
-    which is a part of its own. The layers hold the constants; those given here are compared with theirs. They may be
-    changed between two steps, see `clipwise.layers.set_clips`: the noise follows.
+    The trainable layers must be clipped layers, made by `clipwise.layers.clip_inputs`. Each one scales the input of
+    every example to a norm of at most C1 and, in the backward pass, its upstream gradient to a norm of at most C2. The
+    gradient of a layer is a product of the two, so one example adds at most C1 C2 to the gradient of the weights, and
+    at most C2 to that of the bias, which is a separate part. The layers hold the constants; the values given here must
+    agree with them. `clipwise.layers.set_clips` changes them between two steps, and the noise is scaled accordingly.
 
     Args:
-        input_norm: C1; None for whatever the layers have.
-        grad_norm: C2; the same.
-        mode: "clip" or "normalize"; the same.
+        input_norm: C1; None for the values of the layers.
+        grad_norm: C2; None for the values of the layers.
+        mode: "clip" or "normalize"; None for the mode of the layers.
         split: how the noise is divided over the parts: "optimal", "equal", or a weight for each part. Every trainable
             parameter is a part.
 
     Guarantee:
-        Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the allowed
-        uses of the layer) and replace-one (twice as much), under every sampling scheme that knows the adjacency but
-        "partition". Constants that change while it trains must be chosen by what is public or was released.
-        Unit: one record. All parts come from one sample and are one Gaussian release.
-        Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i (both
-        checked by probes, which are lints and no proof). The graph of every batch is read: each trainable parameter
-        must be used through its clipped layer only, no more often than allowed. Trainable weights are in float32 or
-        float64, for sums are formed in their type. Losses are summed, not averaged, and the divisor is a constant. An
-        input or an upstream gradient that is not finite counts as 0, and so do inputs longer than 2^50 C1 and gradients
-        longer than 2^76 times their bound: float32 has no digits for both scales. Rows that fill up the batch of a
-        compiled step weigh 0, under the assumption that backward passes return 0 for 0.
-        Clips aim at (1 - 2^-10) of their bounds, which covers the rounding of an example's own terms: it is relative to
-        the bound that is clipped, whatever cancels. Where products run in TF32 the stated sensitivity is larger by
-        2^-6. This takes convolutions for sums of products, as implicit GEMM forms them: with Winograd's or Fourier's
-        method the rounding of blank places is that of all of the input. Adding up B examples in float32 moves the sum
-        by a few times B 2^-24 of the sensitivity, for which there is no noise, and by as much of B 2^-18 for biases,
-        scales and shifts, whose terms may cancel to 2^-6 of their size before they are scaled up.
-        Rounding in the passes of one example may depend on the others in the batch (torch chooses its products by
-        sizes). It is taken to stay small: a network that makes it large, such as a chaotic recurrent one, moves all
-        gradients of a batch with one record. Mode "normalize" scales gradients up, but none by more than C2 2^14: one
-        that is nothing but rounding in float32 of a loss of ordinary size, where the true one is 0, stays 2^-10 of a
-        bound. Rounding is 2^13 times as long in TF32 and 2^16 times under autocast, and as much longer as losses are
-        multiplied by: use mode "clip" there if gradients may be 0. Layer and group norms of one or two numbers, behind
-        which there is nothing but rounding, are refused in mode "normalize"; written by hand, they are not seen.
+        - Adjacency: zero-out (sensitivity C1 C2 for weights, C2 for bias, scale, shift and embedding, times the allowed
+          uses of the layer) and replace-one (twice as much), under every sampling scheme that supports the adjacency,
+          except "partition". All parts use the same batch and are one Gaussian mechanism.
+        - Unit: one record.
+        - Assumptions: each loss depends on its own example only, and row i of a layer belongs to example i. Probes
+          check both; they are not a proof. Constants that change during training depend only on public or released
+          values.
+        - The graph of every batch is checked: each trainable parameter must be used only in its clipped layer, and no
+          more often than allowed. Trainable weights are float32 or float64, since sums are formed in their dtype.
+          Losses are summed, not averaged, and the divisor is a constant.
+        - An input or an upstream gradient that is not finite is replaced by 0; so are inputs longer than 2^50 C1 and
+          gradients longer than 2^76 times their bound. Padding rows of a compiled step have weight 0, assuming that
+          backward passes map 0 to 0.
+        - Norms are clipped to (1 - 2^-10) times the bound, which covers the rounding of one example's terms. In TF32
+          the stated sensitivity is larger by 2^-6. This assumes convolutions that are sums of products, as in implicit
+          GEMM; Winograd and FFT convolutions round at the scale of the whole input.
+        - Adding up B examples in float32 changes the sum by a few times B 2^-24 of the sensitivity, and by a few times
+          B 2^-18 for biases, scales and shifts, because their terms may cancel to 2^-6 of their size before they are
+          scaled up. No noise is added for this.
+        - Rounding in the passes of one example may depend on the other examples, since torch chooses kernels by size.
+          This is assumed to stay small. A network that amplifies it, such as a chaotic recurrent one, lets one record
+          change all gradients of a batch.
+        - Mode "normalize" scales gradients up by at most C2 2^14. In float32, with losses of ordinary size, a gradient
+          that consists only of rounding errors stays below 2^-10 of the bound. Rounding errors are 2^13 times as large
+          in TF32 and 2^16 times under autocast, and grow with the scale of the losses: use mode "clip" there if
+          gradients may be 0. Layer and group norms over one or two numbers, which have zero gradients up to rounding,
+          are refused in mode "normalize"; hand-written ones are not detected.
     """
 
     input_norm: Numbers | None = None
@@ -99,13 +102,13 @@ class Backprop(Strategy):
         require_split(self.split)
 
     def attach(self, site: Site) -> Clipper:
-        """Bind to a model whose trainable parameters are all in clipped layers."""
+        """Bind to a model with all trainable parameters in clipped layers."""
         require_records(site.unit, "Backprop")
         require_entries(site.parameters, "Backprop")
         return BackpropClipper(site, self.layers_of(site.model, site.parameters))
 
     def layers_of(self, model: nn.Module, parameters: Parameters) -> dict[str, ClippedLayer]:
-        """The clipped layers of a model, by name. Refused if they do not cover the parameters, or not as said here."""
+        """The clipped layers by name. Raises if they do not cover the parameters or disagree with the arguments."""
         layers = clipped_layers(model)
         self._require_agreement(layers)
         _require_float32(parameters)
@@ -113,7 +116,7 @@ class Backprop(Strategy):
         return layers
 
     def _require_agreement(self, layers: Mapping[str, ClippedLayer]) -> None:
-        named = {layer.name: layer for layer in layers.values()}  # as clip_inputs called them
+        named = {layer.name: layer for layer in layers.values()}  # the names given by clip_inputs
         for argument in ("input_norm", "grad_norm", "mode"):
             given = getattr(self, argument)
             if given is None:
@@ -125,8 +128,8 @@ class Backprop(Strategy):
                 if here == has:
                     continue
                 raise ConfigurationError(
-                    f"Backprop has {argument}={here!r} and layer {name!r} has {has!r}: give clip_inputs and Backprop "
-                    "the same, or leave it out here."
+                    f"Backprop has {argument}={here!r}, but layer {name!r} has {has!r}: pass the same value to "
+                    "clip_inputs and Backprop, or omit it here."
                 )
 
     def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
@@ -135,7 +138,7 @@ class Backprop(Strategy):
         require_rows_of_examples(losses, nodes, parameters)
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types; the clipper adds what the layers have."""
+        """The configuration in JSON types; the clipper adds the constants of the layers."""
         return {
             "strategy": self.name,
             "split": self.split if isinstance(self.split, str) else dict(self.split),
@@ -155,17 +158,13 @@ class BackpropClipper(Clipper):
         self._since_probe = 0
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
-        """One backward pass of the summed losses.
-
-        A row that only fills up a batch weighs 0: its upstream gradient is 0 in every layer, and 0 stays 0 whatever it
-        is scaled by.
-        """
+        """One backward pass of the summed losses. Padding rows have weight 0, so their upstream gradients are 0."""
         if len(losses) == 0:
             return self.nothing()
         self._require_same_constants()
         _require_float32(self._parameters)
         nodes, wiring = clipped_nodes(losses, self._parameters, self._layers.values())
-        if real_B is None:  # a captured step may not wait for the device, and comes after ordinary ones
+        if real_B is None:  # a captured step may not wait for the device, and follows eager ones
             self._probe(losses, nodes, wiring)
         weights_B = torch.ones_like(losses) if real_B is None else real_B.to(losses.dtype)
         with settled(), self.arithmetic.products():
@@ -174,14 +173,14 @@ class BackpropClipper(Clipper):
         for name, total in sums.items():
             if total is None:
                 raise UnsupportedModelError(
-                    f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
+                    f"The losses do not depend on trainable parameter {name!r}, so its private gradient would be pure "
                     "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
                 )
         return sums
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
-        """In this block examples that are not finite are noted, not cleared: see layers/clipped/switch.py."""
+        """In this block non-finite examples are noted, not replaced by 0: see layers/clipped/switch.py."""
         aside = PutAside()
         with noting() as factors:
             yield aside
@@ -189,24 +188,24 @@ class BackpropClipper(Clipper):
             aside.any(torch.cat(factors) == 0)
 
     def follow(self, is_updated: bool) -> bool:
-        """Take over constants that were set since the last step."""
+        """Use constants that were set since the last step."""
         if self._constants == self._constants_now():
             return False
         self._take_constants()
         return True
 
     def look_again(self) -> None:
-        """The next ordinary step probes."""
+        """Make the next eager step run the probe."""
         self._since_probe = _PROBED_AGAIN
 
     def state_dict(self) -> dict[str, Any]:
-        """What the layers clip to."""
+        """The constants of the layers."""
         return {
             "layers": {name: [*vars(c).values(), uses] for name, (c, uses) in self._constants_now().items()}
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Put constants back that were changed on the way; layers that clip in another way stay as they are."""
+        """Restore the norms of the layers, unless their modes, bounds or uses differ."""
         saved, here = state.get("layers", {}), self.state_dict()["layers"]
         if {name: values[2:] for name, values in saved.items()} != {n: v[2:] for n, v in here.items()}:
             return False
@@ -226,16 +225,16 @@ class BackpropClipper(Clipper):
         )
 
     def _require_same_constants(self) -> None:
-        """The noise is for the constants that were there when the batch was drawn."""
+        """The noise was computed for the constants at the time the batch was drawn."""
         for name, now in self._constants_now().items():
             if now != self._constants[name]:
                 raise StepError(
-                    f"Layer {name!r} was given other constants between the draw of a batch and its step. Call "
+                    f"The constants of layer {name!r} changed between the draw of a batch and its step. Call "
                     "layers.set_clips after a step and before the next batch is drawn."
                 )
 
     def _probe(self, losses: Tensor, nodes: list[Any], wiring: Wiring) -> None:
-        """On the first batches of every wiring, and now and then: a single example shows nothing."""
+        """Probe the first batches of every graph, and one batch in every `_PROBED_AGAIN` steps."""
         self._since_probe += 1
         left = self._to_probe.setdefault(wiring, _PROBED_BATCHES)
         if len(losses) < 2 or not (left or self._since_probe >= _PROBED_AGAIN):
@@ -245,7 +244,7 @@ class BackpropClipper(Clipper):
 
 
 def clipped_layers(model: nn.Module) -> dict[str, ClippedLayer]:
-    """By name. Refused if there are none."""
+    """The clipped layers by name. Raises if there are none."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, ClippedLayer)}
     if not layers:
         raise UnsupportedModelError(
@@ -256,27 +255,27 @@ def clipped_layers(model: nn.Module) -> dict[str, ClippedLayer]:
 
 
 def _require_float32(parameters: Parameters) -> None:
-    """torch sums gradients in the type of the weights, and a sum in 8 or 11 bits is no sum of bounded terms."""
+    """torch sums gradients in the dtype of the weights; 8 or 11 bits of precision break the bound of the sum."""
     for name, p in parameters.items():
         if torch.finfo(p.dtype).bits < 32:
             raise UnsupportedModelError(
-                f"Parameter {name!r} has the type {p.dtype}, in which sums over a batch are rounded by more than the "
-                "sensitivity allows. Keep trainable weights in float32 (model.float()), and run the forward pass "
-                "under torch.autocast for speed."
+                f"Parameter {name!r} has dtype {p.dtype}, in which the rounding of sums over a batch exceeds the "
+                "sensitivity. Keep trainable weights in float32 (model.float()), and use torch.autocast in the forward "
+                "pass for speed."
             )
 
 
 def most_of_each(parameters: Parameters, layers: Mapping[str, ClippedLayer]) -> dict[str, float]:
-    """The most that one example adds to each parameter's gradient: what its uses add, one by one."""
+    """The bound on one example's contribution to the gradient of each parameter, summed over its uses."""
     most: dict[int, float] = {}
     for where, layer in layers.items():
         bounds = layer.bounds()
-        # A parameter may have several names within one layer, such as biases that are tied: each is a use.
+        # A parameter may have several names in one layer, such as tied biases: each name is a use.
         for name, p in layer.layer.named_parameters(remove_duplicate=False):
             if name not in bounds:
                 raise UnsupportedModelError(
-                    f"Layer {where!r} ({type(layer.layer).__name__}) has a parameter {name!r}, for which there is no "
-                    "bound: take parametrizations such as weight_norm off, or train with PerExample(max_norm=...)."
+                    f"Layer {where!r} ({type(layer.layer).__name__}) has a parameter {name!r} without a known bound: "
+                    "remove parametrizations such as weight_norm, or train with PerExample(max_norm=...)."
                 )
             most[id(p)] = most.get(id(p), 0.0) + layer.uses * bounds[name]
     for name, p in parameters.items():

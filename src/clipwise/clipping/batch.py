@@ -1,4 +1,4 @@
-"""Clip the mean of a batch, or of each of its mini-sets, then sum."""
+"""Batch clipping: clip the mean gradient of each microbatch, then sum."""
 
 from __future__ import annotations
 
@@ -24,55 +24,58 @@ from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling import Partition
 from clipwise.validation.arguments import require_takes, whole, with_plain_numbers
 
-# Of C is left: norms in float64, and a weight and a product that are rounded to float32 (2^-23), stay well within it.
-_ROOM = 2.0**-20
-_ROOM_64 = 2.0**-40  # where nothing is rounded to float32
-_UNIT = 2.0**-53  # of rounding to float64
+# The margin below C for rounding: of norms in float64, and of a weight and a product in float32 (2^-23).
+_MARGIN = 2.0**-20
+_MARGIN_64 = 2.0**-40  # without rounding to float32
+_UNIT = 2.0**-53  # unit roundoff of float64
 _DOUBLE = (torch.float64, torch.complex128)
-_LEAST_WEIGHT = 2.0**-100  # that a vector is multiplied with; it counts 0 instead
-# All mini-sets of a batch that is drawn in such a way are of one size, or nearly.
+_LEAST_WEIGHT = 2.0**-100  # smaller weights are replaced by 0
+# Schemes with microbatches of (almost) equal size.
 _OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
 
 
 @dataclass(frozen=True)
 class Batch(VectorClipping):
-    """Batch clipping: the released sum is sum_j [g(S_j)]_C over the mini-sets S_j of a batch, over a constant.
+    """Batch clipping: the released sum is sum_j [g(S_j)]_C over the microbatches S_j of a batch, over a constant.
 
-    g is the mean gradient of a mini-set, or anything else that is computed from it. Examples may depend on one another
-    within a mini-set: batch norm in training mode, contrastive losses. The price is noise: at the same C and noise
-    multiplier, the noise on the update is 2 B / k times that of `PerExample` with batches of B, for k mini-sets.
+    g is the mean gradient of a microbatch (a group in the paper), or a local update computed from it. Examples of the
+    same microbatch may depend on each other: batch norm in training mode, contrastive losses. The cost is more noise:
+    at equal C and noise multiplier, the noise on the update is 2 B / k times that of `PerExample`, for batches of B
+    examples and k microbatches.
 
-    The loader hands out a batch mini-set by mini-set, and `private.step` takes the losses of each: one an example,
-    whose mean is taken, or a single number.
+    The loader yields a batch one microbatch at a time. `private.step` takes the losses of each: one loss per example,
+    which are averaged, or a single loss.
 
     Args:
-        max_norm: C, the most that one mini-set counts; with several parts the total, unless a mapping gives one
-            number a part. A `Decay` shrinks it.
-        mini_sets: k, how many mini-sets a batch has. Record i of the data set is in mini-set i mod k, and under
-            sampling="fixed-size" as many are drawn of each. Under "partition" the k blocks that are drawn are the
-            mini-sets. With `group=` each user is one.
+        max_norm: C, the clipping norm of one microbatch. With several parts it is the total, unless a mapping gives
+            one number per part. `Decay` shrinks it.
+        mini_sets: k, the number of microbatches per batch. Record i of the data set is in microbatch i mod k;
+            sampling="fixed-size" draws equally many from each. Under "partition" the k drawn blocks are the
+            microbatches. With `group=` each user is one microbatch.
         parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy.
         split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
-        local_update: what is clipped in place of the gradient: `local_update(model, mini_set)` gets a copy of the
-            model and the batch that was given to `private.step_sets`, may train the copy for any number of steps, and
-            returns the change of each trainable parameter by name; or None, for the changes of the copy itself. SGD
-            with a learning rate of 1 adds the mean of the clipped changes to the weights. Public statistics of the copy
-            are fresh; after an update of its own it calls PublicStatistics.of(model).refresh().
-        sparse: `Sparse(...)` freezes entries that do not move by more than the noise.
-        running_statistics: `NoisedStatistics(...)` releases, beside the gradient, the statistics that batch norm layers
-            need for evaluation.
+        local_update: computes the vector to clip, instead of the gradient. `local_update(model, mini_set)` gets a copy
+            of the model and the batch given to `private.step_sets`. It may train the copy for any number of steps, and
+            returns the change of each trainable parameter by name, or None for the changes of the copy. SGD with
+            learning rate 1 adds the mean of the clipped changes to the weights. Public statistics of the copy are up to
+            date; after changing the copy's weights, call PublicStatistics.of(model).refresh().
+        sparse: `Sparse(...)` freezes converged entries.
+        running_statistics: `NoisedStatistics(...)` also releases the statistics that batch norm layers need for
+            evaluation.
 
     Guarantee:
-        Adjacency: zero-out and replace-one, under every sampling scheme that knows the adjacency ("partition" not with
-        `group=`). Sensitivity of part k: 2 C_k for a record, under both, because a record that comes or goes can turn
-        the clipped mean of its mini-set round; it moves no other mini-set. If the unit is the mini-set itself (a
-        user, or a record with none beside it in its mini-set), C_k under zero-out and 2 C_k under replace-one.
-        Assumptions: mini-sets are fixed beforehand by index, block or user, whatever the draw; an empty one adds
-        nothing; what is computed of a mini-set depends on that mini-set, on what was released and on fresh random
-        numbers, and on no other mini-set (buffers of the model are watched; a list that your code keeps is not).
-        A mini-set whose gradient is not finite counts as 0, and so does what float32 holds and is longer than
-        2^100 C_k. Norms are taken in float64, and so are the sums of several mini-sets, and vectors are clipped to
-        (1 - 2^-20) C_k, so that rounding does not pass C_k.
+        - Adjacency: zero-out and replace-one, under every sampling scheme that supports the adjacency ("partition" not
+          with `group=`).
+        - Sensitivity of part k for a record: 2 C_k under both, because one record can reverse the clipped mean of its
+          microbatch. It changes no other microbatch.
+        - If the unit is the whole microbatch (a user, or the only record of its microbatch): C_k under zero-out, 2 C_k
+          under replace-one.
+        - Assumptions: microbatches are fixed in advance by index, block or user, independently of the draw. The
+          contribution of a microbatch depends only on that microbatch, on released values and on fresh random numbers.
+          (Buffers of the model are checked; Python state kept by user code is not.)
+        - An empty microbatch, or one with a gradient that is not finite, contributes 0; so does a float32 vector longer
+          than 2^100 C_k. Norms and sums of several microbatches use float64, and vectors are clipped to
+          (1 - 2^-20) C_k, so that norms stay below C_k after rounding.
     """
 
     max_norm: MaxNorm = 1.0
@@ -97,9 +100,8 @@ class Batch(VectorClipping):
         require_takes("local_update", self.local_update, "local_update(model, mini_set)", None, None)
         if self.running_statistics is not None:
             raise ConfigurationError(
-                "running_statistics=NoisedStatistics(...) learns from the layers of the model itself, and a "
-                "local_update runs on a copy: leave one of them out. clipwise.layers.recompute_statistics sets "
-                "statistics from public data."
+                "running_statistics=NoisedStatistics(...) observes the layers of the model, but local_update runs on a "
+                "copy: remove one of them. clipwise.layers.recompute_statistics sets statistics from public data."
             )
 
     @property
@@ -108,27 +110,25 @@ class Batch(VectorClipping):
 
     @property
     def allows_batch_norm(self) -> bool:  # type: ignore[override]
-        """A local update works on a copy, whatever its layers learn."""
+        """A local update works on a copy of the model, which is discarded."""
         return self.local_update is not None
 
     def attach(self, site: Site) -> Clipper:
-        """Bind to a model's trainable parameters."""
         return BatchClipper(self, site)
 
     def constants(self, site: Site) -> Constants:
         constants = super().constants(site)
         if constants.bounds:
             raise ConfigurationError(
-                "max_norm=Quantile(...) and policies that count examples are not for Batch, which clips mini-sets: "
-                "give a number, or use PerExample."
+                "Batch does not support max_norm=Quantile(...) or policies that count examples, because it clips "
+                "microbatches: give a number, or use PerExample."
             )
         return constants
 
     def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
-        """Any will do: examples may depend on one another."""
+        """No check: examples may depend on each other."""
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types."""
         update = None if self.local_update is None else name_of(self.local_update)
         return self.described() | {"mini_sets": self.mini_sets, "local_update": update}
 
@@ -137,11 +137,13 @@ class Batch(VectorClipping):
         what = "mean gradient" if recorded.get("local_update") is None else "local update"
         count = recorded.get("mini_sets", 1)
         if unit is Unit.USER:
-            found = f"the sum of every user's clipped {what}"
+            found = f"the sum of the clipped {what}s of the users"
         elif count == 1:
             found = f"the clipped {what} of the whole batch"
         else:
-            found = f"the sum of the clipped {what}s of {count} mini-sets (a record's mini-set is fixed by its place)"
+            found = (
+                f"the sum of the clipped {what}s of {count} microbatches (assigned by record index or block)"
+            )
         return replace(super().statement_text(recorded, unit), sum=found)
 
 
@@ -151,32 +153,32 @@ class BatchClipper(VectorClipper):
     def __init__(self, strategy: Batch, site: Site) -> None:
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
         self._rare = Rare()
-        self._reached: set[str] = set()  # parameters that some mini-set of the run has reached
+        self._reached: set[str] = set()  # parameters that the loss of some microbatch depended on
         k, scheme, of_users = strategy.mini_sets, site.scheme, site.unit is not Unit.RECORD
         self._most_added = scheme.dataset_size if of_users else k
-        # A sum of many float32 vectors is rounded at their scale again and again; of one there is no sum.
+        # Sums of several vectors use float64: in float32 each addition would round at their scale.
         self._adds_up = of_users or k > 1
         largest = scheme.mini_set_size if isinstance(scheme, Partition) else -(-scheme.dataset_size // k)
-        is_alone = of_users or largest == 1  # the protected unit is all of its mini-set
+        is_alone = of_users or largest == 1  # the unit is a whole microbatch
         factor = 1.0 if is_alone and site.adjacency is Adjacency.ZERO_OUT else 2.0
         vectors = scheme.expected_size if of_users else min(float(k), scheme.expected_size)
         constants = strategy.constants(site)
         statistics = LayerStatistics(strategy.running_statistics, site, factor)
         super().__init__(constants, factor, vectors, statistics)
-        if self._room(list(site.parameters)) >= 0.5:
+        if self._margin(list(site.parameters)) >= 0.5:
             raise ConfigurationError(
-                "Batch: sums of so many users, or of so many parameters in float64, may be rounded by half of "
+                "Batch: the rounding error of a sum over this many users or float64 parameters may exceed half of "
                 "max_norm: keep parameters in float32."
             )
-        # Mini-sets cannot be filled up: batch norm would see the rows. So they must be of one size.
+        # Microbatches cannot be padded, since batch norm would use the rows. So they must have one size.
         has_one_size = (
             not of_users and not scheme.has_random_size and (k == 1 or scheme.sampling in _OF_ONE_SIZE)
         )
         self.is_capturable = has_one_size and strategy.local_update is None and not statistics.bounds
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
-        """[g]_C of one mini-set, from the losses of its examples or from their loss as a whole; 0 of an empty one."""
-        assert real_B is None  # mini-sets are not filled up
+        """[g]_C of one microbatch, from its losses or its single loss; 0 if it is empty."""
+        assert real_B is None  # microbatches are not padded
         if losses.dim() and len(losses) == 0:
             return self.nothing()
         found = torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
@@ -188,7 +190,7 @@ class BatchClipper(VectorClipper):
         return self._clipped(gradients) | self._statistics.clipped(losses)
 
     def clipped_update(self, mini_set: Any) -> dict[str, Tensor]:
-        """[-delta]_C of the local update of one mini-set that is not empty: an optimizer goes against a gradient."""
+        """[-delta]_C of the local update of a non-empty microbatch: optimizers subtract the gradient."""
         assert self._strategy.local_update is not None
         deltas = local_changes(self._strategy.local_update, self._model, mini_set, self._parameters)
         return self._clipped({name: -delta for name, delta in deltas.items()})
@@ -198,7 +200,7 @@ class BatchClipper(VectorClipper):
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
-        """In this block it is not asked whether a gradient is finite."""
+        """In this block the checks for non-finite gradients are collected and read later."""
         aside = self._rare = PutAside()
         try:
             yield aside
@@ -211,12 +213,12 @@ class BatchClipper(VectorClipper):
         groups = self._constants.groups
         lengths = _lengths(vectors, self._constants.scales)
         norms = [_norm([lengths[name] for name in names]) for names in groups.values()]
-        aims = [self._constants.norms[part] * (1 - self._room(names)) for part, names in groups.items()]
+        aims = [self._constants.norms[part] * (1 - self._margin(names)) for part, names in groups.items()]
         over_P = torch.stack(torch._foreach_div(norms, aims))
         if self._rare.any(~over_P.isfinite()):
             return self._zeros()
         nus_P = over_P.clamp(min=1.0).reciprocal()
-        # A weight that float32 holds in part only would be rounded by more than the room that is left.
+        # The rounding of a subnormal float32 weight would exceed the margin.
         narrow_nus_P = nus_P.masked_fill(nus_P < _LEAST_WEIGHT, 0.0).float()
         chosen = self._constants.chosen(self.secret, 1)
         result: dict[str, Tensor] = {}
@@ -232,28 +234,28 @@ class BatchClipper(VectorClipper):
         return result
 
     def _times(self, nu: Tensor, narrow_nu: Tensor, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """nu g of each, in the type of its sum. The weight comes in float64, and in float32 for what is float32."""
+        """nu g of each vector, in the dtype of its sum. `narrow_nu` is the weight in float32."""
         types = {name: self._dtype(self._parameters[name]) for name in vectors}
         held = {g.dtype for g in vectors.values()}
         is_here = all(g.device == nu.device for g in vectors.values())
         if is_here and torch.float64 not in {*held, *types.values()}:
             given = [g.float() for g in vectors.values()]
-            # (The call for many is slow for one.)
+            # _foreach_mul is slow for a single tensor.
             found = [given[0] * narrow_nu] if len(given) == 1 else torch._foreach_mul(given, narrow_nu)
         else:
             found = [g.double() * nu.to(g.device) for g in vectors.values()]
         return {name: t.to(types[name]) for name, t in zip(vectors, found, strict=True)}
 
     def _missing(self, name: str) -> Tensor:
-        """The gradient of a parameter that a mini-set does not reach: 0, if others do, as in a mixture of experts.
+        """Zeros for a parameter that this microbatch does not use and an earlier one did (a mixture of experts).
 
-        That records take another way is their secret, and nothing to stop a run for.
+        This raises no error, because whether records use a parameter is private.
         """
         if name not in self._reached:
             raise UnreachedParametersError(
-                f"Trainable parameter {name!r} takes no part in the losses, so its private gradient would be pure "
-                "noise. Freeze it with requires_grad_(False), or use it in the forward pass; within "
-                "torch.utils.checkpoint give use_reentrant=False.",
+                f"The losses do not depend on trainable parameter {name!r}, so its private gradient would be pure "
+                "noise. Freeze it with requires_grad_(False), or use it in the forward pass; with "
+                "torch.utils.checkpoint, pass use_reentrant=False.",
                 (name,),
             )
         return torch.zeros_like(self._parameters[name])
@@ -265,19 +267,19 @@ class BatchClipper(VectorClipper):
             for name, p in parameters.items()
         }
 
-    def _room(self, names: Sequence[str]) -> float:
-        """How much of C is left for rounding: of the norm, of what is clipped, and of its sum.
+    def _margin(self, names: Sequence[str]) -> float:
+        """The fraction of C reserved for rounding: of the norm, of the clipped vector, and of the sum.
 
-        In float64, with u = 2^-53, a sum of d squares is off by d u at most, in any order, and a sum of k vectors that
-        are no longer than C by k^2 / 2 u C: twice that for the sums of two neighbours.
+        In float64, with u = 2^-53, a sum of d squares has a relative error of at most d u in any order, and a sum of k
+        vectors of norm at most C has an error of at most k^2 / 2 u C: twice that for the sums of two neighbours.
         """
         group = [self._parameters[name] for name in names]
         if any(p.dtype not in _DOUBLE for p in group):
-            return _ROOM
-        return _ROOM_64 + _UNIT * (sum(dimension(p) for p in group) + self._most_added**2)
+            return _MARGIN
+        return _MARGIN_64 + _UNIT * (sum(dimension(p) for p in group) + self._most_added**2)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """Of the sum, or of the pairs in it."""
+        """The dtype of the sum (of its real view, if complex)."""
         return torch.float64 if self._adds_up or p.dtype in _DOUBLE else torch.float32
 
 
@@ -292,6 +294,6 @@ def _lengths(vectors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
 
 
 def _norm(lengths: list[Tensor]) -> Tensor:
-    """Of a vector, from those of its pieces."""
+    """The norm of a vector from the norms of its pieces."""
     found: Tensor = lengths[0] if len(lengths) == 1 else torch.linalg.vector_norm(torch.stack(lengths))
     return found

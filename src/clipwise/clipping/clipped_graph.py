@@ -1,5 +1,8 @@
-"""What backpropagation clipping rests on, read from the graph of the losses: every way from a loss to a trainable
-parameter ends in a clipped layer, each is used as often as was said, and its rows are the examples."""
+"""Checks of the autograd graph for backpropagation clipping.
+
+Every path from a loss to a trainable parameter must end in a clipped layer, each layer must be used at most as often as
+declared, and its rows must be the examples.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
 Node = Any
-_TOO_FEW = 2  # numbers that are normalized together
-Wiring = int  # tells graphs of different operations apart, or of the same ones in another order
+_TOO_FEW = 2  # the largest group size of a normalization that is refused in mode="normalize"
+Wiring = int  # a hash of the sequence of operations in a graph
 
 
 def clipped_nodes(
     losses: Tensor, parameters: Mapping[str, Tensor], layers: Iterable[ClippedLayer]
 ) -> tuple[list[Node], Wiring]:
-    """The nodes of clipped layers behind the losses, or an error that says what bypasses them; and the wiring.
+    """The nodes of clipped layers in the graph of the losses, and a hash of the graph.
 
-    A parameter's own layer is the one among `layers`: another one around it has constants and uses of its own.
+    Raises if a parameter is used outside of its clipped layer in `layers`.
     """
     names = {id(p): name for name, p in parameters.items()}
     known = set(map(id, layers))
@@ -54,17 +57,16 @@ def clipped_nodes(
             elif layer is not None and id(layer) not in known:
                 raise UnsupportedModelError(
                     f"Parameter {name!r} is used by a clipped layer {layer.name!r} that is not in the model of this "
-                    "run, and whose constants its sensitivity does not know. Clip a model once, and make it private "
-                    "as a whole."
+                    "run, so the sensitivity does not include its constants. Call clip_inputs once, and pass the whole "
+                    "model to make_private."
                 )
             elif not _bounds(layer, slot, variable):
                 by = type(node).__name__ if layer is None else f"layer {layer.name!r}, as its input"
                 raise UnsupportedModelError(
-                    f"Parameter {name!r} is used outside of its clipped layer, by {by}, where nothing "
-                    "bounds what one example does to it. Use it through its layer alone. A penalty on weights is no "
-                    "matter of the data: give it as make_private(..., penalty=f), or take the optimizer's "
-                    "weight_decay. A model under torch.compile trains without its clips: leave it as it is, and take "
-                    "private.compiled(loss)."
+                    f"Parameter {name!r} is used outside of its clipped layer, by {by}, where its gradient is not "
+                    "bounded. Use it only in its layer. Pass a penalty on the weights as make_private(..., penalty=f), "
+                    "or use the optimizer's weight_decay. torch.compile removes the clips of a model: use "
+                    "private.compiled(loss) instead."
                 )
             if child not in entered:
                 entered.add(child)
@@ -78,11 +80,11 @@ def clipped_nodes(
 
 
 def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapping[str, Tensor]) -> None:
-    """Row i of every clipped layer must belong to example i: shown by a probe (gradients/layout.py)."""
+    """Probe that row i of every clipped layer belongs to example i (gradients/layout.py)."""
     weights_B = probe_weights(len(losses), losses)
     seen: list[dict[Node, Tensor]] = []
     ones_B = torch.ones_like(losses)
-    # Where kernels add in an order that changes, a third pass shows how far rounding goes (gradients/layout.py).
+    # For kernels with a nondeterministic order of additions, a third pass measures rounding (gradients/layout.py).
     for w in (ones_B, weights_B, 3 * ones_B)[: 2 if losses.device.type == "cpu" else 3]:
         gradients: dict[Node, Tensor] = {}
         with unclipped(gradients.__setitem__), ieee_arithmetic():
@@ -96,13 +98,13 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
             if not probe.agrees(Layout(node.axis, 1, len(losses), 1)):
                 raise CoupledExamplesError(
                     f"Layer {_layer_of(node).name!r} does not have one row for each example along axis "  # type: ignore[union-attr]
-                    f"{node.axis}, so its clips bound something else. Keep the examples in the first dimension, in "
-                    "their order, and apart from each other."
+                    f"{node.axis}, so it does not clip per example. Keep the examples in the first dimension, in their "
+                    "order, and independent of each other."
                 )
 
 
 def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
-    """Behind a normalization of one or two numbers gradients are 0 but for rounding, which would be made long."""
+    """Before a normalization over one or two numbers, gradients are rounding errors, which must not be scaled up."""
     (first, _), *_ = node.next_functions  # the input
     entered, stack = {first}, [first]
     while stack:
@@ -113,9 +115,9 @@ def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
             layer = _layer_of(node)
             what = "A normalization" if layer is None else f"Layer {layer.name!r}"
             raise UnsupportedModelError(
-                f"{what} has groups of so few numbers ({_together(node):g}) that gradients behind it are 0 but for "
-                "rounding. Rounding depends on the other examples, and mode='normalize' would make it as long as a "
-                f"gradient: take groups of more than {_TOO_FEW} numbers, or mode='clip'."
+                f"{what} normalizes groups of {_together(node):g} numbers, so the gradients of earlier layers are 0 up "
+                "to rounding. Rounding depends on the other examples, and mode='normalize' would scale it up to the "
+                f"norm of a gradient: use groups of more than {_TOO_FEW} numbers, or mode='clip'."
             )
         new = {child for child, _ in behind.next_functions} - entered
         entered |= new
@@ -123,7 +125,7 @@ def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
 
 
 def _together(node: Node) -> float:
-    """How many numbers a normalization gives a mean and a variance; inf for other nodes."""
+    """The number of values in a group of a normalization; inf for other nodes."""
     if _layer_of(node) is not None:
         return float(getattr(node, "together", math.inf))
     if node.name().startswith("NativeLayerNormBackward"):
@@ -139,9 +141,9 @@ def _layer_of(node: Node) -> ClippedLayer | None:
 
 
 def _bounds(layer: ClippedLayer | None, slot: int, parameter: object) -> bool:
-    """Whether a node bounds the gradient of what it takes in a slot: its own weights. The first slot is the input.
+    """Whether a node bounds the gradient at a slot: that of its own weights. Slot 0 is the input.
 
-    (Attention has three of them, but takes no matrix for one, as all of its weights are.)
+    (Attention has three input slots, but its weights are matrices and cannot be inputs.)
     """
     return layer is not None and slot > 0 and any(p is parameter for p in layer.layer.parameters())
 
@@ -150,8 +152,8 @@ def _require_present(nodes: list[Node]) -> None:
     for node in nodes:
         if not node.role.is_present:
             raise StepError(
-                f"Layer {node.role.layer.name!r} was given other constants after these losses were computed, and the "
-                "noise is for those it has now. Compute the losses of the batch that was drawn last."
+                f"The constants of layer {node.role.layer.name!r} changed after these losses were computed, so the "
+                "noise does not fit them. Compute the losses of the batch that was drawn last."
             )
 
 
@@ -159,9 +161,9 @@ def _require_uses(nodes: list[Node]) -> None:
     for (layer, _), count in Counter((node.role.layer, node.role.name) for node in nodes).items():
         if count > layer.uses:
             raise UnsupportedModelError(
-                f"Layer {layer.name!r} is used more often in one forward pass than the {layer.uses} times that its "
-                f"sensitivity counts. Give clip_inputs(..., uses={{{layer.name!r}: n}}) with the most uses n that may "
-                "happen, a public constant, or use a layer of its own for each."
+                f"Layer {layer.name!r} is used more than {layer.uses} times in one forward pass, which is the number "
+                f"that its sensitivity includes. Pass clip_inputs(..., uses={{{layer.name!r}: n}}) with the largest "
+                "possible number n of uses, a public constant, or use a separate layer for each use."
             )
 
 
@@ -169,7 +171,7 @@ def _require_examples(nodes: list[Node], size: int) -> None:
     for node in nodes:
         if node.examples != size:
             raise StepError(
-                f"Layer {node.role.layer.name!r} was given another number of rows than there are losses, and it clips "
-                "rows. Keep the examples along the first dimension of everything that goes into a layer (positions "
-                "behind it, not folded into it), and do not use averaged_views."
+                f"Layer {node.role.layer.name!r} clips rows, but the number of its rows is not that of the losses. "
+                "Keep the examples in the first dimension of every input of a layer, with positions in later "
+                "dimensions, and do not use averaged_views."
             )

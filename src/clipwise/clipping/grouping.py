@@ -1,4 +1,4 @@
-"""How parameters are grouped into parts, and the constants of each chosen."""
+"""Parameter groups (parts), and the interface of policies that choose them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ Groups = str | Sequence[Collection[str]] | Mapping[str, Collection[str]]
 
 
 class Policy(ABC):
-    """A rule that groups parameters and chooses their constants; given as `parts` of a strategy."""
+    """A rule that groups parameters and chooses their constants; passed as `parts` of a strategy."""
 
     @abstractmethod
     def constants(self, max_norm: float, site: Site) -> Constants:
-        """For one model, or an error if the rule cannot serve it."""
+        """The constants for one model. Raises if the rule does not support it."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types, for fingerprints and statements. It names the public data that it uses."""
+        """The rule in JSON types, with the public data that it uses."""
 
     def public_data(self) -> tuple[Public, ...]:
-        """Public data that it uses."""
+        """The public data that the rule uses."""
         return ()
 
 
 def group_parameters(
     parts: Groups, parameters: Mapping[str, torch.nn.Parameter], argument: str = "parts"
 ) -> dict[str, list[str]]:
-    """Part name -> parameter names. Every parameter is in exactly one part. `argument` is where parts were given.
+    """Part name -> parameter names. Every parameter is in exactly one part. Errors name `argument`.
 
-    "all" is one part; "layer" is a module (weight and bias together); "tensor" is each parameter; a list
-    or a mapping of lists of parameter names (or of module names, for all that is under them) is as given.
+    "all": one part; "layer": one part per module (weight and bias together); "tensor": one part per parameter; or a
+    list or mapping of lists of parameter names, or of module names for all parameters below them.
     """
     if isinstance(parts, str):
         if parts == "all":
@@ -52,7 +52,7 @@ def group_parameters(
             layers: dict[str, list[str]] = {}
             for name in parameters:
                 layers.setdefault(_layer_of(name), []).append(name)
-            own = "model" if "model" not in layers else "(model)"  # of parameters that are in no layer
+            own = "model" if "model" not in layers else "(model)"  # for parameters of the root module
             return {layer or own: names for layer, names in layers.items()}
         raise ConfigurationError(
             f"{argument}={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
@@ -60,7 +60,7 @@ def group_parameters(
     named = _named(parts, argument)
     for part, names in named.items():
         if not names:
-            raise ConfigurationError(f"{argument}: {part!r} holds no parameter; leave it out.")
+            raise ConfigurationError(f"{argument}: {part!r} has no parameters; remove it.")
     grouped = {
         part: [n for want in _in_order(names) for n in _under(want, parameters, argument)]
         for part, names in named.items()
@@ -76,13 +76,13 @@ def group_parameters(
 
 
 def _layer_of(name: str) -> str:
-    """The module that a parameter belongs to; that of what is behind a parametrized weight is the weight's own."""
+    """The module of a parameter; for an original of a parametrized weight, the module of the weight."""
     path = name.split(".")
     return ".".join(path[: path.index("parametrizations")] if "parametrizations" in path else path[:-1])
 
 
 def _named(given: object, argument: str) -> Mapping[str, Collection[str]]:
-    """Lists of names by the name of their part; refuses what is nothing of the kind."""
+    """Part name -> names. Raises if `given` does not consist of lists of names."""
     parts = given
     if isinstance(parts, (list, tuple)):
         parts = {f"group {i}": names for i, names in enumerate(parts)}
@@ -99,7 +99,7 @@ def _named(given: object, argument: str) -> Mapping[str, Collection[str]]:
 
 
 def described_groups(groups: Groups) -> Any:
-    """Groups as they were given, in plain types."""
+    """The groups as given, in JSON types."""
     if isinstance(groups, str):
         return groups
     if isinstance(groups, Mapping):
@@ -108,19 +108,21 @@ def described_groups(groups: Groups) -> Any:
 
 
 def _in_order(names: Collection[str]) -> list[str]:
-    """A set has another order in every process, and what a run has learned goes by it."""
+    """The names in a reproducible order: the order of a set differs between processes."""
     return sorted(names) if isinstance(names, (set, frozenset)) else list(names)
 
 
 def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter], argument: str) -> list[str]:
     found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
     if not found:
-        raise ConfigurationError(f"{argument}: {wanted!r} is no trainable parameter or module of the model.")
+        raise ConfigurationError(
+            f"{argument}: {wanted!r} is not a trainable parameter or module of the model."
+        )
     return found
 
 
 def norms_of_parts(max_norm: float | Mapping[str, float], parts: Sequence[str]) -> dict[str, float]:
-    """C_k of each part: given one by one, or C / sqrt(K) so that the whole gradient stays within C."""
+    """C_k of each part: as given, or C / sqrt(K), so that the whole gradient has norm at most C."""
     if isinstance(max_norm, Mapping):
         missing = [part for part in parts if part not in max_norm]
         if missing or len(max_norm) != len(parts):

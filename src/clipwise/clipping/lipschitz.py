@@ -1,4 +1,4 @@
-"""Bound the weights, not the gradients: what one example can do follows from the norms of the layers."""
+"""Weight clipping: the sensitivity follows from the norms of the weights."""
 
 from __future__ import annotations
 
@@ -43,65 +43,65 @@ from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.arguments import number, one_of, require_bool, with_plain_numbers
 from clipwise.validation.tensor_changes import Changes
 
-_SMALLEST = 1e-12  # of a sensitivity: noise that float32 rounds to nothing would hide nothing
-_LARGEST = 2.0**50  # of any value or gradient: its square is still a number in float32
+_SMALLEST = 1e-12  # of a sensitivity: float32 would round smaller noise away
+_LARGEST = 2.0**50  # of any value or gradient: its square does not overflow in float32
 
 _AS_TRACED = (
-    "layers keep the bounds that are derived from the norms of their weights: proven for each kind of layer, and every "
-    "step's graph is compared with the one that they were derived for"
+    "layers satisfy the bounds derived from the norms of their weights: proven for each kind of layer, and the graph "
+    "of every step is compared with the traced graph"
 )
 _FOLLOWING = (
-    " (of the step that was next then: bounds follow the released weights, and the noise follows them)"
+    " (of the next step: bounds are recomputed from the released weights, and the noise is scaled with them)"
 )
 
 
 @dataclass(frozen=True)
 class Lipschitz(Strategy):
-    """Weight clipping (Lip-DP-SGD): layers of bounded norm give gradients of bounded norm, and nothing else is clipped.
+    """Weight clipping (Lip-DP-SGD): weights of bounded norm give gradients of bounded norm, without gradient clipping.
 
-    Weights are clipped after each update. From their norms follow how large each value of the network can be, how
-    much a gradient can grow on its way back, and so the most that one example adds to each parameter's gradient:
+    Weights are clipped after each update. Their norms bound the activations, the growth of gradients in the backward
+    pass, and so the contribution of one example to the gradient of each parameter:
 
         X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
 
-    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is formed, so that a step costs what an
-    ordinary one costs. Unlike a clipped gradient, a bounded one is not biased.
+    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed, so a step costs about as
+    much as a non-private one. Bounding introduces no bias, unlike clipping of gradients.
 
-    The model begins with a `layers.ClipInput(input_norm)`, or with an embedding of ids. A step takes what the model
-    returned as well: `private.step(losses, outputs=outputs)`.
+    The model must begin with a `layers.ClipInput(input_norm)` or with an embedding of ids. A step also needs the
+    outputs of the model: `private.step(losses, outputs=outputs)`.
 
     Args:
         max_weight_norm: C_k, the largest norm of each layer's weights and of each bias: one number, or a mapping from
             the names of modules or parameters.
-        input_norm: X_1, that of the `ClipInput`. None for a model of ids.
-        norm: by which weights are clipped. "frobenius" is a projection; "spectral" allows more weights, but may stop
-            short of the best ones. The bounds use spectral norms in both cases.
+        input_norm: X_1, the norm of the `ClipInput`. None for a model that begins with an embedding.
+        norm: the norm to which weights are clipped. "frobenius" is a projection; "spectral" allows more weights, but
+            training may not converge to the best ones. The bounds use spectral norms in both cases.
         fixed: Fix-Lip-DP-SGD: after each update every weight is rescaled to norm C_k, up or down, theta <- C theta /
-            |theta|; biases are clipped to C_k. The bounds follow from the C_k alone, the same in each step.
+            |theta|; biases are clipped to C_k. The bounds depend only on the C_k and are the same in each step.
         temperature: tau of the softmax cross-entropy -log softmax(z / tau)_y, if no `loss` is given.
         split: how the noise is divided over the parts: "optimal", "equal", or a weight for each part.
-        loss: a `lipschitz.BoundedLoss`. Its constant bounds each example's gradient at the model's output, which is
-            clipped to it: another loss, or one that is scaled, is bounded too.
-        parts: what gets noise of its own: "tensor", each parameter, which with the optimal split needs the least
-            noise; "layer", "all", or groups of names.
-        tight: operator norms of convolutions by Fourier transforms: less noise, for many times the time.
-        balanced: move factors between layers so that the bounds add up to less noise; the network computes the same.
-            See `lipschitz.balance`. Averaged parameters are moved along; the optimizer's state (momentum) is not.
-        input_shape: of one example. By default that of the first tensor of a batch.
+        loss: a `lipschitz.BoundedLoss`. Each example's gradient at the model's output is clipped to its constant, so
+            that other or rescaled losses are bounded too.
+        parts: the parts with separate noise: "tensor" (each parameter), which needs the least noise with the optimal
+            split; "layer", "all", or groups of names.
+        tight: compute operator norms of convolutions by Fourier transforms: less noise, but much slower.
+        balanced: move factors between layers to reduce the noise, without changing the function of the network. See
+            `lipschitz.balance`. Averaged parameters are rescaled too; the optimizer's state (momentum) is not.
+        input_shape: the shape of one example. By default that of the first tensor of a batch.
 
     Guarantee:
-        Adjacency: zero-out (sensitivity Delta_k of part k) and replace-one (2 Delta_k), under every sampling scheme
-        that knows the adjacency but "partition". Unit: one record. Delta_k follows from the weights before the step,
-        which were released, and from public constants. It may change from step to step; the noise follows, the
-        multiplier stays.
-        Assumptions: an example's row of the model's input depends on that example only (probed on the first batches,
-        not proven). That the model treats each row by itself is shown by its trace. Every step compares the graph that
-        ran, and what the model reads, with the trace; what it reads stays the same from its forward pass to the step.
-        Each loss depends on its own outputs only (compared in every step, as far as a gradient shows it), and on its
-        own targets (as far as shapes show it: a loss with the mean of all targets in it has no bound).
-        Norms are certified upper bounds in float64, with room for the rounding of the network's own arithmetic; the sum
-        over B examples is formed in that arithmetic, which moves it by a few times B u Delta_k, u = 2^-24 in
-        float32, for which there is no noise. An example that is not finite counts as 0.
+        - Adjacency: zero-out (sensitivity Delta_k of part k) and replace-one (2 Delta_k), under every sampling scheme
+          that supports the adjacency, except "partition". Delta_k depends on the released weights before the step and
+          on public constants. If it changes, the noise is scaled with it, and the multiplier stays the same.
+        - Unit: one record.
+        - Assumption: an example's row of the model's input depends on that example only (probed on the first batches,
+          not proven). The trace shows that the model processes rows independently. Every step compares its graph, and
+          the tensors that the model reads, with the trace.
+        - Assumption: each loss depends only on its own outputs (checked in every step by gradients) and on its own
+          targets (checked by shapes; a loss that uses the mean of all targets is not bounded).
+        - Norms are certified upper bounds in float64, with a margin for the rounding of the network's arithmetic. The
+          sum over B examples uses that arithmetic, which changes it by a few times B u Delta_k, u = 2^-24 in float32.
+          No noise is added for this. An example with a non-finite gradient is replaced by 0.
     """
 
     max_weight_norm: MaxWeightNorm
@@ -118,7 +118,7 @@ class Lipschitz(Strategy):
 
     name = "lipschitz"
     bounds_inside = True
-    allows_batch_norm = True  # the trace refuses batch statistics, and names a layer that has bounds
+    allows_batch_norm = True  # the trace raises for batch statistics, and names a layer with bounds
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
@@ -128,15 +128,15 @@ class Lipschitz(Strategy):
             require_bool(name, getattr(self, name))
         if self.balanced and self.fixed:
             raise ConfigurationError(
-                "balanced=True does not go with fixed=True, whose bounds follow from max_weight_norm alone: choose a "
+                "balanced=True is not supported with fixed=True, where bounds depend only on max_weight_norm: choose a "
                 "norm for each layer instead."
             )
         if self.input_norm is not None:
             number("input_norm", self.input_norm, above=0)
         if isinstance(self.parts, Policy):
             raise ConfigurationError(
-                f"parts={type(self.parts).__name__}(...) chooses bounds for clipping gradients, and those of Lipschitz "
-                "follow from the weights: use 'tensor', 'layer', 'all' or lists of names."
+                f"parts={type(self.parts).__name__}(...) chooses clipping norms for gradients, but Lipschitz derives "
+                "its bounds from the weights: use 'tensor', 'layer', 'all' or lists of names."
             )
         if self.loss is None:
             SoftmaxCrossEntropy(self.temperature)
@@ -144,16 +144,16 @@ class Lipschitz(Strategy):
         bounded_losses.require_bounded(self.loss)
         if self.temperature != 1:
             raise ConfigurationError(
-                "temperature belongs to the softmax cross-entropy that is taken without `loss`: give it to the loss."
+                "temperature is for the default softmax cross-entropy only: pass it to the given `loss` instead."
             )
 
     @property
     def bounded_loss(self) -> BoundedLoss:
-        """The loss whose constant is used: from outputs and targets to one loss an example."""
+        """The loss that defines the constant: outputs and targets -> one loss per example."""
         return SoftmaxCrossEntropy(self.temperature) if self.loss is None else self.loss
 
     def attach(self, site: Site) -> Clipper:
-        """Trace the model, clip its weights, and bound its gradients; or refuse what has no bound, by name."""
+        """Trace the model, clip its weights and bound its gradients. Raises for a layer without a bound."""
         require_records(site.unit, "Lipschitz")
         require_entries(site.parameters, "Lipschitz")
         arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
@@ -168,25 +168,25 @@ class Lipschitz(Strategy):
         first = next(tensors_in(site.empty_batch()), None) if site.empty_batch is not None else None
         if first is None or first.dim() == 0 or len(first) != 0:
             raise ConfigurationError(
-                "Lipschitz: the shape of one example cannot be read off dataset: give input_shape, for "
+                "Lipschitz: the shape of one example cannot be inferred from dataset: pass input_shape, for "
                 "instance Lipschitz(..., input_shape=(1, 28, 28))."
             )
         return tuple(first.shape[1:])
 
     def _require_input_norm(self, network: Network) -> None:
-        """The model's ClipInput has the norm that is given here, and there is none if none is given."""
+        """Require that `input_norm` is the norm of the model's ClipInput, or None without one."""
         given = "None" if self.input_norm is None else f"{self.input_norm:g}"
         clips = [m.max_norm for m in network.graph.modules() if isinstance(m, ClipInput)]
         if not clips and self.input_norm is not None:
             raise ConfigurationError(
-                f"input_norm={given}, but the model has no ClipInput: it begins with an embedding of ids. Give "
+                f"input_norm={given}, but the model has no ClipInput: it begins with an embedding of ids. Pass "
                 "input_norm=None."
             )
         for norm in clips:
             if norm != self.input_norm:
                 raise ConfigurationError(
-                    f"input_norm={given}, but the model clips its inputs to {norm:g} (ClipInput): give the same number "
-                    "to both."
+                    f"input_norm={given}, but the model clips its inputs to {norm:g} (ClipInput): use the same number "
+                    "for both."
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Lipschitz(Strategy):
         fixed = recorded.get("fixed")
         which = ", which are rescaled to max_weight_norm" if fixed else ""
         return StatementText(
-            sum=f"the sum of gradients, each of them bounded by the norms of the weights{which}",
+            sum=f"the sum of per-example gradients, bounded by the norms of the weights{which}",
             assumptions=(_AS_TRACED,),
             changing="" if fixed else _FOLLOWING,
         )
@@ -240,7 +240,7 @@ class LipschitzClipper(Clipper):
         self.follow(is_updated=True)
 
     def follow(self, is_updated: bool) -> bool:
-        """After an update: clip the weights, and derive the bounds of the next step from them."""
+        """After an update, clip the weights and compute the bounds of the next step."""
         if not is_updated and not self._is_loaded and not self._watch.may_have_changed():
             return False
         certified = self._fixed_bounds() if self._strategy.fixed else self._current_bounds()
@@ -276,10 +276,10 @@ class LipschitzClipper(Clipper):
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
                 what = f"the weights {name!r} are not finite"
-                raise UnsupportedModelError(f"Lipschitz: {what}: take a smaller learning rate.")
+                raise UnsupportedModelError(f"Lipschitz: {what}: use a smaller learning rate.")
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
-            # What is frozen, and every buffer, is measured, since it may be changed; for the rest the bounds stay.
+            # Frozen parameters and buffers may change, so they are measured again; otherwise the bounds are constant.
             is_constant = not any(True for _ in self._network.graph.buffers()) and all(
                 n in self._limits for op in self._network.operations for n in op.parameters.values()
             )
@@ -288,11 +288,11 @@ class LipschitzClipper(Clipper):
         return self._fixed
 
     def state_dict(self) -> dict[str, Any]:
-        """The norms of the weights, as they were bounded: those of clipped weights are not measured again."""
+        """The certified norms of the weights."""
         return {"weight_norms": {op: dict(found) for op, found in self._norms.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take over norms; when the next batch is drawn they are compared with those of the weights that are there."""
+        """Load the norms. When the next batch is drawn they are compared with those of the current weights."""
         norms = state.get("weight_norms")
         if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
             raise damaged("the norms of the weights are missing")
@@ -301,12 +301,12 @@ class LipschitzClipper(Clipper):
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         raise StepError(
-            "Lipschitz bounds gradients from the model's output on: call private.step(losses, outputs=outputs) with "
-            "outputs = model(x), of which the losses were computed."
+            "Lipschitz needs the model's outputs: call private.step(losses, outputs=outputs) with outputs = model(x), "
+            "from which the losses were computed."
         )
 
     def sum_at_outputs(self, losses: Tensor, outputs: Tensor | None) -> dict[str, Tensor]:
-        """sum_i J_i^T [g_i]_L: the gradient at each output, clipped to the loss's constant L, and one backward pass."""
+        """sum_i J_i^T [g_i]_L: clip gradients at the outputs to the constant L of the loss; one backward pass."""
         if outputs is None:
             return self.clipped_sum(losses)
         at_outputs.require_outputs(outputs)
@@ -315,11 +315,11 @@ class LipschitzClipper(Clipper):
         self._require_as_bounded(outputs)
         found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
         self._repeated.require_none(losses, outputs)
-        # Both questions are asked in one go: on an accelerator each of them waits for all that was begun.
+        # Both answers are read in one transfer, since each read synchronizes with the device.
         has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
         at_outputs.require_not_coupled(are_coupled)
-        # An example with several rows, such as views, counts as one: each row has its share.
+        # An example with several rows (views) counts as one: the constant is divided over its rows.
         gradients = clip_output_gradients(found_at.gradients, self._constant / found_at.rows)
         with self.arithmetic.products():
             found = torch.autograd.grad(outputs, list(self._parameters.values()), gradients)
@@ -328,38 +328,38 @@ class LipschitzClipper(Clipper):
         }
 
     def _require_as_bounded(self, outputs: Tensor) -> None:
-        """The bounds are for these weights and this arithmetic, and for gradients that no hook changes."""
+        """Require the weights and the arithmetic of the bounds, and no hooks on gradients."""
         self._require_unchanged(self._watch.was_counted())
         if unit_of(self._network.graph) > self._network.rounding.unit:
             raise StepError(
-                "The model's parameters were given a coarser type after make_private, and the bounds allow for less "
-                "rounding: call model.double() again, or make a new private run."
+                "The model's parameters were converted to a coarser type after make_private, with more rounding than "
+                "the bounds include: call model.double() again, or create a new private run."
             )
         device = next(iter(self._parameters.values())).device
         if chosen_arithmetic(device).operand_error > self.arithmetic.operand_error:
             raise StepError(
-                "torch.set_float32_matmul_precision was lowered after make_private, and the bounds allow for less "
-                "rounding: set it back, or make a new private run."
+                "torch.set_float32_matmul_precision was lowered after make_private, with more rounding than the bounds "
+                "include: reset it, or create a new private run."
             )
         self._as_traced.require()
         for name, tensor in (*self._parameters.items(), ("outputs", outputs)):
             if tensor._backward_hooks:
                 raise StepError(
-                    f"{name!r} has a hook on its gradient, which may change it after it was bounded: take the hook off."
+                    f"{name!r} has a hook on its gradient, which may change the bounded gradient: remove the hook."
                 )
         self._match.require(outputs)
 
     def _require_unchanged(self, has_changed: bool) -> None:
         if has_changed:
             raise StepError(
-                "The weights were changed between the draw of a batch and private.step: the bounds are for the weights "
-                "before. Change them before the next batch is drawn, in place and under torch.no_grad(): what is "
-                "written through .data an accelerator shows too late."
+                "The weights were changed between the draw of a batch and private.step, so the bounds do not hold for "
+                "them. Change weights before the next batch is drawn, in place and under torch.no_grad(), not through "
+                ".data."
             )
 
 
 def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
-    """Whether norms are of the same operations and of the same kinds."""
+    """Whether two sets of norms have the same operations and the same kinds."""
     return one.keys() == other.keys() and all(
         isinstance(one[op], Mapping)
         and one[op].keys() == found.keys()
@@ -369,7 +369,7 @@ def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
 
 
 def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:
-    """Whether loaded norms hold for these weights, and are those of these weights: then a run goes on bit for bit."""
+    """Whether loaded norms are valid and almost tight for the weights: then a resumed run continues bit for bit."""
     return all(
         value <= loaded[op][name] <= value * (1 + 1e-3) + 1e-12
         for op, found in norms.items()
@@ -378,22 +378,22 @@ def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:
 
 
 def _require_reached(network: Network, parameters: Parameters) -> None:
-    """Every trainable parameter has a bound."""
+    """Raise if a trainable parameter has no bound."""
     known = {full for op in network.operations for full in op.parameters.values()}
     for name in parameters:
         if name not in known:
             raise UnsupportedModelError(
-                f"Trainable parameter {name!r} takes no part in the model's forward pass as it was traced, so its "
-                "private gradient would be pure noise. Freeze it with requires_grad_(False), or use it."
+                f"The traced forward pass does not use trainable parameter {name!r}, so its private gradient would be "
+                "pure noise. Freeze it with requires_grad_(False), or use it."
             )
 
 
 def _require_representable(bounds: Bounds, unclipped: str) -> None:
-    """One example that overflows would turn the whole sum into NaN."""
+    """Raise if values may overflow: one overflow would turn the whole sum into NaN."""
     values = [norm for name, norm in bounds.norms.items() if name != unclipped]
     largest = max(*values, *bounds.gradients.values(), *bounds.sensitivities.values())
     if not largest < _LARGEST:
         raise UnsupportedModelError(
-            f"Lipschitz: a value or a gradient may be as large as {largest:.2g}, for weights of such norms: take a "
-            "smaller max_weight_norm or input_norm, or fewer layers."
+            f"Lipschitz: with these weight norms a value or a gradient may be as large as {largest:.2g}: use a smaller "
+            "max_weight_norm or input_norm, or fewer layers."
         )

@@ -1,4 +1,4 @@
-"""The local update of a mini-set: it trains a copy of the model, and its changes are clipped."""
+"""Local updates of a microbatch on a copy of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 def local_changes(
     update: LocalUpdate, model: nn.Module, mini_set: Any, parameters: Parameters
 ) -> dict[str, Tensor]:
-    """The change of each parameter: as the update returned it, or that of its copy; 0 for one that is left out."""
+    """The change of each parameter, returned by the update or read from its copy; 0 for omitted parameters."""
     own = copied(model)
     with torch.enable_grad():
         deltas = _called(update, own, mini_set)
@@ -28,7 +28,7 @@ def local_changes(
         for name in parameters:
             if name not in now:
                 raise StepError(
-                    f"local_update took parameter {name!r} out of the model: return the changes by name instead."
+                    f"local_update removed parameter {name!r} from the model: return the changes by name instead."
                 )
         deltas = {name: now[name].detach() - p.detach() for name, p in parameters.items()}
     _require_changes(deltas, parameters)
@@ -41,42 +41,44 @@ def local_changes(
 def _require_changes(deltas: object, parameters: Parameters) -> None:
     if not isinstance(deltas, Mapping):
         raise StepError(
-            "local_update must return a mapping from parameter names to changes, or None for those of its copy of the "
-            f"model, not {type(deltas).__name__}."
+            "local_update must return a mapping from parameter names to changes, or None to use the changes of its "
+            f"copy of the model, not {type(deltas).__name__}."
         )
     for name, delta in deltas.items():
         if name not in parameters:
-            raise StepError(f"local_update returned {name!r}, which is no trainable parameter of the model.")
+            raise StepError(
+                f"local_update returned {name!r}, which is not a trainable parameter of the model."
+            )
         p = parameters[name]
         fits = isinstance(delta, Tensor) and delta.layout == torch.strided and not delta.is_meta
         if not fits or delta.shape != p.shape or not (p.is_complex() or delta.is_floating_point()):
             raise StepError(
                 f"local_update: the change of {name!r} must be a dense tensor of "
-                f"{'complex' if p.is_complex() else 'real'} numbers, of shape {tuple(p.shape)} as the parameter itself."
+                f"{'complex' if p.is_complex() else 'real'} numbers with the shape {tuple(p.shape)} of the parameter."
             )
 
 
 def _in_space_of(p: Tensor, delta: Tensor) -> Tensor:
-    """A change of a complex parameter is complex, however it is given."""
+    """Convert the change of a complex parameter to a complex dtype."""
     return delta.to(torch.promote_types(delta.dtype, torch.complex64)) if p.is_complex() else delta
 
 
 def _called(update: LocalUpdate, model: nn.Module, mini_set: Any) -> Mapping[str, Tensor] | None:
-    """What the update returns. torch's batch norm fails on one record with the size in its message, which is secret."""
+    """Call the update. torch's batch norm error on a single record contains the batch size, which is private."""
     try:
         return update(model, mini_set)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-    raise StepError(  # out here, so that it does not carry the other one
-        "local_update: a batch norm layer in training got a single value a channel, as of a mini-set, or a last piece "
-        "of one, of one record. Call clipwise.layers.without_running_statistics(model) before make_private: its layers "
-        "accept that; or use GroupNorm."
+    raise StepError(  # outside of the except block, so that it does not chain the original error
+        "local_update: a batch norm layer in training mode got a single value per channel, for instance from a "
+        "microbatch (or its last piece) of one record. Call clipwise.layers.without_running_statistics(model) before "
+        "make_private, which supports this, or use GroupNorm."
     )
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A model of its own for a local update: nothing that it learns stays, and nothing passes to the next one."""
+    """A copy of the model for one local update. It is discarded afterwards."""
     try:
         copied = copy.deepcopy(model)
     except Exception as error:
@@ -89,6 +91,6 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Enough to tell one function from another in a configuration."""
+    """The qualified name of a function, for a configuration."""
     named = getattr(function, "func", function)  # of a functools.partial
     return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(named).__qualname__)}"

@@ -1,4 +1,4 @@
-"""How the noise of a step is divided over the parts of its release."""
+"""Division of the noise of a step over its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clipwise.privacy import Part, effective_multiplier, split_noise
 
 
 def require_split(split: object) -> None:
-    """Refuse what is neither a known way to divide the noise nor a weight for each part."""
+    """Raise if `split` is neither "optimal" or "equal" nor a mapping of weights."""
     if not (isinstance(split, Mapping) or (isinstance(split, str) and split in ("optimal", "equal"))):
         raise ConfigurationError(
             f"split={split!r} is not known: use one of 'optimal', 'equal', or give a positive weight for each part."
@@ -29,10 +29,10 @@ def noised_parts(
 ) -> tuple[Part, ...]:
     """The parts of a step with their noise, such that the joint mechanism has `noise_multiplier`.
 
-    Counts have a noise of their own; the other parts divide by `split` what is left of the multiplier. Parts that
-    a unit moves alone need not divide: each has all of it. Without noise, for debugging, no part has any.
+    Counts have a given noise; `split` divides the rest of the multiplier over the other parts. Parts marked `alone` do
+    not divide it: each has the full multiplier. With noise_multiplier=0, for debugging, no part has noise.
 
-    Parts with a share a have the multiplier z / sqrt(a) together, and those without z / sqrt(1 - a): jointly
+    Parts with a share a have the joint multiplier z / sqrt(a), and the others z / sqrt(1 - a), since
     a / z^2 + (1 - a) / z^2 = 1 / z^2.
     """
     own = {b: b.count_noise * expected_size for b in bounds if b.count_noise is not None}
@@ -52,7 +52,7 @@ def noised_parts(
         )
     parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
     if effective_multiplier(parts) < noise_multiplier:
-        # Bounds may change from step to step and the event does not: rounding must not bring a step below it.
+        # Bounds may change from step to step, and rounding must not reduce the multiplier below that of the event.
         return tuple(replace(p, noise_std=p.noise_std * (1 + 2.0**-40)) for p in parts)
     return parts
 
@@ -60,14 +60,14 @@ def noised_parts(
 def _divided(
     bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: Split
 ) -> dict[Bound, float]:
-    """The noise of each such that together they have the multiplier."""
+    """The noise of each part, such that the joint mechanism has the multiplier."""
     z = noise_multiplier
     if any(b.alone for b in bounds):
         assert all(b.alone for b in bounds)
         if not isinstance(split, str):
             raise ConfigurationError(
-                "split: weights do not go with RandomLayer, where each part has all of the noise multiplier: leave "
-                "split out."
+                "split: weights are not supported with RandomLayer, where each part has the full noise multiplier: "
+                "omit split."
             )
         found = [z * b.sensitivity for b in bounds]
     elif isinstance(split, str):
@@ -100,14 +100,14 @@ def _multiplier_left(counts: Mapping[Bound, float], noise_multiplier: float, exp
 
     The same as z'^-2 + sum_j (S_j / s_j)^2 = z^-2.
     """
-    # Bounds change from step to step and the event does not: rounding must not bring a step below it.
+    # Bounds change from step to step, and rounding must not reduce the multiplier below that of the event.
     z = noise_multiplier * (1 + 2.0**-30)
     used = math.hypot(*(z * b.sensitivity / std for b, std in counts.items()))  # sqrt(u)
     if used >= 1:
         enough = 2 * used * max(counts.values()) / expected_size
         raise ConfigurationError(
-            f"count_noise is too small: at an expected batch size of {expected_size:g} and with {len(counts)} of them "
-            f"the counts alone use up noise_multiplier={noise_multiplier:.4g}, and leave nothing for the gradient. "
-            f"Give count_noise={enough:.2g} or more, or take larger batches or fewer parts."
+            f"count_noise is too small: at an expected batch size of {expected_size:g} the {len(counts)} counts alone "
+            f"use up noise_multiplier={noise_multiplier:.4g}, and leave nothing for the gradient. Use "
+            f"count_noise={enough:.2g} or more, larger batches, or fewer parts."
         )
     return z / math.sqrt(1 - used * used)

@@ -1,4 +1,4 @@
-"""From losses to each example's gradient at the model's outputs; losses that couple examples are refused."""
+"""Per-example gradients of the losses at the model's outputs, with checks for coupled examples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from clipwise.errors import CoupledExamplesError, StepError
 from clipwise.gradients.layout import probe_weights
 from clipwise.gradients.walk import Node
 
-# Relative to a row's length. A loss that takes in the mean of all others is off by about as much as it is long.
+# Relative to the norm of a row. A loss with a mean over the batch has an error of about the norm.
 _ROUNDING = 1e-4
-_TINY = 1e-25  # below, numbers are rounded to other multiples
+_TINY = 1e-25  # absolute tolerance, for subnormal numbers
 _HALF = 2**63
 Shape = Sequence[int]
 
@@ -27,9 +27,9 @@ class AtOutputs:
     """The gradient of the sum of losses at the outputs.
 
     Args:
-        gradients: of the shape of the outputs.
-        rows: how many of the outputs' rows each example has.
-        are_coupled: whether a loss depends on another example's outputs, perhaps still on the device: see
+        gradients: a tensor with the shape of the outputs.
+        rows: the number of output rows per example.
+        are_coupled: whether a loss depends on another example's outputs, possibly still on the device: see
             `require_not_coupled`.
     """
 
@@ -39,17 +39,17 @@ class AtOutputs:
 
 
 def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters) -> AtOutputs:
-    """Each example's gradient at its outputs. Whoever takes it asks whether examples are coupled.
+    """Each example's gradient at its outputs. The caller must check `are_coupled`.
 
-    Refuses losses that depend on parameters in another way than through the outputs. Losses depend on their own
-    outputs only if, with weights w_i on the losses, row j of the gradient becomes w_j times what it was. Operations
-    that are known to leave rows alone need no such test.
+    Raises if the losses depend on parameters other than through the outputs. If each loss depends on its own outputs
+    only, weights w_i on the losses multiply row j of the gradient by w_j. Operations that are known to process rows
+    independently need no such test.
     """
     rows = _rows_each(losses, outputs)
     _require_only_through(losses, outputs, parameters)
     ones_B = torch.ones_like(losses)
     plain = _gradient(losses, outputs, ones_B)
-    is_near = plain.device.type == "cpu"  # elsewhere a comparison would have to be waited for
+    is_near = plain.device.type == "cpu"  # on a device the comparison would synchronize
     if len(losses) == 1 or (is_near and is_row_by_row(plain, losses, outputs, ones_B)):
         return AtOutputs(plain, rows, False)
     weights_B = probe_weights(len(losses), losses)
@@ -58,24 +58,24 @@ def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters
 
 
 def require_not_coupled(are_coupled: bool) -> None:
-    """Refuse losses that depend on another example's outputs."""
+    """Raise if a loss depends on another example's outputs."""
     if are_coupled:
         raise CoupledExamplesError(
-            "The loss of one example depends on the outputs of another, so that no bound of single examples holds. "
-            "Usual causes: subtracting a mean over the batch, a loss that compares examples or is divided by "
-            "something of the whole batch."
+            "The loss of one example depends on the outputs of another, so per-example bounds do not hold. Usual "
+            "causes: subtracting a mean over the batch, comparing examples, or dividing by a quantity of the whole "
+            "batch."
         )
 
 
 def asked_together(*answers: Tensor | bool) -> list[bool]:
-    """Yes or no of each; those on a device are read in one transfer."""
+    """The values as bools; those on a device are read in one transfer."""
     far = [answer for answer in answers if isinstance(answer, Tensor)]
     values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
     return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
 
 
 def _differ(found: Tensor, expected: Tensor) -> Tensor:
-    """Whether a finite row is off by more than rounding: its length tells, since single numbers may cancel."""
+    """Whether a finite row differs by more than rounding, relative to its norm, since single entries may cancel."""
     lengths, errors = (
         torch.linalg.vector_norm(t.flatten(1) if t.dim() > 1 else t.unsqueeze(1), dim=1, dtype=torch.float64)
         for t in (expected, found - expected)
@@ -87,12 +87,14 @@ def _differ(found: Tensor, expected: Tensor) -> Tensor:
 def _gradient(losses: Tensor, outputs: Tensor, weights_B: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(losses, outputs, weights_B, retain_graph=True, allow_unused=True)
     if found is None:
-        raise StepError("losses were not computed from outputs: give what the model returned for this batch.")
+        raise StepError(
+            "losses were not computed from outputs: pass the outputs of the model for this batch."
+        )
     return found.detach()
 
 
 def require_outputs(outputs: object) -> None:
-    """Refuse what no model returns here."""
+    """Raise if the outputs are not a tensor."""
     if not isinstance(outputs, Tensor):
         raise StepError(f"outputs must be the tensor that the model returned, not {type(outputs).__name__}.")
 
@@ -100,13 +102,13 @@ def require_outputs(outputs: object) -> None:
 def _rows_each(losses: Tensor, outputs: Tensor) -> int:
     if outputs.dim() == 0 or len(outputs) == 0 or len(outputs) % len(losses):
         raise StepError(
-            "outputs does not have one row for each example of the batch: give what the model returned for it."
+            "outputs does not have one row for each example of the batch: pass the outputs of the model for it."
         )
     return len(outputs) // len(losses)
 
 
 def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameters) -> None:
-    """No way from the losses to a parameter goes around the outputs."""
+    """Raise if the losses depend on a parameter other than through the outputs."""
     names = {id(p): name for name, p in parameters.items()}
     root: Node = losses.grad_fn
     if root is None:
@@ -117,9 +119,9 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise StepError(
-                f"losses depend on parameter {name!r} in another way than through outputs, and that part would be "
-                "lost. A penalty on the weights is no matter of the data: give it as make_private(..., penalty=f), or "
-                "take the optimizer's weight_decay. Of several forward passes, only one can be given."
+                f"losses depend on parameter {name!r} other than through outputs, and this part of the gradient would "
+                "be lost. Pass a penalty on the weights as make_private(..., penalty=f), or use the optimizer's "
+                "weight_decay. Use only one forward pass."
             )
         for child, _ in node.next_functions:
             if child is not None and child not in entered:
@@ -129,11 +131,10 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
 
 @torch.no_grad()
 def is_row_by_row(gradient: Tensor, losses: Tensor, outputs: Tensor, weights_B: Tensor) -> bool:
-    """Whether `gradient`, that of sum_i w_i loss_i at the outputs, is made row by row by known operations.
+    """Whether known operations compute `gradient`, that of sum_i w_i loss_i at the outputs, row by row.
 
-    They are called one after another, without the engine of autograd and so without any hook, which could do anything
-    to a gradient. What comes out has in row i nothing but row i of the outputs, and must be the same bit by bit. False
-    means that nothing is known. It waits for the device.
+    The backward functions are called directly, without autograd and its hooks. Row i of their result depends only on
+    row i of the outputs, and must equal `gradient` bit for bit. False means "unknown". It synchronizes with the device.
     """
     found = weights_B
     node: Any = losses.grad_fn
@@ -151,18 +152,18 @@ def is_row_by_row(gradient: Tensor, losses: Tensor, outputs: Tensor, weights_B: 
 
 
 def _is_nll_of_each(node: Any, gradient: Tensor) -> bool:
-    """-z_{i, y_i} of each row i: not their sum or mean, and of rows, not of one vector."""
+    """NLL loss with reduction="none" over rows."""
     return bool(node._saved_reduction == 0 and gradient.dim() == 1)
 
 
 def _is_within_rows(node: Any, gradient: Tensor) -> bool:
-    """Along another dimension than the first. Torch gives -1 as 2^64 - 1."""
+    """Softmax along a dimension other than the first. Torch stores -1 as 2^64 - 1."""
     dim = node._saved_dim if node._saved_dim < _HALF else node._saved_dim - 2 * _HALF
     return bool(gradient.dim() > 1 and dim % gradient.dim() != 0)
 
 
 def _is_by_number(node: Any, gradient: Tensor) -> bool:
-    """Times or over a number of the code, such as a temperature."""
+    """Multiplication or division by a constant, such as a temperature."""
     other = node._saved_other
     return isinstance(other, Tensor) and other.dim() == 0 and not other.requires_grad
 
@@ -176,19 +177,18 @@ _KNOWN: dict[str, Callable[[Any, Tensor], bool]] = {
 
 
 class RepeatedOutputs:
-    """Refuses losses in whose graph values get a second dimension as long as the batch.
+    """Raises if broadcasting in the losses adds a second dimension of the batch size.
 
-    Outputs (B, 1) minus targets (B,) are (B, B): every loss then depends on the targets of all examples. A gradient at
-    the outputs does not show it, because no output is combined with another one. The shapes in the graph do. A public
-    size (10 thresholds, say) may happen to be that of a batch: operations that made no such dimension for a batch of
-    another size are not examined again.
+    Outputs (B, 1) minus targets (B,) are (B, B), so every loss depends on the targets of all examples. The gradient at
+    the outputs does not show this, because outputs are not combined; the shapes in the graph do. A public size (10
+    thresholds, say) may equal the batch size by chance: a sequence of operations that passed once is not checked again.
     """
 
     def __init__(self) -> None:
         self._harmless: set[tuple[str, ...]] = set()
 
     def require_none(self, losses: Tensor, outputs: Tensor) -> None:
-        """Look at every operation between the outputs and the losses."""
+        """Check every operation between the outputs and the losses."""
         if len(losses) < 2 or losses.grad_fn is None:
             return
         nodes = _between(losses.grad_fn, outputs.grad_fn)
@@ -202,9 +202,9 @@ class RepeatedOutputs:
                 if taken and _is_repeated(made, taken, sizes):
                     raise CoupledExamplesError(
                         f"losses: {node.name().removesuffix('Backward0')} makes one entry for each pair of examples, "
-                        "so that the loss of one depends on the targets of all. Usual cause: outputs of the shape (B, "
-                        "1) and targets of the shape (B,): give targets the shape of the outputs. (If a dimension of "
-                        "yours happens to be as long as the batch, take another batch size.)"
+                        "so the loss of one depends on the targets of all. Usual cause: outputs of shape (B, 1) and "
+                        "targets of shape (B,): give targets the shape of the outputs. (If another dimension equals "
+                        "the batch size by chance, use another batch size.)"
                     )
         self._harmless.add(wiring)
 
@@ -220,7 +220,7 @@ def _between(root: Node, end: Node | None) -> list[Node]:
 
 
 def _is_repeated(made: Shape, taken: Sequence[Shape], sizes: set[int]) -> bool:
-    """More numbers than any operand has, and more dimensions as long as the batch."""
+    """Whether a result has more entries and more dimensions of the batch size than each operand."""
     found = _count(made, sizes)
     return found > 1 and all(math.prod(made) > math.prod(t) and found > _count(t, sizes) for t in taken)
 

@@ -1,4 +1,4 @@
-"""Clip each example's gradient, then sum."""
+"""Per-example clipping."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from clipwise.validation.arguments import one_of, with_plain_numbers
 
 MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")
-_WRITTEN = ("instantiate", "vmap", "loop")  # methods that write every gradient out
-_NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): keeps tiny gradients from being blown up
-_SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # a smaller one would be rounded by more than 2^-24
+_WRITTEN = ("instantiate", "vmap", "loop")  # methods that materialize per-example gradients
+_NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): limits the growth of tiny gradients
+_SMALLEST_WEIGHT = torch.finfo(
+    torch.float32
+).tiny  # smaller weights have a relative rounding error above 2^-24
 
 
 @dataclass(frozen=True)
@@ -38,37 +40,39 @@ class PerExample(VectorClipping):
     """Per-example clipping: the released sum is sum_i nu_i g_i with |nu_i g_i| <= C.
 
     Args:
-        max_norm: C, the most that one example's gradient counts; with several parts the total, unless a
-            mapping gives one number a part. A `Quantile` adapts it from step to step; a `Decay` shrinks it.
-        parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy:
-            `Adaptive`, `Multipliers`, `ByNorm` or `RandomLayer`, which say what `max_norm` is to them.
+        max_norm: C, the clipping norm of one example's gradient. With several parts it is the total, unless a mapping
+            gives one number per part. `Quantile` adapts it from step to step; `Decay` shrinks it.
+        parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy: `Adaptive`,
+            `Multipliers`, `ByNorm` or `RandomLayer`, which define the meaning of `max_norm`.
         split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
-        mode: "clip" scales a gradient down to C if it is longer, nu = min(1, C / n); "normalize" brings
-            every gradient close to C, nu = C / (n + 0.01 C).
-        method: how per-example gradients are found. "bookkeeping": one backward pass; "reweight": two, which
-            keep nothing in between; "instantiate": one, every gradient written out; "vmap": one batched
-            pass; "loop": one pass an example, the reference; "auto" chooses. All give the same sum.
+        mode: "clip" scales gradients down to norm C, nu = min(1, C / n); "normalize" scales every gradient to about C,
+            nu = C / (n + 0.01 C).
+        method: how per-example gradients are computed. "bookkeeping": one backward pass (the book-keeping form of
+            ghost clipping); "reweight": two backward passes, with less memory; "instantiate": one pass, per-example
+            gradients are materialized; "vmap": one batched pass; "loop": one pass per example, the reference; "auto"
+            chooses. All give the same sum.
         products: the arithmetic of norms and sums. "ieee"; "tf32": TensorFloat-32 on CUDA; "auto": TF32 if
             `torch.set_float32_matmul_precision` allows it when `make_private` is called.
-        sparse: `Sparse(...)` freezes entries that only hover within the noise. Gradients are then written out:
-            method "instantiate" (which "auto" comes to), "vmap" or "loop".
-        running_statistics: `NoisedStatistics(...)` releases, beside the gradient, the statistics by which layers of
+        sparse: `Sparse(...)` freezes converged entries. It requires method "instantiate" (the choice of "auto"),
+            "vmap" or "loop".
+        running_statistics: `NoisedStatistics(...)` also releases the statistics with which the layers of
             `layers.with_released_statistics(model)` normalize from the next step on.
 
     Guarantee:
-        Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling
-        scheme that knows the adjacency but "partition". Unit: one record. Where a policy scales gradients, both are
-        those of the scaled sum.
-        Assumptions: each loss depends on its own example only (checked by a probe, which is a lint and no
-        proof); norms are upper bounds in the arithmetic used; an example whose gradient is not finite
-        counts as 0, and so does one that is 1e38 times longer than C; sums run in IEEE float32 or better,
-        whose rounding moves the sum of B examples by 1e-5 C and a few times B u C, u = 2^-24 in float32, for which
-        there is no noise; convolutions are taken to be sums of products, as implicit GEMM forms them.
-        "vmap" and "loop" take each gradient as torch's kernels sum it, whose rounding may depend on the other examples;
-        where terms cancel to nothing but rounding, prefer the other methods.
-        With TF32 an example's part of the sum is moved by e = 2^-9 M at most, M the mass of its terms
-        (gradients/forms/base.py): it is clipped so that n + e <= (1 + 2^-6) C, and that is the sensitivity that is
-        stated and noised. For e <= 2^-6 n this clips as IEEE arithmetic does.
+        - Adjacency: zero-out (sensitivity C_k of part k) and replace-one (2 C_k), under every sampling scheme that
+          supports the adjacency, except "partition". If a policy scales gradients, these hold for the scaled sum.
+        - Unit: one record.
+        - Assumption: each loss depends on its own example only. A probe checks this; it is not a proof.
+        - Norms are upper bounds in the arithmetic used. A gradient that is not finite, or longer than 1e38 C, is
+          replaced by 0.
+        - Sums use IEEE float32 or better. Rounding changes the sum of B examples by 1e-5 C plus a few times B u C, with
+          u = 2^-24 in float32. No noise is added for this. Convolutions are assumed to be sums of products, as in
+          implicit GEMM.
+        - "vmap" and "loop" use the gradients of torch's kernels, with rounding that may depend on the other examples.
+          Prefer the other methods if terms cancel up to rounding.
+        - TF32 changes the contribution of an example by at most e = 2^-9 M, with M the mass of its terms
+          (gradients/forms/base.py). It is clipped so that n + e <= (1 + 2^-6) C, which is the stated sensitivity. For
+          e <= 2^-6 n the clipping is the same as in IEEE arithmetic.
     """
 
     max_norm: MaxNorm = 1.0
@@ -91,17 +95,16 @@ class PerExample(VectorClipping):
         if self.sparse is not None and self.method not in ("auto", *_WRITTEN):
             choices = ", ".join(map(repr, _WRITTEN))
             raise ConfigurationError(
-                f"method={self.method!r} does not go with sparse=Sparse(...): it finds norms without writing gradients "
-                f"out, and frozen entries cannot be left out of those. Use one of {choices}, or leave method out."
+                f"method={self.method!r} is not supported with sparse=Sparse(...): it computes norms without "
+                f"materializing gradients, so they would include frozen entries. Use one of {choices}, or omit method."
             )
 
     def attach(self, site: Site) -> Clipper:
-        """Bind to a model's trainable parameters."""
         require_records(site.unit, "PerExample")
         if (layer := trainable_clips(site.model)) is not None:
             raise UnsupportedModelError(
-                f"This model is clipped for Backprop, first in layer {layer.name!r}, so what comes back in it is no "
-                "gradient any more: train it with Backprop(), or PerExample with a model without clip_inputs."
+                f"The model has clipped layers for Backprop (the first is {layer.name!r}), so its backward pass does "
+                "not compute gradients: use Backprop(), or use PerExample on a model without clip_inputs."
             )
         return PerExampleClipper(self, site, self._arithmetic(site.parameters))
 
@@ -113,13 +116,12 @@ class PerExample(VectorClipping):
     def require_views(self) -> None:
         if self.running_statistics is not None:
             raise ConfigurationError(
-                "averaged_views does not go with PerExample(running_statistics=...), whose layers learn from one row "
-                "an example: leave one of them out."
+                "averaged_views is not supported with PerExample(running_statistics=...), which requires one row per "
+                "example: remove one of them."
             )
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in plain types. `method` changes no result and is left out; `products` is recorded as the
-        clipper's arithmetic."""
+        """The configuration in JSON types, without `method`, which does not change results, and `products`."""
         return self.described() | {"mode": self.mode}
 
 
@@ -129,7 +131,7 @@ class PerExampleClipper(VectorClipper):
     def __init__(self, strategy: PerExample, site: Site, arithmetic: Arithmetic) -> None:
         self._strategy, self._parameters, self.arithmetic = strategy, site.parameters, arithmetic
         self._memory = Memory(arithmetic)
-        self._all_reached = False  # whether a batch of the run has reached every parameter
+        self._all_reached = False  # whether the losses of some batch depended on every parameter
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
         constants = strategy.constants(site)
@@ -140,7 +142,7 @@ class PerExampleClipper(VectorClipper):
         )
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
-        """sum_i nu_i g_i over the examples of a batch or of a piece of one."""
+        """sum_i nu_i g_i over the examples of a batch or of a piece of it."""
         if len(losses) == 0:
             return self.nothing()
         statistics = self._statistics.clipped_by_row(losses)
@@ -173,7 +175,7 @@ class PerExampleClipper(VectorClipper):
             there_B = counted_B & chosen[part].to(counted_B.device) if chosen else counted_B
             nu_B = torch.where(there_B & (nu_B >= _SMALLEST_WEIGHT), nu_B, 0)
             if part in self._in_float32:
-                nu_B = nu_B.float()  # once, and not once a parameter
+                nu_B = nu_B.float()  # once per part, not per parameter
             weights.update(dict.fromkeys(names, nu_B))
         sums = gradients.weighted_sums(weights)
         sums |= {
@@ -188,10 +190,10 @@ class PerExampleClipper(VectorClipper):
         return super().nothing() | counts | self._statistics.nothing()
 
     def _gradients(self, losses: Tensor) -> tuple[PerExampleGradients, tuple[str, ...]]:
-        """Those of parameters that the losses reach, and the names of the others, whose gradients are 0.
+        """The per-example gradients, and the names of parameters that the losses do not depend on (gradient 0).
 
-        Once others have reached them, as in a mixture of experts, that these records take another way is their
-        secret, and nothing to stop a run for.
+        Once every parameter was used in some batch, unused ones (as in a mixture of experts) raise no error: whether
+        the records of a batch use a parameter is private.
         """
         ask = partial(per_example_gradients, losses, memory=self._memory, method=self._method)
         try:
@@ -206,7 +208,7 @@ class PerExampleClipper(VectorClipper):
 
     @contextmanager
     def putting_aside(self) -> Iterator[PutAside]:
-        """In this block nothing waits for the device: what hardly ever happens is put aside, to be looked at."""
+        """In this block nothing waits for the device: checks for rare events are collected and read later."""
         before, aside = self._memory.rare, PutAside()
         self._memory.rare = aside
         try:
@@ -215,7 +217,7 @@ class PerExampleClipper(VectorClipper):
             self._memory.rare = before
 
     def _bounds_of_norms(self, squares: list[Tensor], errors: list[Tensor]) -> Tensor:
-        """n such that what is summed stays within (1 + slack) n: the norm itself, unless rounding e is large."""
+        """n such that the summed vector has norm at most (1 + slack) n: the norm, unless rounding e is large."""
         norm_B = _sum(squares).sqrt()
         if not errors:
             return norm_B
@@ -237,5 +239,5 @@ class PerExampleClipper(VectorClipper):
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
-    """Of several tensors of one shape, in one go."""
+    """The sum of several tensors of one shape, in one kernel."""
     return torch.stack(tensors).sum(0) if len(tensors) > 1 else tensors[0]

@@ -1,4 +1,4 @@
-"""Data that is public, and marked so by its type."""
+"""A type that marks data as public."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Loss = Callable[..., Tensor]
 
 
 class Public:
-    """Data that anybody may see, with its loss. Wrapping a data set in this says that no record of it is private.
+    """Public data and its loss. The user declares that no record of it is private.
 
-    Nothing that is computed from it alone is noised or accounted for. That it was used, and for what, is in the
-    privacy statement: its name and its size, and never what it holds.
+    Values computed from it get no noise and are not accounted for. The privacy statement names the data, its size and
+    its use.
 
     Args:
         data: a map-style data set, or batches: a list, a tuple or a `DataLoader` of them.
-        loss: `loss(model, *batch)` gives one loss an example, as in the training loop; a single number will do where
-            norms are those of mini-sets (`of="mini-set"`).
-        batch_size: how many examples go through the model at a time. Batches come as they are.
-        name: how the statement calls the data; by default the name of its type.
-        collate_fn: from a list of records to a batch, for a data set.
+        loss: `loss(model, *batch)` returns one loss per example, as in the training loop; it may return a single loss
+            for norms of microbatches (`of="mini-set"`).
+        batch_size: the number of examples per forward pass, unless `data` consists of batches.
+        name: the name in the statement; by default the name of the type.
+        collate_fn: turns a list of records into a batch, for a data set.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Public:
     ) -> None:
         if not callable(loss):
             raise ConfigurationError(
-                "Public: loss must be a function loss(model, *batch) -> one loss an example."
+                "Public: loss must be a function loss(model, *batch) that returns one loss per example."
             )
         self.data = data
         self.loss, self.batch_size = loss, whole("Public: batch_size", batch_size, least=1)
@@ -52,7 +52,7 @@ class Public:
         self._fetcher: Fetcher | None = None
         if isinstance(data, (list, tuple)) and any(isinstance(member, Tensor) for member in data):
             raise ConfigurationError(
-                f"Public: data is a {type(data).__name__} of tensors, which may be columns or batches: give "
+                f"Public: data is a {type(data).__name__} of tensors, which may be columns or batches: pass "
                 "TensorDataset(x, y) for columns, or a list with a tuple (x, y) for each batch."
             )
         if isinstance(data, (list, tuple, DataLoader)):
@@ -61,21 +61,21 @@ class Public:
         else:
             if isinstance(data, (Iterator, Tensor)) or not hasattr(data, "__getitem__"):
                 raise ConfigurationError(
-                    f"Public: data is a {type(data).__name__}, which cannot be read again and again in batches: give "
+                    f"Public: data is a {type(data).__name__}, which cannot be read repeatedly in batches: pass "
                     "a map-style data set, or a list of batches."
                 )
             self._fetcher = Fetcher(data, collate_fn)
             self.size = self._fetcher.dataset_size
         if self.size == 0:
-            raise ConfigurationError("Public: data is empty: nothing can be measured on it.")
+            raise ConfigurationError("Public: data is empty, so no norms can be measured.")
 
     @property
     def comes_in_batches(self) -> bool:
-        """Whether the batches are those that were given."""
+        """Whether `data` consists of batches."""
         return self._batches is not None
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
-        """All of it, in order, in batches of `size` (by default `batch_size`) unless it came in batches."""
+        """All data in order, in batches of `size` (by default `batch_size`), or in the given batches."""
         if self._fetcher is None:
             assert self._batches is not None
             yield from self._batches
@@ -85,7 +85,7 @@ class Public:
             yield self._fetcher[np.arange(first, min(first + step, self.size), dtype=np.int64)]
 
     def losses(self, model: nn.Module, batch: Any, device: torch.device, of: str = "example") -> Tensor:
-        """One loss an example of a batch, which is brought to the model's device; of a mini-set, perhaps one number."""
+        """The losses of a batch, which is moved to `device`: one per example, or a single loss for a microbatch."""
         batch = map_tensors(lambda t: t.to(device), batch)
         arguments = batch if isinstance(batch, (list, tuple)) else (batch,)
         try:
@@ -95,24 +95,22 @@ class Public:
         except Exception as error:
             raise ConfigurationError(
                 f"Public({self.name}): loss(model, *batch) fails on the public data ({type(error).__name__}: {error}). "
-                "Give data and a loss as the model is trained with."
+                "Pass data and a loss that fit the model."
             ) from error
         dimensions = (0, 1) if of == "mini-set" else (1,)
         if not (isinstance(losses, Tensor) and losses.dim() in dimensions and losses.requires_grad):
-            listed = (
-                " The list that was given is taken for batches: if it is one of records, give a data set."
-            )
+            listed = " A list is interpreted as batches: if it is a list of records, pass a data set."
             raise ConfigurationError(
-                "Public: loss(model, *batch) must return one loss an example, with gradients: use reduction='none'; a "
-                "single number will do for norms of mini-sets, of='mini-set'."
+                "Public: loss(model, *batch) must return one loss per example, with gradients: use reduction='none'. A "
+                "single loss is allowed for norms of microbatches, of='mini-set'."
                 + (listed if isinstance(self.data, (list, tuple)) else "")
             )
         if losses.dim() and not len(losses):
-            raise ConfigurationError(f"Public({self.name}): a batch holds no example: leave it out.")
+            raise ConfigurationError(f"Public({self.name}): a batch holds no example: remove it.")
         return losses
 
     def describe(self) -> dict[str, Any]:
-        """Which data, in plain types."""
+        """The name and size of the data, in JSON types."""
         return {"public": self.name, "batches" if self.comes_in_batches else "examples": self.size}
 
     def __repr__(self) -> str:
@@ -120,11 +118,11 @@ class Public:
 
 
 def require_public(given: object, who: str, instead: str = "") -> Public:
-    """Refuse everything that is not marked as public."""
+    """Raise if `given` is not marked as public."""
     if isinstance(given, Public):
         return given
     what = "a mapping" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     raise ConfigurationError(
-        f"{who}: public must be data that is marked as public, not {what}. What is learned from it gets no noise, so "
-        f"private data may not be used here. If every record of it is public, give Public(data, loss=...){instead}."
+        f"{who}: public must be data that is marked as public, not {what}. Values computed from it get no noise, so "
+        f"private data may not be used here. If every record is public, pass Public(data, loss=...){instead}."
     )

@@ -1,4 +1,4 @@
-"""The thresholds C_k of strategies that clip vectors: how they are given, and how they change from step to step."""
+"""Clipping norms C_k of the parts, constant or adaptive."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency
 from clipwise.validation.arguments import number, with_plain_numbers
 
-# In float32 a smaller bound would round clipped gradients and noise to a grid, and a larger one to infinity.
+# Outside of this range, clipped gradients and noise underflow or overflow in float32.
 _LEAST_NORM, _MOST_NORM = 1e-30, 1e30
 
 
 class Constants:
-    """The constants of each part: C_k, and how its parameters are scaled before the clip. Here they never change.
+    """The constants of each part: the clipping norm C_k and the scales of its parameters. Here they never change.
 
     Attributes:
         groups: the parameters of each part.
-        norms: C_k, the most that a clipped vector may be in each part, after scaling.
-        scales: m of each parameter by which its gradient is multiplied before the clip; 1 where none is given.
-        bounds: what is released beside the gradient.
-        lasts: for how many releases at least `learn` changes neither groups, norms nor scales.
-        alone: whether a vector takes part in one part only, drawn at random; see privacy.Part.
-        share: of all vectors, how many each part is expected to hold; what the divisor is multiplied by.
-        frozen: entries that count 0 before the clip, by parameter: bool of its shape. None where none is given.
+        norms: C_k, the clipping norm of each part, after scaling.
+        scales: m, the factor of each parameter's gradient before clipping; 1 if missing.
+        bounds: the parts released besides the gradient.
+        lasts: the minimum number of releases between changes of groups, norms or scales by `learn`.
+        alone: whether each vector contributes to one random part only; see privacy.Part.
+        share: the expected fraction of the vectors in each part, a factor of the divisor.
+        frozen: entries set to 0 before clipping, by parameter (bool, of its shape).
     """
 
     lasts: float = math.inf
@@ -50,7 +50,7 @@ class Constants:
         self.frozen: dict[str, Tensor] = {}
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
-        """All bounds of a step, where a unit moves part k by at most `factor` times C_k."""
+        """The bounds of a step, with sensitivity `factor` times C_k."""
         parts = (
             Bound(
                 part,
@@ -64,36 +64,36 @@ class Constants:
         return (*parts, *self.bounds)
 
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
-        """Which of so many vectors take part in each part, if they do not take part in all: bool [vectors]."""
+        """The vectors in each part (bool [vectors]); empty if every vector is in all parts."""
         return {}
 
     def counts(
         self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What the step releases beside the gradient, from each part's norms [B]."""
+        """The sums released besides the gradient, from the norms [B] of each part."""
         return {}
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
-        """Adapt to what was released: noised, over the divisor. Returns whether anything changed.
+        """Adapt to a release: the noised sums over the divisor. Returns whether anything changed.
 
-        `noise` is the standard deviation of the noise on each coordinate of the means; see `Clipper.noise`.
+        `noise` is the standard deviation of the noise on each coordinate; see `Clipper.noise`.
         """
         return False
 
     def settle(self) -> None:
-        """Put frozen entries of the parameters back where they belong."""
+        """Restore frozen entries of the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned so far, in plain types. It is public."""
+        """The learned state in JSON types. It is public."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go back to what a `state_dict` holds. Returns whether anything changed."""
+        """Restore a `state_dict`. Returns whether anything changed."""
         return False
 
 
 class ScaledConstants(Constants):
-    """Other constants, whose norms are multiplied by a factor that changes."""
+    """Other constants with norms multiplied by a varying factor."""
 
     def __init__(self, inner: Constants) -> None:
         super().__init__(inner.groups, inner.norms, inner.scales)
@@ -101,7 +101,7 @@ class ScaledConstants(Constants):
         self.alone, self.share = inner.alone, inner.share
 
     def factor(self, names: Sequence[str]) -> float:
-        """By which the norm of a part of these parameters is multiplied."""
+        """The factor for the norm of a part with these parameters."""
         raise NotImplementedError
 
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
@@ -119,22 +119,22 @@ class ScaledConstants(Constants):
 
 
 class NormRule(ABC):
-    """A `max_norm` that changes while a model is trained."""
+    """A `max_norm` that changes during training."""
 
     @abstractmethod
     def constants(self, parts: Groups | Policy, site: Site) -> Constants:
-        """For one model, or an error if the rule cannot serve it."""
+        """The constants for one model. Raises if the rule does not support it."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types, for fingerprints and statements."""
+        """The rule in JSON types, for fingerprints and statements."""
 
 
 MaxNorm = float | Mapping[str, float] | NormRule
 
 
 def require_max_norm(max_norm: object) -> None:
-    """Refuse a bound that is no positive number, nor one for each part."""
+    """Raise if `max_norm` is neither a positive number nor a mapping of them."""
     norms: Iterable[Any] = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
     for norm in norms:
         number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
@@ -158,41 +158,41 @@ def constants_for(max_norm: MaxNorm, parts: Groups | Policy, site: Site) -> Cons
 
 def _wrong_norm(policy: Policy) -> ConfigurationError:
     return ConfigurationError(
-        f"max_norm must be a number with parts={type(policy).__name__}(...), which chooses the bounds."
+        f"max_norm must be a number with parts={type(policy).__name__}(...), which chooses the clipping norms."
     )
 
 
 @dataclass(frozen=True)
 class Quantile(NormRule):
-    """A `max_norm` that moves until a share `target` of the examples is not clipped.
+    """A `max_norm` that adapts until a fraction `target` of the examples is not clipped.
 
-    After each step, with f the released fraction of examples whose gradient was within C (one whose norm is
-    close to C counts in part),
+    After each step, with f the released fraction of examples with a gradient norm below C (norms close to C count
+    partially),
 
         C <- C exp(-learning_rate (f - target)),   kept within [minimum, maximum].
 
-    With several parts each has a count and a C_k of its own, and `initial`, `minimum` and `maximum` are
-    totals: C_k begins at initial / sqrt(K), and so on.
+    Each of several parts has its own count and its own C_k, and `initial`, `minimum` and `maximum` are totals: C_k
+    starts at initial / sqrt(K), and so on.
 
     Args:
-        target: the share of examples that should not be clipped, above 0 and below 1.
+        target: the fraction of examples that should not be clipped, above 0 and below 1.
         initial: C in the first step.
-        learning_rate: how fast log C moves.
-        count_noise: the standard deviation of the noise on f; that on the count is s = count_noise L, with L
-            the expected batch size. The counts' share comes out of the noise multiplier z of the step: the
-            gradient gets the larger multiplier
+        learning_rate: the step size of log C.
+        count_noise: the standard deviation of the noise on f; that on the count is s = count_noise L, with L the
+            expected batch size. The counts use a part of the noise multiplier z of the step, and the gradient gets the
+            larger multiplier
 
                 z' = (z^-2 - K (S / s)^2)^(-1/2),   S = 1/2 under zero-out, 1 under replace-one.
 
-            A `count_noise` that leaves nothing for the gradient is refused.
-        minimum, maximum: C never leaves these. Public, as all the others.
+            A `count_noise` that leaves nothing for the gradient raises an error.
+        minimum, maximum: the range of C. Public, like all other arguments.
 
     Guarantee:
-        What is released is sum_i (b_i - 1/2) + noise, b_i = clamp(3/2 - |g_i| / C, 0, 1): an example that is not
-        there adds 0, one that is there moves it by at most 1/2, a replaced one by 1. It is divided by L and
-        never by the realised batch size. A gradient that is not finite counts as clipped.
-        b_i is a ramp from C/2 to 3C/2 and no jump at C: the last digits of a norm may depend on the size of the
-        batch, and where many norms are alike, a jump would let one example move all of their b_i.
+        - Release: sum_i (b_i - 1/2) + noise, b_i = clamp(3/2 - |g_i| / C, 0, 1), divided by L and never by the realised
+          batch size. A gradient that is not finite counts as clipped.
+        - Sensitivity: 1/2 under zero-out, 1 under replace-one.
+        - b_i is a ramp from C/2 to 3C/2, not a step at C: rounding of norms may depend on the batch size, so with many
+          equal norms a step function would let one example change all of their b_i.
     """
 
     target: float = 0.5
@@ -208,17 +208,17 @@ class Quantile(NormRule):
             number(f"Quantile: {name}", value, above=0)
         if self.target >= 1:
             raise ConfigurationError(
-                f"Quantile: target={self.target!r} must be below 1: it is the share of examples not clipped."
+                f"Quantile: target={self.target!r} must be below 1: it is the fraction of examples not clipped."
             )
         if self.minimum < _LEAST_NORM or self.maximum > _MOST_NORM:
             raise ConfigurationError(
                 f"Quantile: minimum={self.minimum!r} and maximum={self.maximum!r} must lie between {_LEAST_NORM:g} and "
-                f"{_MOST_NORM:g}, where sums and noise of float32 are safe."
+                f"{_MOST_NORM:g}, so that sums and noise do not underflow or overflow in float32."
             )
         if not self.minimum <= self.initial <= self.maximum:
             raise ConfigurationError(
                 f"Quantile: initial={self.initial!r} must lie between minimum={self.minimum!r} and "
-                f"maximum={self.maximum!r}: widen them, or begin within them."
+                f"maximum={self.maximum!r}: widen the range, or change initial."
             )
 
     def constants(self, parts: Groups | Policy, site: Site) -> Constants:
@@ -231,7 +231,7 @@ class Quantile(NormRule):
 
 
 class QuantileNorms(Constants):
-    """`Quantile` for the parts of one model: C_k of the moment."""
+    """`Quantile` for the parts of one model."""
 
     lasts = 1
 
@@ -245,9 +245,9 @@ class QuantileNorms(Constants):
         for name in self._names.values():
             if name in site.parameters:
                 raise ConfigurationError(
-                    f"max_norm=Quantile(...) needs the name {name!r}: rename that parameter."
+                    f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter."
                 )
-        # b - 1/2 is -1/2 or 1/2: an example brings one of them, and a replaced one goes from one to the other.
+        # b - 1/2 lies in [-1/2, 1/2].
         sensitivity = 1.0 if site.adjacency is Adjacency.REPLACE_ONE else 0.5
         self.bounds = tuple(
             Bound(name, (), sensitivity, quantile.count_noise) for name in self._names.values()
@@ -256,7 +256,7 @@ class QuantileNorms(Constants):
     def counts(
         self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """sum_i (b_i - 1/2) of each part over the examples that are real, in float64; 0 for an empty batch."""
+        """sum_i (b_i - 1/2) of each part over the real examples, in float64."""
         counted_B = torch.ones_like(muted_B) if real_B is None else real_B
         return {
             self._names[part]: (_within(norms[part], C, muted_B) - 0.5).mul(counted_B).sum().reshape(1)
@@ -264,7 +264,7 @@ class QuantileNorms(Constants):
         }
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
-        """C <- C exp(-learning_rate (f - target)); by logarithms, since exp may overflow before the limits."""
+        """C <- C exp(-learning_rate (f - target)), in logarithms to avoid overflow."""
         rule = self._quantile
         for part, C in self.norms.items():
             fraction = float(means[self._names[part]]) + 0.5
@@ -290,5 +290,5 @@ class QuantileNorms(Constants):
 
 
 def _within(norm_B: Tensor, C: float, muted_B: Tensor) -> Tensor:
-    """b_i: 1 for a norm up to C/2, 0 from 3C/2 on, and a straight line between the two."""
+    """b_i: 1 up to C/2, 0 from 3C/2, linear in between."""
     return (1.5 - norm_B.to(torch.float64) / C).clamp(0, 1).masked_fill(muted_B, 0)

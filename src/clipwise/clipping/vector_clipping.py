@@ -1,4 +1,4 @@
-"""What `PerExample` and `Batch` share: both clip vectors at the thresholds of their parts."""
+"""Common base classes of `PerExample` and `Batch`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ from clipwise.clipping.thresholds import Constants, MaxNorm, NormRule, constants
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Unit
 
-_MOST = 2**31  # numbers in a tensor that torch's calls for many at once can count
+_MOST = 2**31  # entries per tensor supported by torch._foreach_norm
 
 
 class VectorClipping(Strategy):
-    """A strategy that clips vectors at thresholds: those of examples, or of mini-sets. Its subclasses are dataclasses.
-
-    Attributes:
-        max_norm, parts: from which the thresholds follow.
-        sparse: which entries are frozen.
-        running_statistics: of layers, released beside the gradient.
-    """
+    """A strategy that clips the vectors of examples or of microbatches. Its subclasses are dataclasses."""
 
     max_norm: MaxNorm
     parts: Groups | Policy
@@ -38,7 +32,7 @@ class VectorClipping(Strategy):
     running_statistics: NoisedStatistics | None
 
     def require_settings(self) -> None:
-        """Refuse what no run can have."""
+        """Raise if an argument is invalid."""
         if not isinstance(self.max_norm, NormRule):
             require_max_norm(self.max_norm)
         require_split(self.split)
@@ -50,20 +44,19 @@ class VectorClipping(Strategy):
                 )
 
     def constants(self, site: Site) -> Constants:
-        """The constants of one model."""
         constants = constants_for(self.max_norm, self.parts, site)
         return constants if self.sparse is None else Thinned(self.sparse, constants, site)
 
     @property
     def takes_complex(self) -> bool:  # type: ignore[override]
-        """Entries that `Sparse` freezes are real ones."""
+        """`Sparse` supports real parameters only."""
         return self.sparse is None
 
     def public_data(self) -> tuple[Public, ...]:
         return self.parts.public_data() if isinstance(self.parts, Policy) else ()
 
     def described(self) -> dict[str, Any]:
-        """What `describe` says of the settings that both strategies have."""
+        """The common part of `describe`."""
         norm, parts = self.max_norm, self.parts
         if isinstance(norm, NormRule):
             norm = norm.describe()
@@ -89,16 +82,16 @@ class VectorClipping(Strategy):
         if policy.get("every") is not None or decays or "sparse" in recorded:
             text = replace(
                 text,
-                changing=" (of the step that was next then: bounds change by a public rule, and the noise with them)",
+                changing=" (of the next step: bounds change by a public rule, and the noise is scaled with them)",
             )
         if "running_statistics" in recorded:
-            released = "noised statistics of batch norm layers, and so what they use in evaluation"
+            released = "noised statistics of batch norm layers, which they use in evaluation"
             text = replace(text, released=released)
         return replace(text, public_data=_used_for_norms(policy.get("norms from")))
 
 
 def _used_for_norms(source: object) -> str:
-    """Which public data gave typical norms, if any did."""
+    """The public data used for typical norms, or ""."""
     if not (isinstance(source, Mapping) and "public" in source):
         return ""
     count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
@@ -106,13 +99,13 @@ def _used_for_norms(source: object) -> str:
 
 
 class VectorClipper(Clipper):
-    """A clipper whose bounds are its constants' norms times a factor, and change when those do.
+    """A clipper with bounds that are the norms of its constants times a factor.
 
     Args:
-        constants: of the parts.
-        factor: by how many times C_k a unit can move part k.
-        vectors: how many clipped vectors a step is expected to have.
-        statistics: of layers, which are released beside the gradient.
+        constants: the constants of the parts.
+        factor: the sensitivity of part k over C_k.
+        vectors: the expected number of clipped vectors per step.
+        statistics: layer statistics released with the gradient.
     """
 
     def __init__(
@@ -136,7 +129,7 @@ class VectorClipper(Clipper):
         self._constants.settle()
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
-        # A share below 1 is of parts that hold some of the vectors only; statistics are of all of them.
+        # With a share below 1 each part has only some of the vectors; statistics use all of them.
         self._statistics.learn(
             {b.name: means[b.name] * self._constants.share for b in self._statistics.bounds}
         )
@@ -160,12 +153,12 @@ class VectorClipper(Clipper):
         return changed
 
     def _restate(self) -> None:
-        """Take over what follows from the constants."""
+        """Recompute the bounds from the constants."""
         self.bounds = (*self._constants.bounds_with(self._factor), *self._statistics.bounds)
 
 
 def tensor_lengths(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """|t| of each in float64, in few passes over memory: one call for all but empty and huge ones."""
+    """|t| of each tensor in float64, in one call for all but empty and huge ones."""
     ordinary = [0 < t.numel() < _MOST for t in tensors]
     together = [t for t, is_ordinary in zip(tensors, ordinary, strict=True) if is_ordinary]
     found = iter(torch._foreach_norm(together, 2, dtype=torch.float64) if together else ())

@@ -1,1 +1,1 @@
-"""What a run reports: the privacy statement, plots, and figures for an attacker."""
+"""The privacy statement of a run, plots, and bounds on attacks."""

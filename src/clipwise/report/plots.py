@@ -1,7 +1,7 @@
-"""Pictures of a guarantee: epsilon over the steps, the trade-off curve, delta over epsilon.
+"""Plots of a guarantee: epsilon over steps, the trade-off curve, delta over epsilon.
 
-Lines differ by their style, so that a grey print can be read. The same history gives the same file, byte for
-byte, under one version of matplotlib; it is loaded only when something is drawn.
+Lines differ in style, not only in colour. The same history gives the same file, byte for byte, with the same version
+of matplotlib. matplotlib is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from clipwise.accounting.tradeoff import Tradeoff, of, profile
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Entry, rounded_up
 
-# What a file may be, and what must be kept out of it so that it does not change from day to day.
+# The file formats, and the metadata to leave out so that files are reproducible.
 METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
 STYLE = {
-    "svg.hashsalt": "clipwise",  # names inside the file are not random
+    "svg.hashsalt": "clipwise",  # reproducible ids in the file
     "font.size": 9,
     "axes.grid": True,
     "grid.color": "0.9",
@@ -35,9 +35,9 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-# The accountants that are compared, and how each is drawn; the first is the one that counts.
+# The accountants and their line styles; the first one is used for the guarantee.
 LINES: dict[str, dict[str, Any]] = {
-    "pld": {"color": "black", "linestyle": "-", "linewidth": 2, "label": "PLD (the one that counts)"},
+    "pld": {"color": "black", "linestyle": "-", "linewidth": 2, "label": "PLD (used for the guarantee)"},
     "rdp": {"color": "tab:blue", "linestyle": "--", "label": "RDP"},
     "zcdp": {
         "color": "tab:orange",
@@ -55,7 +55,7 @@ LINES: dict[str, dict[str, Any]] = {
         "label": "Gaussian DP",
     },
 }
-# A schedule of more different steps than this takes seconds for a figure: few are drawn, by PLD alone.
+# With more kinds of steps than this a plot takes seconds: draw fewer points, with PLD only.
 MOST_KINDS = 64
 FEW_POINTS = 6
 POINTS = 16
@@ -66,10 +66,10 @@ SMALLEST_DELTAS = (1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
 
 
 def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path) -> None:
-    """Draw what the first steps of a history cost, from the first to all, by the accountants that bound it.
+    """Plot epsilon over the number of steps, for each accountant that supports the history.
 
     Args:
-        history: what was or will be released, in this order.
+        history: past or planned releases, in order.
         delta: the delta of the guarantee.
         path: the file, ending in .png or .svg.
     """
@@ -84,7 +84,7 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
                 axes.plot([0, *steps], [0.0, *epsilons], **LINES[name])
         if not axes.lines:
             raise ConfigurationError(
-                "history: its epsilon is infinite from the first step on: nothing to draw."
+                "history: its epsilon is infinite from the first step on, so there is nothing to plot."
             )
         axes.set_xlim(0, 1.02 * steps[-1])
         axes.set_ylim(bottom=0)
@@ -98,33 +98,33 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
 def tradeoff_curve(
     history: Sequence[Entry], path: str | Path, *, gaussian: bool = False, measured: float | None = None
 ) -> None:
-    """Draw the trade-off function of a history against a blind guess, and detection at few false alarms.
+    """Plot the trade-off function of a history, and the detection rate at low false-positive rates.
 
     Args:
-        history: what was or will be released.
+        history: past or planned releases.
         path: the file, ending in .png or .svg.
-        gaussian: draw the curve G_mu for comparison, with the smallest mu that holds up to 1e-5.
-        measured: draw G_mu for this mu as well: what an attack has reached.
+        gaussian: also plot G_mu with the smallest mu that is valid up to 1e-5.
+        measured: also plot G_mu for this mu, measured by an attack.
     """
     with _picture(path, history, panels=2) as (rates, few_alarms):
         curve = of(history)
-        curves = [(curve, {"color": "black", "linewidth": 2, "label": "no test does better"})]
+        curves = [(curve, {"color": "black", "linewidth": 2, "label": "bound on every test"})]
         if gaussian and math.isfinite(curve.mu()):
             line = {**LINES["gdp"], "label": f"G_mu, mu = {rounded_up(curve.mu())}"}
             curves.append((Tradeoff.gaussian(curve.mu()), line))
         if measured is not None:
-            line = {**LINES["zcdp"], "label": f"an attack reached mu = {measured:.3g}"}
+            line = {**LINES["zcdp"], "label": f"measured attack, mu = {measured:.3g}"}
             curves.append((Tradeoff.gaussian(measured), line))
         _rates(rates, curves)
         _few_alarms(few_alarms, curves)
 
 
 def _rates(axes: Any, curves: Sequence[tuple[Tradeoff, dict[str, Any]]]) -> None:
-    """False negatives over false positives. What lies between a blind guess and the curve may be reached."""
+    """False-negative over false-positive rate. Tests may reach the area between random guessing and the curve."""
     alphas = np.linspace(0.0, 1.0, POINTS_OF_RATES)
     curve = curves[0][0]
     axes.fill_between(alphas, curve(alphas), 1 - alphas, color="0.92", linewidth=0)
-    axes.plot([0, 1], [1, 0], color="0.45", linestyle="--", label="blind guess: 1 - alpha")
+    axes.plot([0, 1], [1, 0], color="0.45", linestyle="--", label="random guessing: 1 - alpha")
     for f, line in curves:
         axes.plot(alphas, f(alphas), **line)
     axes.set_xlim(0, 1)
@@ -136,7 +136,7 @@ def _rates(axes: Any, curves: Sequence[tuple[Tradeoff, dict[str, Any]]]) -> None
 
 
 def _few_alarms(axes: Any, curves: Sequence[tuple[Tradeoff, dict[str, Any]]]) -> None:
-    """Detection over false positives, on logarithmic scales: what matters if false alarms cost much."""
+    """Detection rate over false-positive rate, on logarithmic scales."""
     alphas = np.geomspace(FEWEST_ALARMS, 1.0, POINTS_OF_RATES)
     axes.fill_between(alphas, alphas, 1 - curves[0][0](alphas), color="0.92", linewidth=0)
     axes.plot(alphas, alphas, color="0.45", linestyle="--")
@@ -149,14 +149,14 @@ def _few_alarms(axes: Any, curves: Sequence[tuple[Tradeoff, dict[str, Any]]]) ->
     axes.set_aspect("equal")
     axes.set_xlabel("false-positive rate alpha")
     axes.set_ylabel("detection rate 1 - f(alpha)")
-    axes.set_title("the same, where false positives are few", loc="left", fontsize=9)
+    axes.set_title("low false-positive rates", loc="left", fontsize=9)
 
 
 def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
-    """Draw delta against epsilon, delta on a logarithmic scale.
+    """Plot delta over epsilon, with a logarithmic delta axis.
 
     Args:
-        history: what was or will be released.
+        history: past or planned releases.
         path: the file, ending in .png or .svg.
     """
     with _picture(path, history) as (axes,):
@@ -165,7 +165,7 @@ def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
         end, smallest = next(((e, d) for e, d in ends if math.isfinite(e)), (math.inf, 1.0))
         if end in (0.0, math.inf):
             extent = "infinite" if end else "0"
-            raise ConfigurationError(f"history: its epsilon is {extent} at every delta: nothing to draw.")
+            raise ConfigurationError(f"history: its epsilon is {extent} at every delta, so there is nothing to plot.")
         epsilons = np.linspace(0.0, end, POINTS_OVER_EPSILON)
         axes.plot(epsilons, profile(history, epsilons), **LINES["pld"])
         for name in _compared(history)[1:]:
@@ -185,17 +185,17 @@ def _is_schedule(history: Sequence[Entry]) -> bool:
 
 
 def _compared(history: Sequence[Entry]) -> list[str]:
-    """The accountants to ask, the one that counts first."""
+    """The accountants to plot; PLD, which gives the guarantee, comes first."""
     return list(LINES)[:1] if _is_schedule(history) else list(LINES)
 
 
 def _chosen_steps(total: int, points: int) -> list[int]:
-    """From 1 to the total, closer together at first, where epsilon bends most."""
+    """Step numbers from 1 to the total, denser at the start, where epsilon is most curved."""
     return sorted({1, *(max(1, round(total * (k / points) ** 2)) for k in range(1, points + 1))})
 
 
 def _first(history: Sequence[Entry], steps: int) -> list[Entry]:
-    """The first so many steps of a history."""
+    """The first `steps` steps of a history."""
     before = [0, *accumulate(entry.count for entry in history)]
     return [
         Entry(entry.event, min(entry.count, steps - start))
@@ -205,7 +205,7 @@ def _first(history: Sequence[Entry], steps: int) -> list[Entry]:
 
 
 def _bounds(bound: Callable[[Any], float], places: Sequence[Any]) -> list[float]:
-    """The bound at every place; nothing if the accountant has none, or an infinite one, or is not installed."""
+    """The bound at every place; empty if the accountant has no finite bound or is not installed."""
     try:
         found = [bound(place) for place in places]
     except (UnsupportedEventError, ImportError):
@@ -215,13 +215,13 @@ def _bounds(bound: Callable[[Any], float], places: Sequence[Any]) -> list[float]
 
 @contextmanager
 def _picture(path: str | Path, history: Sequence[Entry], panels: int = 1) -> Iterator[list[Any]]:
-    """Empty axes below a title, which are written to the file in the end."""
+    """Empty axes with a title. The figure is written to the file at the end of the block."""
     file = Path(path)
     kind = file.suffix.lower()
     if kind not in METADATA:
-        raise ConfigurationError(f"path={str(path)!r} is not possible: pictures end in .png or .svg.")
+        raise ConfigurationError(f"path={str(path)!r} is not supported: the file name must end in .png or .svg.")
     if not any(entry.count for entry in history):
-        raise ConfigurationError("history: it is empty, so there is nothing to draw.")
+        raise ConfigurationError("history: it is empty, so there is nothing to plot.")
     matplotlib = _matplotlib()
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         canvas = importlib.import_module("matplotlib.figure").Figure(
@@ -239,8 +239,8 @@ def _picture(path: str | Path, history: Sequence[Entry], panels: int = 1) -> Ite
 
 
 def describe(history: Sequence[Entry]) -> str:
-    """Two lines: what is protected and how batches are drawn; the noise and the steps."""
-    compose(history)  # refuses a history that no single guarantee covers
+    """The title: sampling, adjacency and unit; then noise, sample rate and steps."""
+    compose(history)  # raises if no single guarantee covers the history
     events = [entry.event for entry in history if entry.count]
     schemes = list(dict.fromkeys(str(event.sampling) for event in events))
     first = events[0]
@@ -267,5 +267,5 @@ def _matplotlib() -> Any:
         return importlib.import_module("matplotlib")
     except ImportError as error:
         raise ConfigurationError(
-            "Pictures need matplotlib, which is not installed: run `pip install 'clipwise-dp[plots]'`."
+            "Plots require matplotlib, which is not installed: run `pip install 'clipwise-dp[plots]'`."
         ) from error

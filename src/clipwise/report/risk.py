@@ -1,4 +1,4 @@
-"""What a run leaves to an attacker, in a few figures. Each is the most that any attacker can do."""
+"""Upper bounds on membership attacks against a run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ DELTAS = (1e-3, 1e-5, 1e-7)
 
 @dataclass(frozen=True)
 class Risk:
-    """The attacker knows all but one unit, and decides from all releases which of two neighbours was used.
+    """Bounds for an attacker that knows all but one unit and tests, from all releases, which neighbour was used.
 
     Args:
-        power: (rate of false alarms, largest rate of detection at it), one after the other.
-        advantage: the largest difference between the two rates.
-        accuracy: the largest share of right guesses if both neighbours are equally likely beforehand.
-        mu: the smallest mu whose Gaussian trade-off curve, lowered by 1e-5, is nowhere above that of the run: 0 is
-            perfect, infinity is "there is none".
-        epsilons: (delta, epsilon at it), one after the other.
+        power: pairs (false-positive rate, largest true-positive rate).
+        advantage: the largest difference between the true- and the false-positive rate.
+        accuracy: the largest accuracy if both neighbours are equally likely a priori.
+        mu: the smallest mu such that the Gaussian trade-off curve G_mu, lowered by 1e-5, is nowhere above the curve of
+            the run; infinity if there is none.
+        epsilons: pairs (delta, epsilon).
     """
 
     power: tuple[tuple[float, float], ...]
@@ -34,7 +34,7 @@ class Risk:
 
     @classmethod
     def of(cls, history: Sequence[Entry], deltas: Sequence[float] = DELTAS) -> Risk:
-        """The figures of all releases in a history."""
+        """The bounds for all releases in a history."""
         curve = accounting.tradeoff_of(history)
         return cls(
             power=tuple((rate, curve.power(rate)) for rate in FALSE_ALARMS),
@@ -45,7 +45,7 @@ class Risk:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types."""
+        """The bounds in JSON types."""
         return {
             "power": [
                 {"false_positive_rate": rate, "true_positive_rate": power} for rate, power in self.power

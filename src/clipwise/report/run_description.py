@@ -1,7 +1,6 @@
-"""What a run says about itself: all that a privacy statement needs and the releases do not tell.
+"""The public configuration of a run, as far as a privacy statement needs it.
 
-The engine writes it into the ledger with the first release of every sitting. It is public configuration, holds
-nothing of the data, and charges nothing.
+The engine writes it to the ledger with the first release of each process of the run. It contains no data.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ PACKAGES = ("clipwise-dp", "torch", "numpy", "scipy", "dp-accounting")
 
 @dataclass(frozen=True)
 class About:
-    """One sitting of a run. None is "not recorded": older ledgers say less.
+    """The configuration of one process of a run. None means "not recorded" (older ledgers).
 
     Args:
-        strategy: how what one unit can do is bounded, and what was learned from releases.
-        public_statistics: what public rows are used for in the model's own layers.
-        parts: what a release holds; of the first one, if the strategy adapts.
-        divisor: the public constant that the noised sum is divided by.
-        arithmetic: in which the sums were formed.
-        noise: its kind, "standard" or "secure".
-        delta: of the guarantee that the run was made for.
-        budget: the epsilon that it may not pass.
+        strategy: the configuration of the clipping strategy.
+        public_statistics: the use of public rows in layers of the model.
+        parts: the parts of a release; of the first release, if the strategy adapts.
+        divisor: the public constant by which the noised sum is divided.
+        arithmetic: the arithmetic of norms and sums.
+        noise: "standard" or "secure".
+        delta: the delta of the guarantee.
+        budget: the largest epsilon allowed.
         run: the tag of the run in its ledger.
-        planned: for how many steps its noise was calibrated, or how many it was said to take.
-        noise_multiplier: of all parts together, as it was given or calibrated.
-        seeded: whether noise and sampling come from a given seed.
-        key: the public id of the noise key that it began with.
-        draws: where random layers drew from: "key" of the run, "torch", or "seeded": torch with a seed set by hand.
-        probed: whether the first batches were examined for losses that depend on other examples.
-        planned_tests: which tests that run the loss again were planned on the first batches, "replacement" and
-            "collation". Never what they found.
-        followed_metric: whether a scheduler that is fed a metric has set the learning rate.
+        planned: the number of steps for which the noise was calibrated, or the number of steps given.
+        noise_multiplier: that of the joint mechanism.
+        seeded: whether noise and sampling use a seed given by the user.
+        key: the public id of the first noise key.
+        draws: the source of randomness of random layers: "key" of the run, "torch", or "seeded" (torch, seeded by the
+            user).
+        probed: whether the first batches were probed for losses that depend on other examples.
+        planned_tests: the tests planned on the first batches, "replacement" and "collation". Never their results.
+        followed_metric: whether a scheduler set the learning rate from a metric.
         penalised: whether a penalty was added to the gradient after the noise.
-        versions: of the software that it ran on.
+        versions: the versions of the software.
     """
 
     strategy: Mapping[str, Any] | None = None
@@ -68,13 +67,13 @@ class About:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types that JSON knows."""
+        """The description in JSON types."""
         content: dict[str, Any] = plain(asdict(self))
         return content
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> About:
-        """The inverse of `to_dict`; what is missing or of another version counts as not recorded."""
+        """The inverse of `to_dict`; ignores unknown keys, and treats missing ones as not recorded."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         if known.get("parts") is not None:
             known["parts"] = tuple(_part(part) for part in known["parts"])
@@ -88,34 +87,29 @@ def _part(data: Mapping[str, Any]) -> Part:
     return Part(**{name: data[name] for name in Part.__dataclass_fields__ if name in data} | tuples)
 
 
-# Older versions also ran this, and accounted for it as if each block were clipped as a whole.
+# Older versions accepted such runs, and accounted for them as if each block were clipped as a whole.
 UNDERSTATED = (
-    "releases with sampling='partition' whose blocks are not known to have been clipped as a whole: their strategy was "
-    "not Batch, or users were protected, or it is not recorded. Older versions of clipwise understated the cost of "
-    "that, so no figure is given. The true cost of T such steps at rate p and noise multiplier z is delta(epsilon) = "
-    "sum_k Binomial(k; T, p) delta_Gauss(epsilon; mu = sqrt(k) / z)"
+    "releases with sampling='partition' whose blocks are not known to have been clipped as a whole: the strategy was "
+    "not Batch, or the unit was a user, or this is not recorded. Older versions of clipwise understated the cost of "
+    "such steps, so no figure is given. The true cost of T such steps at rate p and noise multiplier z is "
+    "delta(epsilon) = sum_k Binomial(k; T, p) delta_Gauss(epsilon; mu = sqrt(k) / z)"
 )
 
 
 def is_understated(event: Event, strategy: Mapping[str, Any] | None) -> bool:
-    """Whether an event is a step of a partition whose blocks are not known to have been clipped as a whole.
-
-    Args:
-        event: the step.
-        strategy: how its run clipped, as it described itself; None if that is not recorded.
-    """
+    """Whether an event is a partition step with blocks that are not known to have been clipped as a whole."""
     if event.sampling is not Sampling.PARTITION:
         return False
     return not (recorded_strategy(strategy).clips_whole_blocks and event.unit is Unit.RECORD)
 
 
 def versions() -> dict[str, str]:
-    """The software that is running now."""
+    """The versions of the installed software."""
     return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
 
 def plain(value: Any) -> Any:
-    """A value in the types of JSON, which has no infinity and no NaN: they become None."""
+    """Convert a value to JSON types; infinity and NaN become None."""
     if isinstance(value, Mapping):
         return {str(key): plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,7 +119,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str, type(None))) else str(value)
 
 
-@cache  # to look it up takes longer than a small step
+@cache  # the lookup takes longer than a small step
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -1,7 +1,5 @@
-"""The privacy statement of a run: what is promised, to whom, on what grounds, and what is not promised.
+"""The privacy statement of a run: guarantee, setting, unit, adjacency, mechanism, accounting, assumptions, software.
 
-It covers what the field asks of a report: the setting, the unit and the neighbours, which data accesses and
-which outputs are covered, how it was accounted and under which assumptions, the figures, and the software.
 docs/guides/statement.md explains every field.
 """
 
@@ -29,20 +27,20 @@ NOT_RECORDED = "not recorded (the ledger was written by an older version)"
 
 @dataclass(frozen=True)
 class Statement:
-    """A privacy statement, for people (`str`) and for machines (`to_dict`).
+    """A privacy statement, as text (`str`) or as JSON (`to_dict`).
 
     Args:
         run: the id of the run.
         spent: the figures of the guarantee.
         history: all releases.
-        risk: what they mean for an attacker.
-        sittings: what the run said about itself each time it began or went on; the last one is in force.
+        risk: bounds on attacks.
+        sittings: the configuration of each process of the run, in order; the last one is in force.
         dataset_size: the number of units, which is public; None if not recorded.
-        declared: kind and reason of changes of the weights that the user declared.
-        weights: what is known of the model's weights.
-        exact: whether just what was released is counted. If a run goes on, or did not end cleanly, its ledger
-            counts all that it may have released.
-        if_fixed: epsilon by PLD where several runs share the ledger: it holds if all of them were fixed before the
+        declared: (kind, reason) of each change of the weights that the user declared.
+        weights: whether the weights of the model are verified.
+        exact: whether the number of releases is exact. The ledger of a run that continues, or that did not end
+            cleanly, counts all releases that may have happened.
+        if_fixed: the PLD epsilon if several runs share the ledger; it assumes that all of them were fixed before the
             first release. None for a single run.
     """
 
@@ -59,56 +57,56 @@ class Statement:
 
     @property
     def about(self) -> About:
-        """What the latest sitting said about itself."""
+        """The configuration of the latest process."""
         return self.sittings[-1] if self.sittings else About()
 
-    def _told(self, field: str, decisive: object) -> Any:
-        """A field of all sittings: the decisive value if any has it, and None if one did not record it."""
-        told = [getattr(sitting, field) for sitting in self.sittings]
-        return decisive if decisive in told else None if None in told or not told else told[-1]
+    def _combined(self, field: str, decisive: object) -> Any:
+        """A field over all processes: `decisive` if any process has it, else None if any did not record it."""
+        values = [getattr(sitting, field) for sitting in self.sittings]
+        return decisive if decisive in values else None if None in values or not values else values[-1]
 
     @property
     def seeded(self) -> bool | None:
-        """Whether any sitting took noise and sampling from a given seed; None if that is not recorded."""
-        found: bool | None = self._told("seeded", True)
+        """Whether any process used a user-given seed for noise and sampling; None if not recorded."""
+        found: bool | None = self._combined("seeded", True)
         return found
 
     @property
     def draws(self) -> str | None:
-        """The weakest source that random layers drew from: the run's "key", or torch "seeded" by hand; else None."""
-        told = {sitting.draws for sitting in self.sittings}
-        return "seeded" if "seeded" in told else "key" if told == {"key"} else None
+        """The weakest source of randomness of random layers: "seeded" by the user, the run's "key", or None (torch)."""
+        sources = {sitting.draws for sitting in self.sittings}
+        return "seeded" if "seeded" in sources else "key" if sources == {"key"} else None
 
     @property
     def probed(self) -> bool | None:
-        """Whether every sitting was examined for coupled losses; None if that is not recorded."""
-        found: bool | None = self._told("probed", False)
+        """Whether every process was probed for coupled losses; None if not recorded."""
+        found: bool | None = self._combined("probed", False)
         return found
 
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
-        """The tests of the loss that were planned in every process of the run; None if that is not recorded."""
-        told = [sitting.planned_tests for sitting in self.sittings]
-        if () in told:
+        """The tests of the loss that were planned in every process of the run; None if not recorded."""
+        planned = [sitting.planned_tests for sitting in self.sittings]
+        if () in planned:
             return ()
-        if not told or None in told:
+        if not planned or None in planned:
             return None
-        return tuple(name for name in told[0] or () if all(name in (tests or ()) for tests in told))
+        return tuple(name for name in planned[0] or () if all(name in (tests or ()) for tests in planned))
 
     @property
     def noise(self) -> str | None:
-        """The weakest kind of noise of any sitting; None if that is not recorded."""
-        found: str | None = self._told("noise", "standard")
+        """The weakest kind of noise of any process; None if not recorded."""
+        found: str | None = self._combined("noise", "standard")
         return found
 
     @property
     def is_shared(self) -> bool:
-        """Whether several runs have charged the ledger."""
+        """Whether several runs have releases in the ledger."""
         return multi_run.is_shared(self.history)
 
     @property
     def budget(self) -> float | None:
-        """The epsilon that no step of any run could pass; None if a run in the ledger has no budget."""
+        """The epsilon that no run could exceed; None if a run in the ledger has no budget."""
         if not self.is_shared:
             return self.about.budget
         latest = {sitting.run: sitting.budget for sitting in self.sittings}
@@ -116,13 +114,13 @@ class Statement:
         return None if None in found else max(budget for budget in found if budget is not None)
 
     def assumptions(self) -> tuple[str, ...]:
-        """What the guarantee rests on and no computation has shown."""
+        """The assumptions of the guarantee."""
         probed = {
             True: "probed on the first batches, not proven",
             False: "not probed, not proven",
-            None: "not recorded whether it was probed",
+            None: "not recorded whether this was probed",
         }[self.probed]
-        several = ": who has several records in it is protected less"
+        several = "; a person with several records has weaker protection"
         owned = f"one item of the data set is one {self.spent.unit}{several if self.spent.unit is Unit.RECORD else ''}"
         text = self._text()
         found = [
@@ -142,13 +140,11 @@ class Statement:
         if self.is_shared:
             found.append(wording.FIXED_RUNS)
         elif len(self._releases()) > 1:
-            found.append(
-                "how many steps of each kind to take was not decided by looking at what was released"
-            )
+            found.append("the number of steps of each kind was not chosen by looking at released values")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON; what is infinite or not recorded is None."""
+        """The statement in JSON types; values that are infinite or not recorded are None."""
         s, about, text = self.spent, self.about, self._text()
         figures = {"epsilon": s.epsilon, "delta": s.delta}
         content = {
@@ -191,8 +187,8 @@ class Statement:
 
     def __str__(self) -> str:
         s, divisor = self.spent, self.about.divisor
-        size = "" if self.dataset_size is None else f", {self.dataset_size} of them"
-        figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy of every released model"
+        size = "" if self.dataset_size is None else f" (data set: {self.dataset_size} {s.unit}s)"
+        figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy for every released model"
         if self.seeded:
             figures = f"{wording.NO_GUARANTEE}; {wording.WITH_A_FRESH_KEY} {figures}"
         lines = [
@@ -203,10 +199,10 @@ class Statement:
             ("unit", f"one {s.unit}{size}"),
             ("neighbours", f"{s.adjacency}: {wording.neighbours(s.adjacency, s.unit)}"),
             *(("releases", self._step(e, count)) for e, count in self._releases().items()),
-            *([] if self.history else [("releases", "none so far")]),
+            *([] if self.history else [("releases", "none")]),
             ("sensitivity", self._sensitivity()),
             ("noise", self._noise()),
-            ("divisor", NOT_RECORDED if divisor is None else f"{divisor:g}, a public constant"),
+            ("divisor", NOT_RECORDED if divisor is None else f"{divisor:g} (a public constant)"),
             *(("accountant", text) for text in self._accountants()),
             *self._budget(),
             ("attacker", self._attacker()),
@@ -218,8 +214,8 @@ class Statement:
             ("read with", _listed(versions())),
         ]
         if not self.exact:
-            state = "the run goes on or did not end cleanly, or a step failed"
-            lines.insert(1, ("state", f"{state}: all that may have been released is counted"))
+            state = "the run is in progress, did not end cleanly, or had a failed step"
+            lines.insert(1, ("state", f"{state}: every release that may have happened is counted"))
         return "\n".join(["Privacy statement", *_labelled(lines)])
 
     def _tuning(self) -> str:
@@ -227,7 +223,6 @@ class Statement:
         return wording.TUNING.format(these=f"{runs} runs" if runs > 1 else "one run")
 
     def _text(self, unit: Unit | None = None) -> StatementText:
-        """What the strategy says about itself."""
         recorded = self.about.strategy or {}
         return recorded_strategy(recorded).statement_text(recorded, unit or self.spent.unit)
 
@@ -236,7 +231,7 @@ class Statement:
         return f"{wording.RELEASED}; {beside}" if beside else wording.RELEASED
 
     def _releases(self) -> dict[Event, int]:
-        """How often each kind of step was taken: more than one if runs have joined or changed."""
+        """The number of steps of each kind; several kinds if runs share the ledger or changed settings."""
         counts: dict[Event, int] = {}
         for entry in self.history:
             counts[entry.event] = counts.get(entry.event, 0) + entry.count
@@ -245,8 +240,8 @@ class Statement:
     def _step(self, e: Event, count: int) -> str:
         what = self._text(e.unit).sum + wording.beside(self.about.parts or ())
         return (
-            f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}), "
-            f"each a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
+            f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}). "
+            f"Each step is a Gaussian mechanism on {what} with noise multiplier {e.noise_multiplier:.4g}"
         )
 
     def _sensitivity(self) -> str:
@@ -256,8 +251,10 @@ class Statement:
         text = ", ".join(f"{p.name}: {p.sensitivity:g}" for p in parts[:4])
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
         text += wording.what_moves(parts, self.spent.unit)
-        if wording.counts(parts):  # then the bounds adapt to what was counted
-            text += " (of the next step: max_norm adapts to the released counts, and the noise to it)"
+        if wording.counts(parts):
+            text += (
+                " (of the next step: max_norm adapts to the released counts, and the noise is scaled with it)"
+            )
         else:
             text += self._text().changing
         return text
@@ -269,20 +266,20 @@ class Statement:
         if grids:
             finest, coarsest = (round(math.log2(g)) for g in (min(grids), max(grids)))
             step = f"2^{finest}" + (f" to 2^{coarsest}" if coarsest > finest else "")
-            text += f" (step {step}, which the sensitivities include)"
+            text += f" (grid step {step}; the sensitivities include the rounding)"
         return text or NOT_RECORDED
 
     def _accountants(self) -> list[str]:
-        """How it was accounted; which figure holds for runs that share a ledger, and which one under an assumption."""
+        """The accountants, and the assumption under which each figure holds for runs that share a ledger."""
         found = [
-            f"{self.spent.accountant}, an upper bound; steps add up, all parts of a step are one release"
+            f"{self.spent.accountant} (an upper bound on epsilon) over all steps; all parts of a step are one mechanism"
         ]
         if not self.is_shared:
             return found
         runs = len({entry.run for entry in self.history})
         found.append(
-            f"{runs} runs have charged this ledger. The Renyi filter holds also where a run was configured after "
-            "releases of others were seen; its order follows from the first plan in the ledger, and from no release"
+            f"{runs} runs share this ledger. The Renyi filter is valid even if a run was configured after seeing "
+            "releases of other runs; its order depends only on the first plan in the ledger"
         )
         if self.if_fixed is not None:
             found.append(f"pld: epsilon {rounded_up(self.if_fixed)} {multi_run.IF_FIXED}")
@@ -290,24 +287,22 @@ class Statement:
 
     def _budget(self) -> list[tuple[str, str]]:
         if self.budget is not None:
-            whose = " for all runs together: a step of any of them" if self.is_shared else ": a step"
-            return [("budget", f"epsilon {self.budget:g}{whose} that would pass it is refused")]
+            scope = " for all runs together" if self.is_shared else ""
+            return [("budget", f"epsilon {self.budget:g}{scope}; a step that would exceed it is refused")]
         if self.is_shared and any(sitting.budget is not None for sitting in self.sittings):
-            return [
-                ("budget", "none for the whole ledger: some of its runs have no budget, and are not refused")
-            ]
+            return [("budget", "none for the ledger as a whole: some of its runs have no budget")]
         return []
 
     def _attacker(self) -> str:
         found = ", ".join(f"{percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
         claim = f"{wording.WITH_A_FRESH_KEY} this bound: " if self.seeded else ""
         return (
-            f"{claim}who knows all other {self.spent.unit}s detects the change with probability at most {found} false "
-            f"alarms; advantage at most {percent(self.risk.advantage)}"
+            f"{claim}an attacker that knows all other {self.spent.unit}s has a true-positive rate of at most {found} "
+            f"false-positive rate; membership advantage at most {percent(self.risk.advantage)}"
         )
 
     def _software(self) -> list[dict[str, str]]:
-        """What the run ran on, once for each change."""
+        """The distinct software versions of the run, in order."""
         found: list[dict[str, str]] = []
         for sitting in self.sittings:
             if sitting.versions and dict(sitting.versions) not in found:
@@ -323,14 +318,15 @@ def of_releases(
     plan: Mapping[str, Any] | None = None,
     **facts: Any,
 ) -> Statement:
-    """The statement of what was released: the figures, and the facts that `Statement` takes besides.
+    """The statement for a history of releases.
 
     Args:
         history: all releases.
-        event: the kind of step to name if there are none yet.
-        delta: of the guarantee.
-        accountant: by which it is stated; by default PLD for a single run, and the Renyi filter for several.
-        plan: of the first run, for the filter.
+        event: the kind of step to name if there are no releases.
+        delta: the delta of the guarantee.
+        accountant: by default PLD for a single run, and the Renyi filter for several.
+        plan: the plan of the first run, for the filter.
+        facts: the other arguments of `Statement`.
     """
     event = history[-1].event if history else event
     accountant = multi_run.accountant_of(history) if accountant is None else accountant
@@ -352,15 +348,15 @@ def of_releases(
 
 
 def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> Statement:
-    """The statement of the run in a ledger file, which is only read.
+    """The statement for a ledger file, which is only read.
 
     Args:
         path: the file.
-        delta: by default the one that the run was made for, or one well below 1 / size of the data set.
+        delta: by default the delta of the run, or a value well below 1 / (size of the data set).
     """
     found = ledger.read(path)
     if not found.history:
-        raise LedgerError(f"{path} holds no release yet: there is nothing to state.")
+        raise LedgerError(f"{path} holds no release: there is no statement to make.")
     sittings = tuple(About.from_dict(about) for about in found.about)
     size = found.header.get("dataset_size")
     size = size if isinstance(size, int) else None
@@ -383,12 +379,12 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
 
 
 def percent(share: float) -> str:
-    """To four digits, never below what was proven."""
+    """Round up to four significant digits, in percent."""
     return f"{rounded_up(100 * share)}%"
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
-    """A label stands before the first of the lines that it is for."""
+    """Lines with labels; consecutive equal labels are shown once."""
     labels = ["", *(name for name, _ in lines)]
     return [
         f"  {'' if name == before else name:<12} {text}"

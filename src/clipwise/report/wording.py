@@ -1,4 +1,4 @@
-"""The sentences that statements and commands share: what a guarantee is about, and what it is not about."""
+"""Sentences shared by privacy statements and commands."""
 
 from __future__ import annotations
 
@@ -11,103 +11,102 @@ from clipwise.privacy import Adjacency, Part, Sampling, Unit
 DEFINITION = "(epsilon, delta)-differential privacy"
 
 SETTING = (
-    "central: whoever trains sees the data and is trusted; whoever sees what is released is not, and may know "
-    "everything else"
+    "central model: the trainer is trusted with the data; an attacker sees all releases and may know everything except "
+    "the data of one unit and the secret key"
 )
 
 RELEASED = (
-    "every noised gradient, and so all weights on the way and the last ones; whatever is computed from these "
-    "without the data is covered too"
+    "every noised gradient, and therefore all intermediate and final weights; anything computed from these without "
+    "the data is covered (post-processing)"
 )
 
 TUNING = (
-    "not accounted: this is the cost of {these}, and other runs on the same data, tried and thrown away, cost as "
-    "well (`clipwise epsilon` counts several ledgers, or a search)"
+    "not accounted: the figures are the cost of {these}; other runs on the same data, including discarded ones, add "
+    "to the cost (`clipwise epsilon` composes several ledgers, or a hyperparameter search)"
 )
 
-# Of runs that share a ledger.
 FIXED_RUNS = (
-    "the attacker's figures, and the PLD figure, hold if all runs were fixed before the first release; the guarantee "
-    "holds also for runs that were configured after releases of others were seen"
+    "the bounds on attacks and the PLD epsilon hold if all runs were fixed before the first release; the guarantee "
+    "holds even if a run was configured after seeing releases of other runs"
 )
 
-NO_PUBLIC_DATA = "none is known here"
-TAKEN_AS_PUBLIC = "first weights and constants that come from other data are taken as public"
+NO_PUBLIC_DATA = "none recorded"
+TAKEN_AS_PUBLIC = "initial weights and constants derived from other data are assumed to be public"
 
 NOT_COVERED = (
     "data-dependent preprocessing and feature selection",
-    "hyper-parameters chosen by looking at the same data",
+    "hyperparameters chosen by looking at the same data",
     "anything printed or logged from private batches, such as the training loss",
     "other runs on the same data",
-    "refusals by checks that look at private batches: that a run was refused, or was not, is an output outside of "
-    "epsilon",
-    "side channels such as the time a step takes",
-    "what is true of the population, whether or not a given {unit} takes part",
+    "errors raised by checks on private batches: whether a run was refused is an output that epsilon does not cover",
+    "side channels, such as the duration of a step",
+    "facts about the population, which hold whether or not a given {unit} is in the data set",
 )
 
-LOW_BITS = "the low bits of floating-point numbers: noise='secure' is against attacks on these"
+LOW_BITS = "attacks on the low bits of floating-point numbers (noise='secure' protects against them)"
 
 NOISE: Mapping[str, str] = {
-    "standard": "Gaussian in floating point with a tail that is not cut, from a counter generator (Philox) with a "
-    "secret key",
-    "secure": "Gaussian, rounded exactly to a grid that the sum was rounded to before; from a cipher (ChaCha20) with a "
-    "secret key",
+    "standard": "floating-point Gaussian with untruncated tails, from a counter-based generator (Philox) with a secret "
+    "key",
+    "secure": "Gaussian, rounded exactly to the same grid as the sum; from a cipher (ChaCha20) with a secret key",
 }
 PSEUDO_RANDOM: Mapping[str, str] = {
-    "standard": "the counter generator's numbers pass for random ones: it is a statistical generator, and no cipher",
-    "secure": "ChaCha20 cannot be told from random words (who is in a batch is drawn by statistical generators)",
+    "standard": "the output of the counter-based generator is indistinguishable from random numbers: it is a "
+    "statistical generator, not a cipher",
+    "secure": "ChaCha20 is indistinguishable from random bits (batches are sampled with statistical generators)",
 }
 
 INDEPENDENT = "each loss depends on its own example only"
 
-# Noise and samples of a run with a given seed are those of every other run with it.
-NO_GUARANTEE = "none is claimed: noise and samples come from a given seed and are reproducible"
+NO_GUARANTEE = "none is claimed: noise and sampling come from a given seed and are reproducible"
 WITH_A_FRESH_KEY = "with a key from the operating system the same run would have"
 
-KEY_IS_SECRET = "noise and sampling are as random as the operating system, and their key stays secret"
+KEY_IS_SECRET = (
+    "the key of noise and sampling comes from the operating system's random generator and stays secret"
+)
 KEY_IS_GIVEN = (
-    "noise and sampling come from a given seed, so that this run can be repeated: whoever knows the seed can take the "
-    "noise off, and a second run with it has the same noise on another sum"
+    "noise and sampling come from a given seed, so that the run is reproducible: anyone with the seed can subtract the "
+    "noise, and a second run with this seed adds the same noise to another sum"
 )
 
-# With a known seed, which numbers a record's rows get depends on who else was drawn.
+# With a known seed, the random numbers of a record depend on the other records in the batch.
 RANDOM_LAYERS: Mapping[str | None, str] = {
-    None: "random layers and augmentations, such as dropout, draw from a generator whose seed is secret (torch's own "
-    "keeps 32 bits of it on a CPU; private.randomness() draws from the run's key)",
-    "key": "random layers drew from the run's key; augmentations outside of private.randomness() draw from a generator "
-    "whose seed is secret",
-    "seeded": "torch's generator was seeded by hand while random layers, such as dropout, drew from it: that seed is "
-    "secret, and nobody can guess it",
+    None: "random layers and augmentations, such as dropout, use a generator with a secret seed (torch's CPU generator "
+    "keeps 32 bits of its seed; private.randomness() uses the run's key)",
+    "key": "random layers used the run's key; augmentations outside of private.randomness() use a generator with a "
+    "secret seed",
+    "seeded": "the user seeded the torch generator that random layers, such as dropout, used: that seed is secret and "
+    "cannot be guessed",
 }
 
-PENALISED = "the penalty that is added after the noise looks at the weights alone, and at no record"
+PENALISED = "the penalty that is added after the noise depends only on the weights, not on the data"
 
 FOLLOWED_METRIC = (
-    "the learning rate followed a metric: that metric is of public data or of released values, and not of the "
-    "private data"
+    "the learning rate depended on a metric: the metric was computed from public data or released values, not from "
+    "the private data"
 )
 
 OWNED = (
-    "all records of a user carry the same id, and no other user's records do; the ids are public, and stay when "
+    "all records of a user, and no other records, have the id of that user; the ids are public, and do not change when "
     "records are replaced"
 )
 
-# What is known of the weights.
-VERIFIED = "verified: every parameter and buffer is what the releases of this run left"
+# Verification of the weights.
+VERIFIED = "verified: every parameter and buffer is the result of the releases of this run"
 CHANGED_SINCE = (
-    "verified when the run was closed; the model was changed since then, and this statement is not about what it holds "
-    "now"
+    "verified when the run was closed; the model has changed since then, and this statement does not cover its current "
+    "weights"
 )
-CLOSED = "verified when the run was closed: every parameter and buffer was what the releases left"
-NOT_CLOSED = "not verified: the run goes on, was not closed, or was written by an older version"
+CLOSED = "verified when the run was closed: every parameter and buffer was the result of the releases"
+NOT_CLOSED = "not verified: the run is in progress, was not closed, or was recorded by an older version"
 NOT_VERIFIED = (
-    "NOT VERIFIED: when the run was closed, the model had been changed by something else than its releases. The "
-    "guarantee is for the released gradients, and not for that model"
+    "NOT VERIFIED: when the run was closed, something other than its releases had changed the model. The guarantee "
+    "covers the released gradients, not that model"
 )
 
 
 def declared(updates: Sequence[tuple[str, str]]) -> list[str]:
-    """What a user declared about changes of the weights that no release made, once each."""
+    """The changes of the weights that the user declared, each one once."""
     counts = {update: updates.count(update) for update in updates}
     return [
         f"asserted by the user, not verified: {kind}: {reason}" + (f" ({n} times)" if n > 1 else "")
@@ -116,33 +115,35 @@ def declared(updates: Sequence[tuple[str, str]]) -> list[str]:
 
 
 _NEIGHBOURS: Mapping[str, str] = {
-    "zero-out": "one {unit} replaced by an empty one (the number of {unit}s is public)",
-    "add-remove": "one {unit} added or removed (the number of {unit}s is not public)",
-    "replace-one": "one {unit} replaced by another (the number of {unit}s is public)",
+    "zero-out": "one {unit} is replaced by an empty one (the number of {unit}s is public)",
+    "add-remove": "one {unit} is added or removed (the number of {unit}s is not public)",
+    "replace-one": "one {unit} is replaced by another (the number of {unit}s is public)",
 }
 
 _SAMPLING: Mapping[str, str] = {
-    "poisson": "every {unit} by its own coin",
-    "truncated-poisson": "every {unit} by its own coin; a batch above a public limit is cut at random",
-    "fixed-size": "a random subset of constant size",
-    "partition": "blocks of a partition that was fixed beforehand, independent of the data; each is clipped as a whole",
-    "shuffled": "each {unit} once an epoch, in random order; nothing is claimed for the order",
-    "full": "every {unit} in every step",
+    "poisson": "each {unit} is included independently with this probability",
+    "truncated-poisson": "each {unit} is included independently with this probability; a batch above a public limit is "
+    "reduced to a uniform subset",
+    "fixed-size": "a uniform random subset of constant size",
+    "partition": "uniformly drawn blocks of a partition that was fixed in advance, independently of the data; each "
+    "block is clipped as a whole",
+    "shuffled": "each {unit} is used once per epoch, in random order; no amplification is claimed",
+    "full": "every {unit} is used in every step",
 }
 
 
 def neighbours(adjacency: Adjacency, unit: Unit) -> str:
-    """The two data sets that a guarantee makes hard to tell apart."""
+    """The neighbouring relation in words."""
     return _NEIGHBOURS[str(adjacency)].format(unit=unit)
 
 
 def drawn(sampling: Sampling, unit: Unit) -> str:
-    """How a batch comes about."""
+    """The sampling scheme in words."""
     return _SAMPLING[str(sampling)].format(unit=unit)
 
 
 def beside(parts: Sequence[Part]) -> str:
-    """What a step releases beside the sum, as a list goes on: counts, and statistics of layers."""
+    """The other releases of a step, as a continuation of a list: counts and layer statistics."""
     layers = sum(map(_is_statistics, parts))
     found = " and the counts" if counts(parts) else ""
     return found + (
@@ -151,7 +152,7 @@ def beside(parts: Sequence[Part]) -> str:
 
 
 def counts(parts: Sequence[Part]) -> bool:
-    """Whether examples are counted: a part without parameters is a count, or else statistics of a layer."""
+    """Whether any part is a count. A part without parameters is a count or the statistics of a layer."""
     return any(not p.parameters and not _is_statistics(p) for p in parts)
 
 
@@ -160,23 +161,23 @@ def _is_statistics(part: Part) -> bool:
 
 
 def planned(tests: Sequence[str] | None) -> str:
-    """Which tests run the loss again on the first batches. What they find is no part of a statement."""
+    """The planned tests of the loss. Their results are not part of a statement."""
     if tests is None:
         return "not recorded whether a replacement test was planned"
     if not tests:
-        return "no replacement test could run: it needs make_private(loss=...), or clipwise.check and public rows"
-    collation = " and of how records are collated" if "collation" in tests else ""
+        return "no replacement test could run: it requires make_private(loss=...), or clipwise.check with public rows"
+    collation = " and of the collation of records" if "collation" in tests else ""
     return f"a replacement test of the losses{collation} was planned on the first batches"
 
 
 def not_covered(unit: Unit, noise: str | None = None) -> tuple[str, ...]:
-    """What nobody may read into the guarantee."""
+    """What the guarantee does not cover."""
     low_bits = () if noise == "secure" else (LOW_BITS,)
     return (*(line.format(unit=unit) for line in NOT_COVERED), *low_bits)
 
 
 def public_data(of_strategy: str, statistics: Mapping[str, Any] | None) -> str:
-    """Which public data a run used, and what for: for its strategy's constants, or in layers of the model."""
+    """The public data of a run and its use: for constants of the strategy, or in layers of the model."""
     used = [of_strategy] if of_strategy else []
     if statistics and statistics.get("rows"):
         used.append(f"{statistics['rows']} rows, for the statistics of normalization layers")
@@ -184,16 +185,16 @@ def public_data(of_strategy: str, statistics: Mapping[str, Any] | None) -> str:
 
 
 def what_moves(parts: Sequence[Part], unit: Unit) -> str:
-    """How the sensitivities of parts are meant, where that is not all parts of the sum itself."""
+    """A note on the sensitivities, if each unit changes one part only or if gradients are scaled."""
     found = ""
     if any(p.alone for p in parts):
         found += (
-            f"; a {unit} moves one of these parts only, drawn at random: the draw must stay secret, and no "
+            f"; each {unit} changes only one of these parts, drawn at random: the draw must stay secret, and no "
             "amplification is claimed for it"
         )
     if any(p.scales for p in parts):
         found += (
-            "; of the scaled sum: gradients are multiplied by public factors before the clip, and divided by them "
-            "after the noise"
+            "; of the scaled sum: gradients are multiplied by public factors before clipping, and divided by them "
+            "after the noise is added"
         )
     return found

@@ -1,1 +1,1 @@
-"""Extras from papers: policies for thresholds, frozen entries, one random layer per example."""
+"""Methods from papers: clipping policies, frozen entries, one random layer per example."""

@@ -1,4 +1,4 @@
-"""Bounds of parts in proportion to their typical norms."""
+"""Clipping norms in proportion to the typical norms of the parts."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ KINDS = ("enhanced", "zhang")
 
 @dataclass(frozen=True)
 class Adaptive(NormPolicy):
-    """Adaptive layerwise clipping: part h is clipped at a C_h that goes with e_h, its typical norm.
+    """Adaptive layerwise clipping: part h is clipped to C_h, which is proportional to its typical norm e_h.
 
         enhanced:  C_h = C e_h / max_j e_j,   C = max_norm, the bound of the part with the largest norm
         zhang:     C_h = max_norm e_h;        with max_norm = 1 the rule as published
 
-    An e_h below a thousandth of the largest counts as that much, so that no C_h is 0.
+    An e_h below a thousandth of the largest is raised to that value, so that no C_h is 0.
 
     Args:
         public: `Public` data on which e_h is measured, or `Released()` (with "enhanced" only).
         kind: "enhanced" or "zhang".
-        of: "example": e_h is the mean norm of an example's gradient; "mini-set": of the mean gradient of a
-            mini-set, which suits a strategy that clips means.
-        every: "epoch" or a number of steps after which e_h is measured again, at the weights of the moment;
-            None measures once, at the start.
+        of: "example": e_h is the mean norm of an example's gradient; "mini-set": of the mean gradient of a microbatch,
+            for `Batch`.
+        every: "epoch" or a number of steps after which e_h is measured again at the current weights; None measures
+            once, at the start.
         groups: the parts: "layer", "tensor", or lists of names, as for `parts` itself.
-        mini_set_size: examples of a mini-set; by default the batch size of the public data.
+        mini_set_size: the number of examples per microbatch; by default the batch size of the public data.
 
     Guarantee:
-        That of the strategy, part by part: sensitivity C_h or 2 C_h. The C_h of a step are fixed before it, from
-        public data and released weights, or from releases alone; they are public. All parts are one Gaussian event:
-        the noise pays for the number of parts. Assumption: data marked as public is public.
+        - That of the strategy, with sensitivity C_h or 2 C_h of part h. All parts are one Gaussian mechanism.
+        - The C_h of a step are computed before it, from public data and released weights, or from releases only.
+        - Assumption: data marked as public is public.
     """
 
     public: Source

@@ -1,4 +1,4 @@
-"""A few parts, each of layers whose gradients are about equally long."""
+"""Parts of layers with similar gradient norms."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from clipwise.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ByNorm(NormPolicy):
-    """Groups of layers by typical norm, the shortest first.
+    """Groups of layers with similar typical norms, the smallest first.
 
-    The layers, sorted by e_h, are cut into `groups` runs such that log e_h varies as little as can be within them
-    (least squares, found exactly). With E_k^2 = sum of e_h^2 over group k, its bound is
+    The layers, sorted by e_h, are cut into `groups` runs that minimize the variation of log e_h within them (least
+    squares, solved exactly). With E_k^2 = sum of e_h^2 over group k, its bound is
 
         C_k = C E_k / sqrt(sum_j E_j^2),   C = max_norm, the total: sum_k C_k^2 = C^2
 
     Args:
         public: `Public` data on which e_h is measured, or `Released()`, which needs `every`.
-        groups: how many; a model of fewer layers has as many groups as layers.
+        groups: the number of groups; at most the number of layers is used.
         among: what is grouped: "layer", "tensor", or lists of names.
         of, mini_set_size: as in `Adaptive`.
         every: "epoch" or a number of steps after which norms are measured and layers grouped again; by default
             once, at the start.
 
     Guarantee:
-        That of the strategy, part by part: sensitivity C_k or 2 C_k. Groups and bounds of a step are fixed before
-        it, from public data and released weights, or from releases alone; they are public. Assumption: data
-        marked as public is public.
+        - That of the strategy, with sensitivity C_k or 2 C_k of group k.
+        - Groups and bounds of a step are computed before it, from public data and released weights, or from releases
+          only.
+        - Assumption: data marked as public is public.
     """
 
     public: Source
@@ -51,13 +52,13 @@ class ByNorm(NormPolicy):
         self.require_measurable()
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise ConfigurationError(
-                f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; what is grouped is `among`."
+                f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; `among` selects what is grouped."
             )
 
     def choice(
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
     ) -> Constants:
-        """The groups, and C_k for the lengths of each."""
+        """The groups and their C_k."""
         ordered = sorted(layers, key=lambda h: e[h])  # stable: layers of one norm stay in the model's order
         cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)
         runs = [ordered[a:b] for a, b in pairwise(cuts)]
@@ -76,7 +77,7 @@ class ByNorm(NormPolicy):
 def best_cuts(values: Sequence[float], runs: int) -> list[int]:
     """0 = c_0 < c_1 < ... < c_K = n: the runs of sorted values with the least squared deviations from their means.
 
-    least[b] is the least sum over values[:b] in so many runs, and goes to one run more by
+    least[b] is the least sum over values[:b] for a given number of runs; for one more run,
     least'[b] = min over a of least[a] + deviations(a, b).
     """
     n = len(values)

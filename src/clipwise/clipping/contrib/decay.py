@@ -1,4 +1,4 @@
-"""A bound that shrinks by a schedule; and how schedules are given, counted in releases."""
+"""A clipping norm with a decay schedule, and helpers for schedules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Every = str | int | None  # "epoch", a number of steps, or never
 
 
 def require_every(every: object, who: str, never: bool = True) -> None:
-    """Refuse what is neither "epoch" nor a number of steps, nor (if `never`) None."""
+    """Raise if `every` is neither "epoch" nor a number of steps, nor (if `never`) None."""
     number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not (number or (isinstance(every, str) and every == "epoch") or (every is None and never)):
         choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
@@ -34,13 +34,13 @@ def require_every(every: object, who: str, never: bool = True) -> None:
 
 
 def period_of(every: Every, site: Site) -> int | None:
-    """The number of releases between two times. An epoch is that of the sampling scheme; None is never."""
+    """The period in releases, with the epochs of the sampling scheme; None for never."""
     return site.scheme.steps_per_epoch if isinstance(every, str) else every
 
 
 @dataclass(frozen=True)
 class Decay(NormRule):
-    """A `max_norm` that is multiplied by `factor` every epoch, or every so many steps.
+    """A `max_norm` that is multiplied by `factor` every epoch or every given number of steps.
 
         C_t = C_0 max(factor^floor(t / period), 1e-6),   t = releases so far
 
@@ -50,8 +50,8 @@ class Decay(NormRule):
         every: "epoch" or a number of steps.
 
     Guarantee:
-        That of the strategy with C_t. The schedule is fixed beforehand and looks at no data. The noise follows the
-        bound, so the noise multiplier and with it the event of a step stay what they were.
+        That of the strategy with C_t. The schedule is fixed in advance and does not depend on data. The noise is scaled
+        with C_t, so the noise multiplier is constant.
     """
 
     max_norm: float | Mapping[str, float]
@@ -68,7 +68,7 @@ class Decay(NormRule):
         require_every(self.every, "Decay", never=False)
         if isinstance(self.max_norm, NormRule):
             raise ConfigurationError(
-                "Decay: max_norm must be a number, or one for each part: a bound that adapts does not decay as well."
+                "Decay: max_norm must be a number, or one for each part; an adaptive max_norm is not supported."
             )
         require_max_norm(self.max_norm)
 
@@ -81,7 +81,7 @@ class Decay(NormRule):
 
 
 class Decaying(ScaledConstants):
-    """Other constants, whose norms shrink."""
+    """Other constants with decaying norms."""
 
     def __init__(self, decay: Decay, inner: Constants, site: Site) -> None:
         super().__init__(inner)
@@ -90,7 +90,7 @@ class Decaying(ScaledConstants):
         self.lasts = min(self._period, inner.lasts)
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
-        """The inner constants first: they adapt to what was released."""
+        """Update the inner constants, then the decay."""
         changed = self._inner.learn(means, noise)
         self._releases += 1
         return self._take_over() if changed or self._releases % self._period == 0 else False
@@ -105,7 +105,7 @@ class Decaying(ScaledConstants):
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         releases = state.get("decay", {}).get("releases")
         if not isinstance(releases, int) or releases < 0:
-            raise damaged("it does not say how many releases its bound has decayed over")
+            raise damaged("the number of releases of its decay is missing")
         self._inner.load_state_dict(state)
         self._releases = releases
         return self._take_over()

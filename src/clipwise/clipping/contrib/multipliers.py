@@ -1,4 +1,4 @@
-"""Scale the layers, clip the whole, add noise, scale back: layers of any size, and one part only."""
+"""Flat clipping of gradients that are scaled per layer."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ KINDS = ("optimal", "paper")
 @dataclass(frozen=True)
 class Multipliers(NormPolicy):
     """The gradient of layer h is multiplied by m_h, the whole is clipped at C, and noise is added; then layer h is
-    divided by m_h. The noise on a coordinate of layer h is so s / m_h.
+    divided by m_h. So the noise on a coordinate of layer h is s / m_h.
 
-        paper:    m_h = max_j e_j / e_h, which makes all layers equally long
+        paper:    m_h = max_j e_j / e_h, which gives all layers equal typical norms
         optimal:  m_h = (sqrt(d_h) / e_h)^(1/2)
 
     For typical norms e_h and d_h coordinates the squared noise is (sum_h m_h^2 e_h^2) (sum_h d_h / m_h^2) times a
-    constant, when C goes with the length of the scaled typical gradient. By Cauchy and Schwarz that is at least
-    (sum_h e_h sqrt(d_h))^2, and "optimal" reaches it. There is no factor sqrt(number of layers): one part, one clip.
+    constant, if C is proportional to the norm of the scaled typical gradient. By Cauchy-Schwarz this is at least
+    (sum_h e_h sqrt(d_h))^2, which "optimal" attains. There is no factor sqrt(number of layers), since there is one part.
 
-    `max_norm` is the bound of the *scaled* gradient, whose typical length |m e| = sqrt(sum_h m_h^2 e_h^2) is another
-    than |e|. There are two ways not to tune it from scratch: `relative`, and `keep_length`. To multiply all m_h and C
-    by one number changes nothing, so both are a choice of C and no other mechanism.
+    `max_norm` is the clipping norm of the *scaled* gradient. Its typical norm |m e| = sqrt(sum_h m_h^2 e_h^2) differs
+    from |e|. `relative` and `keep_length` avoid tuning `max_norm` from scratch. Multiplying all m_h and C by one number
+    changes nothing, so both only choose C.
 
     Args:
         public: `Public` data on which e_h is measured, or `Released()`.
         kind: "optimal" or "paper".
         of, every, mini_set_size: as in `Adaptive`.
-        groups: what has an m_h of its own: "layer", "tensor", or lists of names.
-        relative: measure `max_norm` in typical gradients: C = max_norm |m e|. Not with `Released()`.
-        keep_length: multiply all m_h by one number more, such that the typical gradient keeps its length,
-            |m e| = |e|. `max_norm` then means what it means in flat clipping: a typical gradient is clipped if
-            |e| > max_norm. What `Adaptive` with bounds C_h leaves as it is, this with max_norm = sqrt(sum_h C_h^2)
-            leaves too, at equal noise: "paper" as with an equal split, "optimal" as with an optimal one. "optimal"
-            with `Released()`, which knows ratios of norms only, always does so.
+        groups: the groups with separate m_h: "layer", "tensor", or lists of names.
+        relative: `max_norm` is relative to the typical norm: C = max_norm |m e|. Not with `Released()`.
+        keep_length: multiply all m_h by one number, such that |m e| = |e|. `max_norm` then has the same meaning as in
+            flat clipping: a typical gradient is clipped if |e| > max_norm. With max_norm = sqrt(sum_h C_h^2), gradients
+            that `Adaptive` with bounds C_h does not clip are not clipped here either, at equal noise: "paper"
+            corresponds to an equal split, "optimal" to an optimal one. "optimal" with `Released()` always does this.
 
     Guarantee:
-        That of flat clipping: the *scaled* sum has sensitivity C or 2 C, and gets the noise. To divide by m_h is
-        post-processing. The m_h of a step are fixed before it, from public data and released weights, or from
-        releases alone; they are public. Assumption: data marked as public is public.
+        - That of flat clipping: the *scaled* sum has sensitivity C or 2 C. Division by m_h is post-processing.
+        - The m_h of a step are computed before it, from public data and released weights, or from releases only.
+        - Assumption: data marked as public is public.
     """
 
     public: Source
@@ -68,12 +67,12 @@ class Multipliers(NormPolicy):
         for name in ("relative", "keep_length"):
             require_bool(f"Multipliers: {name}", getattr(self, name))
         if self.relative:
-            self.require_lengths("relative=True", "leave it out")
+            self.require_lengths("relative=True", "omit it")
 
     def choice(
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
     ) -> Constants:
-        """One part, and m_h for the typical norms of its layers."""
+        """One part with scales m_h."""
         sizes = {h: sum(dimension(site.parameters[n]) for n in names) for h, names in layers.items()}
         m = multipliers(e, sizes, self.kind, self._keeps_length())
         C = max_norm * (_length(m, e) if self.relative else 1.0)
@@ -90,7 +89,7 @@ class Multipliers(NormPolicy):
         }
 
     def _keeps_length(self) -> bool:
-        """Of norms that are known up to a factor, (sqrt(d_h) / e_h)^(1/2) is known up to one, too."""
+        """If norms are known up to a factor, so is (sqrt(d_h) / e_h)^(1/2)."""
         return self.keep_length or (self.kind == "optimal" and isinstance(self.public, Released))
 
 
@@ -109,5 +108,5 @@ def multipliers(
 
 
 def _length(m: Mapping[str, float], e: Mapping[str, float]) -> float:
-    """|m e|, of the scaled typical gradient."""
+    """|m e|, the norm of the scaled typical gradient."""
     return math.hypot(*(m[h] * e[h] for h in e))

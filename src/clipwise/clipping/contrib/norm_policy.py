@@ -1,4 +1,4 @@
-"""Policies that follow typical norms: what `Adaptive`, `Multipliers` and `ByNorm` share."""
+"""The common base of `Adaptive`, `Multipliers` and `ByNorm`: policies based on typical norms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Source = Public | Released
 
 
 class NormPolicy(Policy):
-    """A rule that makes constants of e_h, the typical norm of each layer h.
+    """A rule that computes constants from e_h, the typical norm of each layer h.
 
     Attributes:
-        public: where e_h comes from.
-        of, mini_set_size: whose norms they are.
-        every: when they are measured again.
-        grouped_by: the argument that names the groups with a typical norm of their own.
+        public: the source of e_h.
+        of, mini_set_size: norms of examples or of microbatches.
+        every: the period of the measurements.
+        grouped_by: the argument with the groups h.
     """
 
     public: Source
@@ -42,10 +42,10 @@ class NormPolicy(Policy):
     def choice(
         self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
     ) -> Constants:
-        """The constants for these typical norms. `layers` has the parameters of each h."""
+        """The constants for typical norms `e`. `layers` has the parameters of each h."""
 
     def constants(self, max_norm: float, site: Site) -> Constants:
-        """For one model, with the norms of its weights as they are now."""
+        """The constants for one model, with norms measured at its current weights."""
         who = f"{type(self).__name__}: {self.grouped_by}"
         layers = group_parameters(self._measured(), site.parameters, who)
         question = Question(site, layers, self.of, self.mini_set_size)
@@ -62,16 +62,16 @@ class NormPolicy(Policy):
         return (self.public,) if isinstance(self.public, Public) else ()
 
     def require_measurable(self) -> None:
-        """For the beginning of `__post_init__`: refuse a source or settings that give no norms."""
+        """Raise if the source or the settings give no norms; called first in `__post_init__`."""
         with_plain_numbers(self)
         who, mini_set_size = type(self).__name__, self.mini_set_size
         require_every(self.every, who)
         if not isinstance(self.public, Released):
-            require_public(self.public, who, instead="; without public data, give Released()")
+            require_public(self.public, who, instead="; without public data, pass Released()")
         elif self.every is None:
             raise ConfigurationError(
-                f"{who}: every=None chooses once, at the start, and then nothing was released yet: give every='epoch' "
-                "or a number of steps with Released()."
+                f"{who}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
+                "number of steps with Released()."
             )
         one_of(f"{who}: of", self.of, OF)
         is_count = (
@@ -79,20 +79,20 @@ class NormPolicy(Policy):
         )
         if mini_set_size is not None and not (is_count and self.of == "mini-set"):
             raise ConfigurationError(
-                f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and goes with "
+                f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and requires "
                 "of='mini-set'."
             )
 
     def require_lengths(self, why: str, instead: str) -> None:
-        """Refuse releases as the source, where ratios of norms are not enough."""
+        """Raise if the source is `Released`, which gives only ratios of norms."""
         if isinstance(self.public, Released):
             raise ConfigurationError(
-                f"{type(self).__name__}: {why} needs the norms themselves, and Released() knows their ratios only: "
-                f"{instead}, or give public data."
+                f"{type(self).__name__}: {why} requires norms, but Released() estimates only their ratios: {instead}, or "
+                "pass public data."
             )
 
     def described(self) -> dict[str, Any]:
-        """Where e_h comes from, in plain types."""
+        """The source of e_h, in JSON types."""
         return {
             "norms from": self.public.describe(),
             "of": self.of,
@@ -107,7 +107,7 @@ class NormPolicy(Policy):
 
 
 class Following(Constants):
-    """A rule, and the typical norms that it goes by."""
+    """Constants from a rule and from typical norms."""
 
     def __init__(
         self, typical: Typical, choose: Callable[[Mapping[str, float]], Constants], period: int | None
@@ -119,9 +119,9 @@ class Following(Constants):
         self.lasts = math.inf if period is None else period
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
-        """At the end of a period, choose again: at weights that have not yet taken in this release."""
+        """At the end of a period, measure and choose again, at the weights before this update."""
         self._releases += 1
-        self._typical.hear(means, noise or {})
+        self._typical.observe(means, noise or {})
         due = self._period is not None and self._releases % self._period == 0
         return due and self._typical.renew() and self._take_over()
 
@@ -131,13 +131,13 @@ class Following(Constants):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The typical norms, from which all constants follow, and how many releases there were."""
+        """The typical norms, which determine all constants, and the number of releases."""
         return {"releases": self._releases, **self._typical.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         releases = state.get("releases")
         if not isinstance(releases, int) or releases < 0:
-            raise damaged("it does not say how many releases its constants have seen")
+            raise damaged("the number of releases of its constants is missing")
         self._typical.load_state_dict(state)
         self._releases = releases
         return self._take_over()

@@ -1,4 +1,4 @@
-"""Typical norms from what was released, without public data."""
+"""Typical norms estimated from releases, without public data."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from clipwise.validation.arguments import with_plain_numbers
 
 @dataclass(frozen=True)
 class Released:
-    """Typical norms from the gradients that the run has released: given in place of public data.
+    """Typical norms from the released gradients of the run, used instead of public data.
 
-    The release of a step is g + noise with noise of a known size, so for each group h of d_h coordinates
+    The release of a step is g + noise with known variance, so for each group h of d_h coordinates
 
         |released g_h|^2 - sum of the noise's variances
 
-    has the mean |g_h|^2. A running mean of it, over about 1 / (1 - memory) steps, gives e_h^2. Where noise hides
-    it, e_h^2 is the standard error of that running mean. Before the first release e_h = sqrt(d_h): all
-    coordinates alike.
+    has mean |g_h|^2. Its running mean over about 1 / (1 - memory) steps is the estimate of e_h^2. Below the standard
+    error of the running mean, e_h^2 is that standard error. Before the first release e_h = sqrt(d_h).
 
-    This is the norm of the *mean* gradient (clipped, over the expected size), and not that of an example's: only
-    ratios between groups are used, and rules that need e_h itself refuse it. With `Multipliers` clipping keeps
-    these ratios, for all groups are clipped by one factor. With `Adaptive` a group that is clipped shows no more
-    than its bound, so a bound that once became small is slow to grow again.
+    This is the norm of the clipped *mean* gradient, not of an example's gradient, so only ratios between groups are
+    used, and rules that need e_h itself raise an error. `Multipliers` preserves these ratios, since all groups are
+    clipped by one factor. With `Adaptive` the estimate of a clipped group is limited by its clipping norm, so a small
+    clipping norm grows slowly.
 
     Args:
-        memory: the share of the running mean that stays at each step, at least 0 and below 1.
+        memory: the factor of the running mean in each step, at least 0 and below 1.
 
     Guarantee:
-        Post-processing: it sees nothing but releases, which are noised and counted. Nothing is added to them.
+        Post-processing of releases, at no privacy cost.
     """
 
     memory: float = 0.9
@@ -52,7 +51,6 @@ class Released:
             )
 
     def describe(self) -> dict[str, Any]:
-        """The rule in plain types."""
         return {"released": "gradients of the run", "memory": float(self.memory)}
 
 
@@ -66,17 +64,17 @@ class Estimated(Typical):
             h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()
         }
         self.norms = {h: math.sqrt(max(sum(sizes.values()), 1)) for h, sizes in self._sizes.items()}
-        self._weight = 0.0  # of all that was heard, in the running means: 1 - memory^t
+        self._weight = 0.0  # total weight in the running means: 1 - memory^t
         self._squares = dict.fromkeys(question.groups, 0.0)
         self._variances = dict.fromkeys(question.groups, 0.0)
 
-    def hear(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
+    def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """With s the noise on each of d coordinates, |noise|^2 has mean d s^2 and variance 2 d s^4."""
         device = next(iter(means.values())).device
         names = [n for sizes in self._sizes.values() for n in sizes]
         if any(n not in noise for n in names):
             raise StepError(
-                "Released(...) needs to know the noise of each release: the strategy does not tell it."
+                "Released(...) requires the noise of each release, which the strategy does not provide."
             )
         energies = torch.stack(
             [real_view(means[n]).double().square().sum().to(device) for n in names]

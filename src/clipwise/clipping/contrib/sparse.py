@@ -1,4 +1,4 @@
-"""Entries of parameters that only hover within the noise are frozen: they leave the clipped vector and the noise."""
+"""Freezing of converged entries, which then get no gradient and no noise."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ from clipwise.gradients.forms import at_least_float32
 from clipwise.gradients.paths import Contribution, Path
 from clipwise.validation.arguments import number, with_plain_numbers
 
-_LEAST_WINDOW = 10  # releases; fewer say nothing about where a weight is going
+_LEAST_WINDOW = 10  # releases; fewer do not show a drift
 
 
 @dataclass(frozen=True)
 class Sparse:
     """Freeze the entries that have converged: option `sparse` of `PerExample` and of `Batch`.
 
-    A weight has converged if it moves about its average as noise alone would move it. The releases g_t show this
-    for any optimizer and learning rate, for they are what it is moved by. With s_t the noise on each entry of g_t,
-    noise alone gives z_t = g_t / s_t of mean 0 and variance 1. At the end of a window of T releases an entry is
-    frozen if both sums are within a standard deviations of that:
+    An entry has converged if its releases g_t are indistinguishable from noise. With s_t the noise on each entry of
+    g_t, pure noise gives z_t = g_t / s_t with mean 0 and variance 1. At the end of a window of T releases an entry is
+    frozen if both sums are within a standard deviations of these values:
 
         |sum_t z_t| <= a sqrt(T),    sum_t z_t^2 <= T + a sqrt(2 T)
 
-    (no drift, and no swings larger than the noise). It is then set to the average of its values in the window, and
-    stays there. Its gradient counts 0 before the norm is taken, and `.grad` is exactly 0. Frozen entries do not thaw:
-    nothing is released about them any more. With d_k' of d_k entries left, the bound of part k is
+    (no drift, and no oscillation larger than the noise). It is then set to its average over the window, and stays
+    constant. Its gradient is set to 0 before the norm is computed, and `.grad` is exactly 0. Frozen entries stay
+    frozen, since nothing more is released about them. With d_k' of d_k entries active, the clipping norm of part k is
 
         C_k' = C_k sqrt(max(d_k', 1) / d_k)
 
     so that the noise on an entry shrinks with the clipped vector.
 
-    An entry that moves slowly looks as if it had converged, if its mean gradient is below a s / sqrt(T): use long
-    windows, and begin late. `private.step` keeps frozen entries where they are, whatever momentum or weight decay the
-    optimizer has. After `private.backward` and an update of your own they are put back when the next batch is handed
-    out. A checkpoint holds the frozen entries and the window so far: up to 16 bytes an entry of the model.
+    A slowly moving entry with mean gradient below a s / sqrt(T) looks converged: use long windows, and start late.
+    `private.step` keeps frozen entries constant, whatever momentum or weight decay the optimizer uses. After
+    `private.backward` and a user's own update they are restored when the next batch is drawn. A checkpoint holds the
+    frozen entries and the current window: up to 16 bytes per entry of the model.
 
     Args:
         every: T, the length of a window: "epoch", or a number of steps, at least 10.
-        within: a, how many standard deviations still count as noise.
-        after: how many releases go by before the first window begins.
+        within: a, the tolerance in standard deviations.
+        after: the number of releases before the first window.
 
     Guarantee:
-        That of the strategy with the bounds C_k', on the entries that are left: the clip is on those alone, and the
-        others add exactly 0. Which are left follows from releases, from the noise's size and from settings, and is
-        fixed before the step: post-processing, at no cost. Assumption: weights are moved by releases alone, as the
-        guarantee of any run assumes.
+        - That of the strategy with clipping norms C_k' on the active entries; the others contribute exactly 0.
+        - The set of active entries depends on releases, noise levels and settings, and is fixed before the step
+          (post-processing).
+        - Assumption: only releases change the weights, as for any run.
     """
 
     every: Every = "epoch"
@@ -79,14 +78,14 @@ class Sparse:
 
 
 def without(vectors: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Vectors by parameter with 0 in all frozen entries, even where something else is not finite."""
+    """Set frozen entries to 0, even if they are not finite."""
     return {name: v.masked_fill(frozen[name], 0) if name in frozen else v for name, v in vectors.items()}
 
 
 def active_only(
     gradients: PerExampleGradients, frozen: Mapping[str, Tensor], parameters: Parameters
 ) -> PerExampleGradients:
-    """Per-example gradients with 0 in all frozen entries. They are written out: a mask has no Gram norm."""
+    """Materialized per-example gradients with frozen entries set to 0."""
 
     def masked(name: str, c: Contribution) -> Contribution:
         def make(examples: slice) -> Tensor:
@@ -102,14 +101,14 @@ def active_only(
 
 
 class Thinned(ScaledConstants):
-    """Other constants, whose norms shrink as entries are frozen."""
+    """Other constants with norms that shrink as entries are frozen."""
 
-    lasts = 1  # which entries are frozen is not among what a captured step compares
+    lasts = 1  # a captured step does not compare the frozen entries
 
     def __init__(self, sparse: Sparse, inner: Constants, site: Site) -> None:
         if inner.bounds:
             raise ConfigurationError(
-                "sparse=Sparse(...) does not go with max_norm=Quantile(...), which moves the bound by itself: give a "
+                "sparse=Sparse(...) is not supported with max_norm=Quantile(...), which adapts the clipping norm: pass a "
                 "number or a Decay."
             )
         super().__init__(inner)
@@ -117,8 +116,8 @@ class Thinned(ScaledConstants):
         self._period = period_of(sparse.every, site) or 1
         if self._period < _LEAST_WINDOW:
             raise ConfigurationError(
-                f"Sparse: every={sparse.every!r} is a window of {self._period} releases, which say nothing about where "
-                f"a weight is going: give every={_LEAST_WINDOW} or more, better hundreds."
+                f"Sparse: every={sparse.every!r} is a window of {self._period} releases, which is too short to detect a "
+                f"drift: use every={_LEAST_WINDOW} or more, preferably hundreds."
             )
         self._wait = sparse.after
         self._active = {name: p.numel() for name, p in site.parameters.items()}
@@ -131,23 +130,23 @@ class Thinned(ScaledConstants):
 
     @torch.no_grad()
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
-        """The inner constants first; at the end of a window, freeze."""
+        """Update the inner constants; at the end of a window, freeze entries."""
         changed = self._inner.learn(means, noise)
         if self._wait > 0:
             self._wait -= 1
             return changed and self._take_over()
-        self._window.hear(means, noise or {})
+        self._window.observe(means, noise or {})
         if self._window.length == self._period:
             changed = self._freeze(self._window) or changed
             self._window = _Window(self._parameters)
         return changed and self._take_over()
 
     def _freeze(self, window: _Window) -> bool:
-        """Take over what hovers, at its average. Returns whether anything was frozen."""
+        """Freeze converged entries at their averages. Returns whether any were frozen."""
         before = dict(self._active)
         for name, p in self._parameters.items():
             old = self.frozen.get(name, torch.zeros_like(p, dtype=torch.bool))
-            frozen = old | window.hovers(name, self._within)
+            frozen = old | window.has_converged(name, self._within)
             self._active[name] = p.numel() - int(frozen.sum())
             if self._active[name] < before[name]:
                 self._held[name] = torch.where(
@@ -157,13 +156,12 @@ class Thinned(ScaledConstants):
         return self._active != before
 
     def factor(self, names: Sequence[str]) -> float:
-        """sqrt(max(d', 1) / d). A part with nothing left keeps the bound of one entry: no part is without noise."""
+        """sqrt(max(d', 1) / d). A part without active entries keeps the norm of one entry, so that it has noise."""
         active = sum(self._active[n] for n in names)
         return math.sqrt(max(active, 1) / max(sum(self._parameters[n].numel() for n in names), 1))
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Put frozen entries back."""
         for name, frozen in self.frozen.items():
             p = self._parameters[name]
             p.copy_(torch.where(frozen, self._held[name], p))
@@ -182,7 +180,7 @@ class Thinned(ScaledConstants):
             held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
             window = _Window(self._parameters, saved["window"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged("it does not say which entries are frozen") from error
+            raise damaged("its frozen entries are missing or invalid") from error
         self._inner.load_state_dict(state)
         self._wait, self.frozen, self._held, self._window = wait, masks, held, window
         self._active = {
@@ -193,7 +191,7 @@ class Thinned(ScaledConstants):
 
 
 class _Window:
-    """Sums over the releases since the last decision, entry by entry, in float32 or better."""
+    """Sums per entry over the releases of the current window, in float32 or better."""
 
     def __init__(self, parameters: Parameters, state: Mapping[str, Any] | None = None) -> None:
         self._parameters = parameters
@@ -206,7 +204,7 @@ class _Window:
                 found.update((n, _read(state[kind][n], at_least_float32(p))) for n, p in parameters.items())
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, in plain types: it follows from releases."""
+        """The sums in JSON types. They follow from releases."""
         return {"length": self.length} | {
             kind: {name: _written(value) for name, value in found.items()}
             for kind, found in self._kinds().items()
@@ -215,18 +213,18 @@ class _Window:
     def _kinds(self) -> dict[str, dict[str, Tensor]]:
         return {"sums": self._sums, "squares": self._squares, "averages": self._averages}
 
-    def hear(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
-        """One release, at weights that have not yet taken it in. Without noise nothing hovers within it."""
+    def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
+        """Add a release, at the weights before its update. Ignored without noise."""
         if any(name not in noise for name in self._parameters):
             raise StepError(
-                "Sparse(...) needs to know the noise of each release: the strategy does not tell it."
+                "Sparse(...) requires the noise of each release, which the strategy does not provide."
             )
         if any(noise[name] == 0 for name in self._parameters):
             return
         self.length += 1
         for name, p in self._parameters.items():
             w = at_least_float32(p.detach())
-            z = means[name].to(w.dtype) / noise[name]  # sums of several mini-sets come in float64
+            z = means[name].to(w.dtype) / noise[name]  # sums of several microbatches are float64
             if self.length == 1:
                 self._sums[name], self._squares[name], self._averages[name] = z, z.square(), w.clone()
             else:
@@ -234,18 +232,18 @@ class _Window:
                 self._squares[name].addcmul_(z, z)
                 self._averages[name].lerp_(w, 1 / self.length)
 
-    def hovers(self, name: str, within: float) -> Tensor:
-        """Which entries moved as noise alone would. What is not finite does not."""
+    def has_converged(self, name: str, within: float) -> Tensor:
+        """Entries with releases indistinguishable from noise; False where not finite."""
         T = self.length
-        is_nowhere = self._sums[name].abs() <= within * math.sqrt(T)
-        return is_nowhere & (self._squares[name] <= T + within * math.sqrt(2 * T))
+        has_no_drift = self._sums[name].abs() <= within * math.sqrt(T)
+        return has_no_drift & (self._squares[name] <= T + within * math.sqrt(2 * T))
 
     def average(self, name: str) -> Tensor:
         return self._averages[name]
 
 
 def _packed(mask: Tensor) -> str:
-    """A bit an entry, as text: for JSON and `weights_only=True`."""
+    """One bit per entry, as text: for JSON and `weights_only=True`."""
     return _text(np.packbits(mask.cpu().numpy().reshape(-1)).tobytes())
 
 
@@ -261,7 +259,7 @@ def _written(value: Tensor) -> str:
 
 
 def _read(text: str, like: Tensor) -> Tensor:
-    """What was written of a tensor of this shape and type."""
+    """The inverse of `_written`, for the shape and dtype of `like`."""
     content = bytearray(_bytes(text, like.numel() * like.element_size()))
     if not content:
         return torch.empty_like(like)

@@ -1,4 +1,4 @@
-"""Typical norms e_h of the groups of a model's parameters, from which policies choose their constants."""
+"""Typical norms e_h of parameter groups, from which policies compute their constants."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from clipwise.layers.batch_statistics import BatchStatisticsNorm
 from clipwise.validation.random_state import fixed_random_state
 
 OF = ("example", "mini-set")
-_SMALLEST, _LARGEST = 1e-30, 1e30  # sums and noise of float32 are safe there
+_SMALLEST, _LARGEST = 1e-30, 1e30  # no underflow or overflow in float32
 _FLOOR = 1e-3
-_NOTHING = 1e-15  # norms are upper bounds: a gradient of 0 may show as 1e-18
+_NOTHING = 1e-15  # norms are upper bounds: for a gradient of 0 they may be 1e-18
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which norms are measured.
+    """The norms to measure.
 
     Args:
-        site: where.
+        site: the model and its parameters.
         groups: h -> its parameters.
-        of: "example": mean norm of an example's gradient; "mini-set": mean norm of the mean over a mini-set.
+        of: "example": mean norm of an example's gradient; "mini-set": mean norm of a microbatch's mean gradient.
         mini_set_size: for "mini-set"; by default the batch size of the public data.
     """
 
@@ -45,26 +45,26 @@ class Question:
 
 
 class Typical(ABC):
-    """e_h of each group, all of them positive: at least a thousandth of the largest.
+    """e_h of each group, at least a thousandth of the largest.
 
-    A group whose gradient is 0 would otherwise get a bound of 0, and never be trained again.
+    A group with gradient 0 would otherwise get a clipping norm of 0, and never be trained again.
     """
 
     norms: dict[str, float]
 
-    def hear(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:  # noqa: B027 (most do not)
-        """Of a release: the noised means by parameter, and the noise's standard deviation on each coordinate."""
+    def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:  # noqa: B027 (most do not)
+        """Process a release: the noised means by parameter, and the standard deviation of their noise."""
 
     @abstractmethod
     def renew(self) -> bool:
-        """Bring `norms` up to date. False, and they stay, if nothing can be told now."""
+        """Update `norms`. Returns False, and keeps them, if no estimate is available."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What going on takes, in plain types. It is public."""
+        """The state in JSON types. It is public."""
         return {"typical": dict(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to it; refuses what cannot have been."""
+        """Restore a `state_dict`. Raises if it is invalid."""
         norms = state.get("typical")
         if not (isinstance(norms, Mapping) and norms.keys() == self.norms.keys() and _are_norms(norms)):
             raise damaged("its typical norms are missing or out of range")
@@ -79,18 +79,18 @@ class Typical(ABC):
 
 
 class Measured(Typical):
-    """On public data, at the weights of the moment: those are released, so the norms are public."""
+    """Norms on public data at the current weights, which are released, so the norms are public."""
 
     def __init__(self, public: Public, question: Question) -> None:
         self._public, self._question = public, question
         if public.comes_in_batches and question.mini_set_size is not None:
             raise ConfigurationError(
-                "mini_set_size: the public data comes in batches, which are the mini-sets."
+                "mini_set_size: not supported with public data in batches, which are the microbatches."
             )
         if not self.renew():
             raise ConfigurationError(
                 f"On the public data ({public.name}) every gradient is 0 or not finite, so typical norms cannot be "
-                "measured: look at its loss."
+                "measured: check its loss."
             )
 
     def renew(self) -> bool:
@@ -100,7 +100,7 @@ class Measured(Typical):
 
 
 def floored(norms: Mapping[str, float]) -> dict[str, float] | None:
-    """e_h, none below a thousandth of the largest; None if the largest is no norm to go by."""
+    """e_h, raised to at least a thousandth of the largest; None if the largest is out of range."""
     largest = max(norms.values())
     if not all(map(math.isfinite, norms.values())) or not _SMALLEST / _FLOOR <= largest <= _LARGEST:
         return None
@@ -121,30 +121,30 @@ def mean_norms(
 ) -> dict[str, float]:
     """e_h, the mean norm of each group's gradient over the public data.
 
-    of="example": e_h = mean_i |g_ih| over single examples. of="mini-set": over mini-sets S of `mini_set_size`
-    examples in the order of the data, e_h = mean_S |mean_{i in S} g_ih|; what is left over at the end is left out.
-    What is not finite is left out, in every group. If nothing is left, NaN.
+    of="example": e_h = mean_i |g_ih| over examples. of="mini-set": e_h = mean_S |mean_{i in S} g_ih| over microbatches
+    S of `mini_set_size` examples in the order of the data, without an incomplete last one. Examples with a norm that is
+    not finite are omitted in every group. NaN if none are left.
     """
     size = (mini_set_size or public.batch_size) if of == "mini-set" else None
     device = next(iter(parameters.values())).device
-    # On the device: a measurement waits for it once, and not for every batch.
+    # Accumulate on the device, to synchronize once and not for every batch.
     totals_H = torch.zeros(len(groups), dtype=torch.float64, device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
-    # Public statistics stay those of the weights: copies of buffers are as good as the buffers.
+    # Public statistics depend on the weights only, so they stay valid for copies of the buffers.
     with AllPublicStatistics(model).held(), _undisturbed(model):
-        memory = Memory()  # a new one, so that the same weights give the same norms to the last bit
+        memory = Memory()  # a new one, so that equal weights give bit-identical norms
         for number, batch in enumerate(public.batches(size), 1):
             losses = public.losses(model, batch, device, of)
             if size is not None and number * size > public.size and count and not public.comes_in_batches:
-                continue  # the mean of fewer examples is longer
+                continue  # the mean of fewer examples has a larger norm
             if of == "mini-set":
                 squares = _of_the_mean(losses, parameters)
             else:
                 squares = _of_each(losses, parameters, model, memory)
             norms_HB = torch.stack([_norms(squares, names, device) for names in groups.values()])
-            told_B = torch.isfinite(losses.detach()).to(device)
-            told_B = told_B.all().reshape(1) if of == "mini-set" else told_B
-            counts_B = torch.isfinite(norms_HB).all(0) & told_B
+            finite_B = torch.isfinite(losses.detach()).to(device)
+            finite_B = finite_B.all().reshape(1) if of == "mini-set" else finite_B
+            counts_B = torch.isfinite(norms_HB).all(0) & finite_B
             totals_H += torch.where(counts_B, norms_HB, 0.0).sum(1)
             count += counts_B.sum()
     if not count:
@@ -153,7 +153,7 @@ def mean_norms(
 
 
 def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
-    """|mean_i g_i|^2 by parameter, by plain autograd: examples may depend on one another."""
+    """|mean_i g_i|^2 of each parameter by autograd: examples may depend on each other."""
     found = torch.autograd.grad(losses.mean(), list(parameters.values()), allow_unused=True)
     reached = [g.to_dense() if g.is_sparse else g for g in found if g is not None]
     norms = iter(tensor_lengths(reached))
@@ -165,25 +165,25 @@ def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
 
 
 def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: Memory) -> dict[str, Tensor]:
-    """|g_i|^2 by parameter. Where a layer mixes the examples, g_i is the gradient of loss i in this batch."""
+    """|g_i|^2 of each parameter. If a layer mixes examples, g_i is the gradient of loss i in this batch."""
     method = "loop" if any(map(_mixes, model.modules())) else "auto"
     try:
         return per_example_gradients(losses, parameters, memory, method).squared_norms()
     except UnreachedParametersError as refusal:
         left_out = refusal.names
-    # Parameters that public data does not reach, of an expert or another task's head, have gradients of 0 there.
+    # Parameters that the public data does not use, such as those of an expert, have gradient 0.
     reached = {name: p for name, p in parameters.items() if name not in left_out}
     found = per_example_gradients(losses, reached, memory, method).squared_norms() if reached else {}
     return found | {name: torch.zeros(len(losses), dtype=torch.float64) for name in left_out}
 
 
 def _norms(squares: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:
-    """Of a group, from the squares of its parameters, which may lie on several devices."""
+    """The norms of a group from the squares of its parameters, which may be on several devices."""
     return torch.stack([squares[name].to(device) for name in names]).sum(0).sqrt()
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether it normalizes by the batch, as some batch norm layers do in `.eval()` too."""
+    """Whether a module normalizes by the batch, as some batch norm layers do even in `.eval()`."""
     if isinstance(module, BatchStatisticsNorm):
         return module.training or not module.has_statistics
     batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -192,10 +192,7 @@ def _mixes(module: nn.Module) -> bool:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """In this block the model works on copies of its buffers, and random numbers begin at the same place each time.
-
-    Afterwards buffers are the same objects with the same contents, and every generator is where it was.
-    """
+    """In this block the model uses copies of its buffers and a fixed random state. Both are restored afterwards."""
     kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     copies = {id(buffer): buffer.clone() for _, _, buffer in kept}
     try:
