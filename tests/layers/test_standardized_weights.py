@@ -63,7 +63,7 @@ def test_only_convolutions_change_and_a_plain_layer_can_be_left() -> None:
     [
         (nn.Linear(2, 2), "no convolution"),
         (nn.Sequential(nn.ConvTranspose2d(2, 2, 3)), "'0'.*transposed"),
-        (nn.Sequential(nn.Conv2d(3, 3, 1, groups=3)), "'0'.*one weight an output channel"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1, groups=3)), "'0'.*one weight per output channel"),
         (standardize_weights(network()), "'0'.*standardized weights already"),
     ],
 )
