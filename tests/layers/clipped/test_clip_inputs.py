@@ -47,7 +47,7 @@ OWN_CODE: dict[str, Callable[[nn.Module], Any]] = {
 def test_code_that_would_not_be_called_is_refused_by_the_name_of_its_layer(what: str) -> None:
     model = network()
     OWN_CODE[what](model[2])
-    message = r"Layer '2' \(Linear\) has hooks, or a forward of its own"
+    message = r"Layer '2' \(Linear\) has hooks or an overridden forward"
     with pytest.raises(UnsupportedModelError, match=message):
         clip_inputs(model, input_norm=1.0)
     assert type(model[0]) is nn.Linear and type(model[2]) is nn.Linear  # as it was
