@@ -57,7 +57,8 @@ class ClippedLayer(nn.Module, ABC):
         except (AttributeError, ValueError, TypeError, IndexError):
             raise ConfigurationError(
                 f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
-                "Load it with strict=False and without its '_extra_state', and give clip_inputs the constants of that model."
+                "Load it with strict=False and without its '_extra_state', and give clip_inputs the constants of that "
+                "model."
             ) from None
         has = self.constants
         if (mode, bound) != (has.mode, has.bound):

@@ -107,7 +107,7 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
             # Otherwise its norms are not per example, and `Backprop` would refuse it too.
             raise ConfigurationError(
                 f"batch: layer {at!r} got {node.examples} rows for {len(losses)} losses, and norms are "
-                "measured per example: keep the examples along the first dimension of everything that goes into a layer."
+                "measured per example: keep the examples along the first dimension of every layer input."
             )
         inputs[at] += [lengths(x) for x in _inputs(node)]
 
