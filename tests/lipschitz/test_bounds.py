@@ -235,7 +235,7 @@ def test_layers_with_public_statistics_are_refused_by_name() -> None:
 
 
 def test_an_input_that_is_not_clipped_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'0' sees inputs of any length.*ClipInput"):
+    with pytest.raises(UnsupportedModelError, match=r"'0' gets inputs of unbounded norm.*ClipInput"):
         trace(nn.Sequential(nn.Linear(3, 2)), (3,))
 
 

@@ -57,19 +57,19 @@ def _counts(m: By, x: Tensor) -> Tensor:
 
 
 HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
-    "data": (_writes_data, r"\.data no graph shows"),
+    "data": (_writes_data, r"\.data are not in the graph"),
     "in place": (_writes_in_place, "in place: take mul"),
     "in place by an operator": (lambda m, x: m.a(x.__imul__(2.0)), "in place: write it with an operator"),
-    "an activation in place": (_writes_through_an_activation, "in place what others use"),
-    "dropout in place, by position": (_drops_in_place, "in place what others use"),
+    "an activation in place": (_writes_through_an_activation, "in place a value with other uses"),
+    "dropout in place, by position": (_drops_in_place, "in place a value with other uses"),
     "a random tensor": (lambda m, x: m.a(x + 5 * torch.randn(4)), r"makes a tensor .*\(register_buffer\)"),
     "a new tensor": (lambda m, x: m.a(x * torch.tensor(2.0)), "makes a tensor"),
     "a random number": (lambda m, x: m.a(x + random.random()), "not the same each time"),
     "a count": (_counts, "not the same each time"),
     "all pairs": (lambda m, x: m.b((m.a(x).unsqueeze(1) + x).mean(1)), "second dimension"),
     "all pairs of sums": (lambda m, x: m.b(m.a(x) * (x.sum(1) - x.sum(1, keepdim=True)).mean(1)), "second"),
-    "a product with weights": (lambda m, x: x @ m.a.weight, "take nn.Linear"),
-    "a linear function": (lambda m, x: F.linear(x, m.b.weight), "take nn.Linear"),
+    "a product with weights": (lambda m, x: x @ m.a.weight, "use nn.Linear"),
+    "a linear function": (lambda m, x: F.linear(x, m.b.weight), "use nn.Linear"),
     "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
     "the number of examples": (
@@ -93,8 +93,8 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
     "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
     "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "gives torch.float16"),
-    "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "what ClipInput gave"),
-    "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "take slices"),
+    "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "the output of ClipInput"),
+    "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "use slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),
 }
 
@@ -253,10 +253,10 @@ def test_weights_tied_within_a_recurrent_layer_are_refused() -> None:
 
 
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
-    "max": (nn.MaxPool2d(3, 1), (5, 5), "no dimension for channels"),
-    "average": (nn.AvgPool2d(3, 1), (5, 5), "no dimension for channels"),
-    "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 5), "no dimension for channels"),
-    "line": (nn.MaxPool1d(3, 1), (5,), "no dimension for channels"),
+    "max": (nn.MaxPool2d(3, 1), (5, 5), "no channel dimension"),
+    "average": (nn.AvgPool2d(3, 1), (5, 5), "no channel dimension"),
+    "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 5), "no channel dimension"),
+    "line": (nn.MaxPool1d(3, 1), (5,), "no channel dimension"),
     "recurrent": (nn.GRU(5, 2, batch_first=True), (5,), r"\(length, width\)"),
 }
 

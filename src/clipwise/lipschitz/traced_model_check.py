@@ -132,8 +132,8 @@ class AsTraced:
             _, now = self._look_at(layer)
             if now != self._first[name]:
                 raise StepError(
-                    f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed "
-                    "after make_private, so the bounds no longer hold: make a new private run. (Change weights in place, "
+                    f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed after "
+                    "make_private, so the bounds no longer hold: make a new private run. (Change weights in place, "
                     "under torch.no_grad().)"
                 )
 
@@ -147,8 +147,8 @@ class AsTraced:
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
             "The model's forward pass differs from its trace: "
-            f"{other.words}, where it had {one.words}. The bounds hold for the trace only: restore what the pass reads, "
-            "or make a new private run."
+            f"{other.words}, where it had {one.words}. The bounds hold for the trace only: restore what it reads, or "
+            "make a new private run."
         )
 
 
