@@ -174,7 +174,7 @@ def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
         (layers.ReleasedStatisticsNorm(4), "ReleasedStatisticsNorm.*released deviation"),
         (nn.LayerNorm(4), "LayerNorm.*BoundedLayerNorm"),
         (nn.GroupNorm(1, 4), "GroupNorm.*BoundedGroupNorm"),
-        (nn.LogSoftmax(1), "LogSoftmax.*scores"),
+        (nn.LogSoftmax(1), "LogSoftmax.*logits"),
         (nn.Bilinear(4, 4, 2), "'1' .Bilinear.*no bound"),
         (nn.TransformerEncoderLayer(4, 2), "L2Attention"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),

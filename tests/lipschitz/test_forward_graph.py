@@ -58,7 +58,7 @@ def _counts(m: By, x: Tensor) -> Tensor:
 
 HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "data": (_writes_data, r"\.data are not in the graph"),
-    "in place": (_writes_in_place, "in place: take mul"),
+    "in place": (_writes_in_place, "in place: use mul"),
     "in place by an operator": (lambda m, x: m.a(x.__imul__(2.0)), "in place: write it with an operator"),
     "an activation in place": (_writes_through_an_activation, "in place a value with other uses"),
     "dropout in place, by position": (_drops_in_place, "in place a value with other uses"),
@@ -92,7 +92,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     ),
     "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
     "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
-    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "gives torch.float16"),
+    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "returns torch.float16"),
     "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "the output of ClipInput"),
     "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "use slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),

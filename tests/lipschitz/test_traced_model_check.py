@@ -59,14 +59,14 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
     "a rate": (lambda m: setattr(m, "rate", 0.9), r"p=0\.9"),
     "a branch": (lambda m: setattr(m, "branch", 5.0), r"add\(.*5\.0\)"),
     "a mode": (lambda m: m.eval(), "training=False"),
-    "a buffer": (lambda m: setattr(m, "scale", 1000 * m.scale), "'scale' is another one"),
+    "a buffer": (lambda m: setattr(m, "scale", 1000 * m.scale), "'scale' was replaced"),
     "a frozen parameter": (
         lambda m: setattr(m, "factor", nn.Parameter(1000 * m.factor, requires_grad=False)),
-        "'factor' is another one",
+        "'factor' was replaced",
     ),
-    "a plain tensor": (lambda m: setattr(m, "plain", 1000 * m.plain), "'plain' is another one"),
+    "a plain tensor": (lambda m: setattr(m, "plain", 1000 * m.plain), "'plain' was replaced"),
     "a layer's weight": (_replace_weight, r"layer 'frozen' \(Linear\)"),
-    "a layer": (lambda m: setattr(m, "frozen", nn.Linear(4, 4)), "'frozen' is another one"),
+    "a layer": (lambda m: setattr(m, "frozen", nn.Linear(4, 4)), "'frozen' was replaced"),
     "a setting": (lambda m: setattr(m.act, "negative_slope", 9.0), r"layer 'act' \(LeakyReLU\)"),
     "a class": (lambda m: setattr(m.act, "__class__", nn.ReLU), "layer 'act'"),
 }

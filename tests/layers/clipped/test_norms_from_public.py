@@ -200,7 +200,7 @@ BAD: dict[str, tuple[Given, str]] = {
         "loss must .* with a gradient",
     ),
     "a layer that is detached": ((Idle, losses_of, rows()), "loss: layer 'idle' takes no part"),
-    "rows of something else": ((Folded, losses_of, rows()), "layer 'first' was given 32 rows for 8 losses"),
+    "rows of something else": ((Folded, losses_of, rows()), "layer 'first' got 32 rows for 8 losses"),
 }
 
 
