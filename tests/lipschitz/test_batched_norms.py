@@ -45,7 +45,7 @@ def exact(w: Tensor) -> float:
 
 
 @pytest.fixture(params=["eigenvalues", "iterated together"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the accelerator's method, padded matrices in one iteration, on a CPU too."""
     if request.param == "iterated together":
         monkeypatch.setattr(Spectral, "is_quick", False)
@@ -60,18 +60,18 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
 )
 def test_norms_are_never_below_the_svd_nor_far_above(
-    way: str, some: list[tuple[int, int, int, str]], seed: int, scale: float
+    method: str, some: list[tuple[int, int, int, str]], seed: int, scale: float
 ) -> None:
     matrices = [drawn(shape, seed + i, scale) for i, shape in enumerate(some)]
     for w, found in zip(matrices, measured_together([Spectral(w) for w in matrices]), strict=True):
         true = exact(w)
-        assert true <= found <= (1.0001 if way == "eigenvalues" else 1.02) * true + 1e-140
+        assert true <= found <= (1.0001 if method == "eigenvalues" else 1.02) * true + 1e-140
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, seed=st.integers(0, 10**6), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
 def test_one_gram_matrix_gives_three_norms(
-    way: str, shape: tuple[int, int, int, str], seed: int, scale: float
+    method: str, shape: tuple[int, int, int, str], seed: int, scale: float
 ) -> None:
     w = drawn(shape, seed, scale)
     spectral = Spectral(w)
@@ -90,7 +90,7 @@ def test_a_tall_matrix_has_no_row_norms_on_the_diagonal() -> None:
         LongestRow(Spectral(torch.ones(1, 3, 2).double()))
 
 
-def test_results_keep_their_order(way: str) -> None:
+def test_results_keep_their_order(method: str) -> None:
     w = torch.randn(1, 5, 7, dtype=torch.float64)
     length = Length(torch.linalg.vector_norm(w), 35)
     empty = torch.zeros(1, 0, 3, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_results_keep_their_order(way: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_non_finite_matrix_has_no_finite_norm_and_affects_no_other(way: str, bad: float) -> None:
+def test_a_non_finite_matrix_has_no_finite_norm_and_affects_no_other(method: str, bad: float) -> None:
     good, spoiled = torch.randn(1, 6, 6).double(), torch.randn(1, 5, 5).double()
     spoiled[0, 2, 3] = bad
     of = Spectral(spoiled)
@@ -112,7 +112,7 @@ def test_a_non_finite_matrix_has_no_finite_norm_and_affects_no_other(way: str, b
     assert exact(good) <= first <= 1.02 * exact(good) and not math.isfinite(second)
 
 
-def test_norms_hold_under_adversarial_updates(way: str) -> None:
+def test_norms_hold_under_adversarial_updates(method: str) -> None:
     """Ascent on the norm itself, and large noise: the certified norm is never below the true one."""
     torch.manual_seed(0)
     model = nn.Sequential(

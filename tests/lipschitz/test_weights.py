@@ -58,8 +58,8 @@ def test_small_weights_stay_and_on_limit_names_the_others() -> None:
     ratios = clip_weights_(network, limits_of(network, 100.0))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert not any(on_limit(ratios).values())
-    told = on_limit(clip_weights_(network, limits_of(network, {"1": 0.01, "4": 100.0})))
-    assert told == {"1.weight": True, "1.bias": True, "4.weight": False, "4.bias": False}
+    found = on_limit(clip_weights_(network, limits_of(network, {"1": 0.01, "4": 100.0})))
+    assert found == {"1.weight": True, "1.bias": True, "4.weight": False, "4.bias": False}
 
 
 def test_rows_of_a_table_are_clipped_separately() -> None:

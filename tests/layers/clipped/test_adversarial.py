@@ -277,12 +277,12 @@ def assert_clipped_as_said(
     model = clip_inputs(model, input_norm=input_norm, grad_norm=C2, mode="normalize", bound=bound)
     weights = model.layer.get_parameter(parameter)  # type: ignore[operator]
     (found,) = torch.autograd.grad(output(model, x), [weights], g)
-    told = measure(layer, x, g)
+    measured = measure(layer, x, g)
     most = C2
-    expected = AIM * most * float((told.norm[parameter] / getattr(told, bound)[parameter]).detach())
-    if parameter in told.times_input:
+    expected = AIM * most * float((measured.norm[parameter] / getattr(measured, bound)[parameter]).detach())
+    if parameter in measured.times_input:
         most *= input_norm
-        expected *= 1.0 if is_upstream(told, bound, parameter) else input_norm
+        expected *= 1.0 if is_upstream(measured, bound, parameter) else input_norm
     assert math.isclose(float(found.norm()), expected, rel_tol=1e-6)
     assert float(found.norm()) <= most
 

@@ -96,8 +96,8 @@ def test_the_ledger_records_every_change_once() -> None:
     train(model, private, 3)
     layers.set_clips(model, grad_norm=0.05)
     train(model, private, 3)
-    told = [about["parts"][1]["sensitivity"] for about in private._context.ledger.about]
-    assert told == [0.5, 0.05]
+    sensitivities = [about["parts"][1]["sensitivity"] for about in private._context.ledger.about]
+    assert sensitivities == [0.5, 0.05]
 
 
 def test_an_epsilon_does_not_depend_on_constants() -> None:
@@ -153,14 +153,14 @@ def test_parts_show_new_clips_at_once_but_not_while_a_batch_is_due() -> None:
     model = layers.clip_inputs(network(), input_norm=2.0, grad_norm=0.5)
     _, private = private_run(model, clipping=Backprop())
 
-    def told() -> list[float]:
+    def sensitivities() -> list[float]:
         return [part.sensitivity for part in private.parts()]
 
-    assert told() == [1.0, 0.5, 1.0, 0.5]
+    assert sensitivities() == [1.0, 0.5, 1.0, 0.5]
     layers.set_clips(model, grad_norm=0.25)
-    assert told() == [0.5, 0.25, 0.5, 0.25]
+    assert sensitivities() == [0.5, 0.25, 0.5, 0.25]
     batch = next(iter(private.loader))
     layers.set_clips(model, grad_norm=0.125)
-    assert told() == [0.5, 0.25, 0.5, 0.25]
+    assert sensitivities() == [0.5, 0.25, 0.5, 0.25]
     with pytest.raises(StepError, match="given other constants between the draw"):
         private.step(losses_of(model, batch))

@@ -156,8 +156,10 @@ class ClippedRecurrent(ClippedLayer):
             )
 
     def _take(self, constants: Constants) -> None:
-        ways = ("", "_reverse") if self.layer.bidirectional else ("",)
-        suffixes = [f"l{level}{way}" for level in range(self.layer.num_layers) for way in ways]
+        directions = ("", "_reverse") if self.layer.bidirectional else ("",)
+        suffixes = [
+            f"l{level}{direction}" for level in range(self.layer.num_layers) for direction in directions
+        ]
         self._roles = {suffix: Role(self, constants, suffix) for suffix in suffixes}
 
     def bounds(self) -> Mapping[str, float]:
@@ -178,11 +180,11 @@ class ClippedRecurrent(ClippedLayer):
         directions = 1 + layer.bidirectional
         for level in range(layer.num_layers):
             outputs = []
-            for way in range(directions):
-                k = level * directions + way
-                own = x.flip(0) if way else x
-                y, h, c = self._run(own, h0[k], c0[k], f"l{level}{'_reverse' if way else ''}")
-                outputs.append(y.flip(0) if way else y)
+            for direction in range(directions):
+                k = level * directions + direction
+                own = x.flip(0) if direction else x
+                y, h, c = self._run(own, h0[k], c0[k], f"l{level}{'_reverse' if direction else ''}")
+                outputs.append(y.flip(0) if direction else y)
                 last_h.append(h)
                 last_c.append(c)
             x = torch.cat(outputs, -1) if directions > 1 else outputs[0]
