@@ -99,7 +99,6 @@ class Mean(nn.Module):
 
 
 def dense(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """Linear layers, with or without positions."""
     width, positions = dice.randint(1, 6), dice.choice([0, 0, 1, 3])
     layers: list[nn.Module] = []
     start = now = width
@@ -207,7 +206,6 @@ def sequential(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def table(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """An embedding of ids."""
     width, length = dice.randint(1, 4), dice.randint(1, 4)
     return nn.Sequential(nn.Embedding(3, width), Mean(), nn.Tanh(), nn.Linear(width, 2)), (length,)
 

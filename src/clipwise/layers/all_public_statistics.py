@@ -64,7 +64,6 @@ class AllPublicStatistics:
         return gradients
 
     def public_rows(self) -> list[Tensor]:
-        """The public inputs of all parts."""
         return [rows for statistics in self._each for rows in statistics.public_rows]
 
     def describe(self) -> dict[str, Any]:

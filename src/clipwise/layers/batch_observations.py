@@ -18,14 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 @dataclass(frozen=True)
 class Observation:
-    """The input statistics of one layer in one forward pass.
-
-    Args:
-        layer: the layer.
-        shape, dtype: of its output, [B, C, ...].
-        mean_BC: mean over positions, per row and channel.
-        var_BC: (biased) variance over positions, per row and channel.
-    """
+    """Shape and dtype of a layer's output [B, C, ...]; mean and (biased) variance of its input over positions."""
 
     layer: nn.Module
     shape: torch.Size
@@ -35,7 +28,6 @@ class Observation:
 
     @property
     def positions(self) -> int:
-        """The number of values per row and channel."""
         return math.prod(self.shape[2:])
 
 

@@ -223,7 +223,6 @@ class TemperedSigmoid(nn.Module):
                 raise ConfigurationError(f"TemperedSigmoid: {name} must be a finite number, not {value!r}.")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply elementwise."""
         return self.scale * torch.sigmoid(self.temperature * x) - self.offset
 
     def extra_repr(self) -> str:

@@ -93,7 +93,6 @@ class PublicBatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
     def _public(self, x: Tensor, statistics: PublicStatistics) -> Tensor:
-        """Ordinary batch normalization of the public rows."""
         var_C, mean_C = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
         statistics.collect(self, mean_C, var_C, len(x))
         return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)

@@ -289,7 +289,6 @@ class PublicStatistics:
         return not (changes.may_have_changed() if looks_inside else changes.was_counted())
 
     def _tensors(self) -> Iterator[Tensor]:
-        """All current parameters and buffers."""
         held = (tensors[key] for _, tensors, key in self._inventory.tensors)
         return (t for t in held if t is not None and not is_lazy(t))
 

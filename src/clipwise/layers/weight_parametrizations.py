@@ -40,7 +40,6 @@ class StandardizedWeight(nn.Module):
         self.eps = number("eps", eps, least=0)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Standardize each channel of the first axis."""
         w_CI = weight.flatten(1)
         var_C1, mean_C1 = torch.var_mean(w_CI, 1, correction=0, keepdim=True)
         standard_CI = (w_CI - mean_C1) * ((var_C1 + self.eps) * w_CI.shape[1]).rsqrt()
@@ -94,7 +93,6 @@ class NoisyWeights(nn.Module):
         self.std = number("std", std, least=0)
 
     def forward(self, mean: Tensor) -> Tensor:
-        """Draw the weight."""
         return mean + self.std * torch.randn_like(mean)
 
     def extra_repr(self) -> str:
@@ -156,7 +154,6 @@ def _matrices_of(layer: nn.Module) -> list[str]:
 
 
 def _step_of(layer: nn.Module, key: str, kind: type[Step]) -> Step | None:
-    """The parametrization of this kind on a weight, if any."""
     if not parametrize.is_parametrized(layer, key):
         return None
     assert isinstance(layer.parametrizations, nn.ModuleDict)

@@ -32,7 +32,6 @@ class ElementwiseRule(Rule):
         self.constants, self.rounding = constants, rounding
 
     def slope(self, norms: Norms) -> float:
-        """The largest |f'|."""
         return self.constants[0]
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:

@@ -55,7 +55,6 @@ class Lengths:
 
     @property
     def largest(self) -> float:
-        """The largest value of the sum."""
         if len(self._coefficients) == 1:  # no concatenation
             return next(iter(self._coefficients.values()))
         by_join: dict[str, list[float]] = {}
@@ -72,7 +71,6 @@ class Lengths:
         return Lengths(total)
 
     def times(self, gain: float) -> Lengths:
-        """The bound after an operation with this gain."""
         # 0 inf is 0 here: without a gradient, an infinite gain has no effect.
         return Lengths({key: c * gain for key, c in self._coefficients.items() if c > 0 and gain > 0})
 

@@ -24,14 +24,7 @@ _TORUS_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Windows:
-    """The geometry of a kernel's windows on an image.
-
-    Args:
-        size: of the image, per dimension.
-        kernel, stride, dilation: per dimension.
-        before: zeros before the image, per dimension.
-        out: the number of windows, per dimension.
-    """
+    """The geometry of a kernel's windows on an image, per dimension. `before`: zero padding; `out`: window count."""
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -42,7 +35,6 @@ class Windows:
 
     @cached_property
     def positions(self) -> int:
-        """The number of windows."""
         return math.prod(self.out)
 
     @cached_property

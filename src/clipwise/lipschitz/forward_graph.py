@@ -81,7 +81,6 @@ class _Tracer(fx.Tracer):
     """A tracer that does not enter modules with their own rule."""
 
     def traced(self, model: nn.Module) -> fx.Graph:
-        """The graph, or an error that names the module."""
         try:
             return self.trace(model)
         except UnsupportedModelError:

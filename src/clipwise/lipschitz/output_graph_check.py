@@ -60,7 +60,6 @@ class Pattern:
         self._last: tuple[int, list[Spot]] = (0, [])
 
     def spots(self, examples: int) -> list[Spot]:
-        """The spots for this number of examples."""
         if self._last[0] != examples:
             found = [
                 spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
@@ -116,7 +115,6 @@ class GraphMatch:
             )
 
     def _of_the_trace(self, device: torch.device, is_single: bool) -> Pattern:
-        """The pattern that autograd records for the traced graph."""
         # For a single example torch uses another layout of sequences, with other views.
         key = (*[m.training for m in self._modules], device, is_single)
         if key not in self._expected:

@@ -85,7 +85,6 @@ def _maximum(call: Call, windows: int) -> Rule:
 
 
 def _adaptive(call: Call) -> list[Tensor]:
-    """One matrix [n, out] per dimension: the weight of each pixel in each window."""
     return [
         F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64).unsqueeze(1), o).squeeze(1)
         for n, o in zip(_image(call), call.out[1:], strict=True)

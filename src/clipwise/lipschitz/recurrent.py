@@ -114,7 +114,6 @@ class RecurrentRule(Rule):
         return math.hypot(*(one.into * one.gates for one in passes))
 
     def _layers(self, x: Reach, norms: Norms) -> tuple[list[tuple[Reach, list[_Pass]]], Reach]:
-        """The input and passes of each layer, and the reach of the last output."""
         found: list[tuple[Reach, list[_Pass]]] = []
         for layer in range(self.module.num_layers):
             if layer > 0:

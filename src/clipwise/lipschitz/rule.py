@@ -51,7 +51,6 @@ class Reach:
 
     @property
     def size(self) -> int:
-        """The number of entries per example."""
         return math.prod(self.shape)
 
     @property
@@ -156,14 +155,9 @@ def refusal(name: str, what: Any, reason: str) -> UnsupportedModelError:
 class Call:
     """A call of a module, a function or a method, from which its rule is built.
 
-    Args:
-        name: used in messages.
-        target: the module, the function, or the name of the method.
-        shapes: of one example's operands.
-        out: of one example's result.
-        rounding: the arithmetic of training.
-        arguments, options: of a function or method, with None for tensors.
-        has_weights: whether an operand is a parameter or buffer of the model.
+    `target` is the module, the function or the name of the method. `shapes` and `out` are those of one example's
+    operands and result. `arguments` and `options` of a function or method have None for tensors. `has_weights`: whether
+    an operand is a parameter or buffer of the model.
     """
 
     name: str
@@ -181,7 +175,6 @@ class Call:
         return self.options.get(name, by_place)
 
     def refusal(self, reason: str) -> UnsupportedModelError:
-        """The error for this call."""
         return refusal(self.name, self.target, reason)
 
     def own_dimension(self, dim: int, of: Shape | None = None) -> int:

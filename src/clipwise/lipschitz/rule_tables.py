@@ -139,7 +139,6 @@ def instead_of(target: Any) -> str:
 
 
 def _as_module(call: Call) -> Rule:
-    """The rule of the equivalent module."""
     kind, settings = _AS_MODULES[call.target]
     given = dict(zip(settings, call.arguments[1:], strict=False)) | dict(call.options)
     for ignored in ("input", "inplace", "training", "dtype", "_stacklevel"):  # without effect on the bound

@@ -89,7 +89,6 @@ def _norms(
     x: Tensor,
     y: Tensor,
 ) -> list[float]:
-    """The gradient norm of each parameter, for one example."""
     with naming("inputs"):
         outputs = model(x)
     with naming("targets", "the loss"):

@@ -34,12 +34,7 @@ _TAKE_SIZES = ("view", "reshape")
 class Operation:
     """One operation of the network.
 
-    Args:
-        name: of its value.
-        where: used in messages: the module, or the name in the graph.
-        rule: its bounds.
-        inputs: the names of its input values.
-        parameters: from the parameter names in its module to those in the model.
+    `where` names it in messages. `inputs` names its input values. `parameters` maps its module's names to the model's.
     """
 
     name: str
@@ -306,12 +301,10 @@ class _States:
 
 
 def _where(node: fx.Node) -> str:
-    """The name used in messages."""
     return str(node.target) if node.op == "call_module" else node.name
 
 
 def _given(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Its arguments and options, with nodes replaced by values."""
     given: Any = (node.args, node.kwargs)
     return fx.node.map_arg(given, lambda n: values[n])
 

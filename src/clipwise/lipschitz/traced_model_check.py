@@ -56,7 +56,6 @@ class AsTraced:
         self._remember()
 
     def require(self) -> None:
-        """Refuse a model that would not compute what was traced."""
         require_no_global_hooks()
         if not self._always_traces:
             if self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced:
@@ -168,7 +167,6 @@ def _can_be_written_to(value: Any) -> bool:
 
 
 def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
-    """Forward and backward hooks."""
     return [getattr(module, hooks) for hooks in HOOKS]
 
 

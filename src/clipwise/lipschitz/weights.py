@@ -113,7 +113,6 @@ def clip_and_measure_(
 
 
 def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, float]) -> bool:
-    """Whether one measurement serves the clip and the bounds."""
     names = op.parameters.values()
     return op.rule.has_lengths and all(uses[name] == 1 and name in limits for name in names)
 
@@ -176,7 +175,6 @@ def _rescale_weights_(network: Network, limits: Mapping[str, float], ratios: dic
 
 
 def _or_nan(length: float) -> float:
-    """Sort NaN as infinite."""
     return math.inf if math.isnan(length) else length
 
 

@@ -141,7 +141,6 @@ def embedding(layer: Any, ids_T: Tensor, g_Td: Tensor) -> Measured:
 
 
 def normalization(layer: Any, x: Tensor, g: Tensor) -> Measured:
-    """Scale and shift, by exact norms."""
     if isinstance(layer, nn.LayerNorm):
         by_row, g_cP = x.flatten(0, -2), g.flatten(0, -2).T
     else:
@@ -202,7 +201,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Measure]] = {
 
 
 def built(name: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """The layer, and an initial input and upstream gradient."""
     build, shape, _ = CASES[name]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -288,7 +286,6 @@ def assert_clipped_as_said(
 
 
 def main() -> None:
-    """Print the initial and final ratio of each ascent."""
     print(
         "| layer | `gradient`, random start | `gradient`, found | `upstream`, random start | `upstream`, found |"
     )

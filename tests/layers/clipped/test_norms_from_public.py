@@ -24,7 +24,6 @@ SEVERAL_INPUTS = ("attention", "lstm, two layers")
 
 
 def batch(case: Case) -> tuple[Tensor, Tensor]:
-    """Inputs and losses of various scales, with examples along the first axis."""
     random = torch.Generator().manual_seed(5)
     sizes = torch.randn(2, EXAMPLES, generator=random, dtype=torch.float64).exp()
     x = inputs(case, EXAMPLES)

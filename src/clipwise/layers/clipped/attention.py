@@ -123,7 +123,6 @@ def _projection_factors(
 
 
 def _side_by_side(thirds: Iterable[Any]) -> Tensor:
-    """One row per example."""
     return torch.cat(list(thirds), 1)
 
 

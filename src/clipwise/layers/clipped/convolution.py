@@ -143,7 +143,6 @@ class Convolution(Map):
 
 
 def _sum_of_channels(t_BGc: Tensor) -> Tensor:
-    """The sum over the third axis, without a kernel if there is one channel."""
     return t_BGc.squeeze(2) if t_BGc.shape[2] == 1 else t_BGc.sum(2)
 
 

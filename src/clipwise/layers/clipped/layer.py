@@ -108,7 +108,6 @@ class OneInputLayer(ClippedLayer):
         return self._plain(x) if is_plain() else self._clipped(x)
 
     def _plain(self, x: Tensor) -> Tensor:
-        """The forward pass without gradients."""
         y: Tensor = self.layer(x)
         return y
 
@@ -123,13 +122,7 @@ class OneInputLayer(ClippedLayer):
 
 @dataclass(frozen=True)
 class Role:
-    """The layer and constants that a graph node belongs to.
-
-    Args:
-        layer: the layer.
-        constants: its constants when the node was created.
-        name: of this role in the layer, if it has several.
-    """
+    """The layer of a graph node, its constants when the node was created, and the name of the node in the layer."""
 
     layer: ClippedLayer
     constants: Constants

@@ -104,7 +104,6 @@ def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor, nu_
 
 
 def _entries(t: Tensor) -> Tensor:
-    """All entries of each example, as [B, K, R]."""
     return t.unsqueeze(1) if t.dim() == 2 else t.flatten(2)
 
 

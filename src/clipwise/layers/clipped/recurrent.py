@@ -124,7 +124,6 @@ class ClippedRecurrence(torch.autograd.Function):
 def _layer_forward(
     kind: str, x: Tensor, h0: Tensor, c0: Tensor, weights: list[Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All states, the last state, and the last cell state of an LSTM."""
     state: Any = (h0[None], c0[None]) if kind == "LSTM" else h0[None]
     given = [w for w in weights if w is not None]
     found = _FORWARD[kind](x, state, given, len(given) > 2, 1, 0.0, False, False, False)
