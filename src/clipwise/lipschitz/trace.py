@@ -25,7 +25,7 @@ from clipwise.validation.arguments import plain, require_module
 
 # The traced batch size: a prime that is unlikely as another size. Meta tensors hold no data.
 _EXAMPLES = 7919
-# A second batch size: numbers that differ between the two depend on the batch size.
+# A second batch size: numbers that differ between the two depend on it. Remainders by small numbers differ too.
 _MORE_EXAMPLES = 8212
 _TAKE_SIZES = ("view", "reshape")
 
