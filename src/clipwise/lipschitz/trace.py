@@ -250,7 +250,7 @@ class _Walk:
     def _require_examples(self, where: str, target: Any, value: Tensor) -> None:
         reason = ""
         if value.ndim == 0 or value.shape[0] != _EXAMPLES:
-            reason = "the first dimension of its result is not the batch dimension: process each example independently"
+            reason = "the first dimension of its result does not hold the examples: process each example independently"
         elif value.dtype not in (torch.float32, torch.float64):
             reason = f"it returns {value.dtype}: the rounding of half precision is too large, leave dtype out"
         elif any(n and n % _EXAMPLES == 0 for n in value.shape[1:]):
