@@ -292,7 +292,7 @@ def test_losses_from_before_a_change_of_constants_are_refused() -> None:
 def test_nothing_is_released_while_clips_are_suspended() -> None:
     model, private = private_run(clipped(), clipping=Backprop(), sampling="full")
     losses = losses_of(model, next(iter(private.loader)))
-    with unclipped(), pytest.raises(StepError, match="Clips are suspended"):
+    with unclipped(), pytest.raises(StepError, match="Clipping is turned off"):
         private.backward(losses)
     assert private.steps == 0 and model[0].layer.weight.grad is None  # type: ignore[index, union-attr]
     private.backward(losses)
@@ -553,7 +553,7 @@ def test_weights_bring_the_clips_they_were_trained_with(tmp_path: Any) -> None:
             clipped(**options).load_state_dict(model.state_dict())
     damaged = model.state_dict()
     damaged["0._extra_state"] = torch.ones(2)
-    with pytest.raises(ConfigurationError, match="Layer '0': the clips in this state_dict are damaged"):
+    with pytest.raises(ConfigurationError, match="Layer '0': the clipping constants in this state_dict are damaged"):
         other.load_state_dict(damaged)
 
 

@@ -591,7 +591,7 @@ def test_switches_are_true_or_false(argument: str) -> None:
 def test_fixed_bounds_refuse_a_layer_that_is_frozen_in_part() -> None:
     model = network()
     model[1].weight.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match=r"fixed=True.*'1' is frozen in part"):
+    with pytest.raises(ConfigurationError, match=r"fixed=True.*'1' is partly frozen"):
         run(model, strategy={"fixed": True})
     run(model)  # bounds from the weights as they are know no such limit
 

@@ -47,7 +47,7 @@ def labels(size: int, seed: int = 1) -> Tensor:
 
 
 def public(dtype: torch.dtype = torch.float64) -> Tensor:
-    """Of another distribution than the private rows."""
+    """Rows of another distribution than the private ones."""
     return 0.7 * images(12, dtype, seed=99) + 0.4
 
 

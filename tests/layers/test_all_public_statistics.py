@@ -1,4 +1,4 @@
-"""Public statistics of a part of a model, or of several: matched by parameter, in one run."""
+"""Public statistics of one or several parts of a model in one run, matched by parameter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def encoder(kind: str = "public-exact", seed: int = 0) -> nn.Sequential:
 
 
 class Two(nn.Module):
-    """Two encoders, each with public rows of its own."""
+    """Two encoders, each with its own public rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def run(model: nn.Module) -> Private:
 
 
 def through(inner: nn.Sequential, x: Tensor, public: Tensor) -> Tensor:
-    """The encoder where the public moments are functions of the weights. Written a second time."""
+    """The encoder with public moments as functions of the weights, in an independent implementation."""
     linear, norm = inner[0], inner[1]
     h, p = linear(x), linear(public)
     normal = (h - p.mean(0)) * (p.var(0, correction=0) + norm.eps).rsqrt()
@@ -83,7 +83,7 @@ def forward_through(model: nn.Module, x: Tensor) -> Tensor:
         (Two, ["one.0.bias", "other.0.bias"]),
     ],
 )
-def test_gradients_are_those_through_everything(build: object, biases: list[str]) -> None:
+def test_gradients_include_the_public_statistics(build: object, biases: list[str]) -> None:
     model: nn.Module = build()  # type: ignore[operator]
     private = run(model)
     x, y = next(iter(private.loader))
@@ -132,7 +132,7 @@ def test_a_scale_that_another_part_of_the_model_shares_is_refused() -> None:
         run(model)
 
 
-def test_a_model_without_any_has_nothing_to_do() -> None:
+def test_a_model_without_public_statistics_is_unaffected() -> None:
     none = AllPublicStatistics(nn.Linear(2, 2))
     assert not none
     none.refresh(force=True)

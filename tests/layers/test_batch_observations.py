@@ -1,4 +1,4 @@
-"""What a layer saw hangs on the graph of the losses, and nowhere else."""
+"""Observations of a layer are attached to the graph of the losses only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_mean_and_variance_of_each_channel(shape: tuple[int, ...], dtype: torch.
     assert not seen.mean_BC.requires_grad
 
 
-def test_output_and_gradients_are_what_they_are_without() -> None:
+def test_output_and_gradients_do_not_change() -> None:
     x = torch.randn(6, 3)
     found = []
     for is_observed in (False, True):
@@ -52,22 +52,22 @@ def test_output_and_gradients_are_what_they_are_without() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_an_empty_batch_is_seen_without_a_word() -> None:
-    """A warning would tell that nobody was drawn."""
+def test_an_empty_batch_gives_no_warning() -> None:
+    """A warning would reveal that the batch is empty."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ((seen, _),) = observations(observed(torch.zeros(0, 3), nn.Identity(), torch.zeros(0, 3)))
     assert seen.mean_BC.shape == seen.var_BC.shape == (0, 3)
 
 
-def test_every_pass_that_the_losses_came_of_and_no_other() -> None:
+def test_every_pass_of_the_losses_and_no_other() -> None:
     model = watched(nn.BatchNorm1d(3), nn.Linear(3, 1))
     model(torch.full((4, 3), 100.0))  # its losses are not used
     losses = model(torch.zeros(2, 3)) + model(torch.ones(2, 3))
     assert sorted(float(seen.mean_BC[0, 0]) for seen, _ in observations(losses)) == [0.0, 1.0]
 
 
-def test_only_in_training_and_only_if_asked() -> None:
+def test_only_in_training_and_only_if_enabled() -> None:
     model, x = watched(nn.BatchNorm1d(3), nn.Linear(3, 1)), torch.randn(4, 3)
     assert len(list(observations(model(x)))) == 1
     assert not list(observations(model.eval()(x)))
@@ -76,19 +76,19 @@ def test_only_in_training_and_only_if_asked() -> None:
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_layer_before_which_nothing_is_trained_is_seen(affine: bool) -> None:
+def test_a_layer_without_trained_predecessors_is_observed(affine: bool) -> None:
     model = watched(nn.BatchNorm1d(3, affine=affine).requires_grad_(False), nn.Linear(3, 1))
     assert len(list(observations(model(torch.randn(4, 3))))) == 1
 
 
-def test_activation_checkpointing_shows_it_once() -> None:
+def test_activation_checkpointing_gives_one_observation() -> None:
     model, head = watched(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)
     losses: Tensor = head(checkpoint(model, torch.randn(4, 3), use_reentrant=False)).squeeze(1)
     torch.autograd.grad(losses.mean(), list(model.parameters()), retain_graph=True)
     assert len(list(observations(losses))) == 1
 
 
-def test_it_goes_with_the_graph() -> None:
+def test_observations_are_freed_with_the_graph() -> None:
     model = watched(nn.BatchNorm1d(3), nn.Linear(3, 1))
     losses = model(torch.randn(4, 3))
     ((seen, _),) = observations(losses)

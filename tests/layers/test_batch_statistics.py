@@ -1,4 +1,4 @@
-"""Batch norm without a memory, and statistics from public data."""
+"""Batch norm without running statistics, and statistics from public data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_computes_what_batch_norm_does_in_training(layer: nn.Module, shape: t
     assert isinstance(own, BatchStatisticsNorm)
     x, before = torch.randn(shape) * 3 + 1, {k: v.clone() for k, v in own.state_dict().items()}
     torch.testing.assert_close(own(x), layer(x))
-    assert all(torch.equal(v, before[k]) for k, v in own.state_dict().items())  # and forgets it
+    assert all(torch.equal(v, before[k]) for k, v in own.state_dict().items())  # and stores nothing
     own.eval()
     layer.train()
     torch.testing.assert_close(own(x), layer(x))  # batch statistics in evaluation too
@@ -107,7 +107,7 @@ def test_types_and_devices_follow() -> None:
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_batch_of_one_or_none_is_no_error(rows: int, affine: bool) -> None:
-    """A random draw may bring it, and a failure would tell."""
+    """Poisson subsampling can draw it, and an error would reveal that."""
     own = without_running_statistics(nn.BatchNorm1d(3, affine=affine))
     x = torch.randn(rows, 3, requires_grad=True)
     out = own(x)
@@ -135,7 +135,7 @@ def test_statistics_are_those_of_all_public_values() -> None:
     assert not model.training and norm.has_statistics
 
 
-def test_evaluation_uses_them_row_by_row_and_training_never_changes_them() -> None:
+def test_evaluation_uses_them_per_row_and_training_never_changes_them() -> None:
     model = recompute_statistics(without_running_statistics(network()), [torch.randn(64, 3)])
     x = torch.randn(8, 3)
     torch.testing.assert_close(torch.cat([model(row[None]) for row in x]), model(x))
@@ -147,10 +147,10 @@ def test_evaluation_uses_them_row_by_row_and_training_never_changes_them() -> No
     other.load_state_dict(before)
     plain = network()
     plain.load_state_dict(before)
-    torch.testing.assert_close(other.eval()(x), plain.eval()(x))  # what is exported is an ordinary batch norm
+    torch.testing.assert_close(other.eval()(x), plain.eval()(x))  # the state fits an ordinary batch norm
 
 
-def test_later_layers_see_what_they_see_in_training() -> None:
+def test_later_layers_get_the_same_inputs_as_in_training() -> None:
     """One batch: the result is that of an ordinary layer after one batch with momentum 1."""
     x = torch.randn(32, 3)
     torch.manual_seed(0)

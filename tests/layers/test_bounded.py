@@ -20,11 +20,11 @@ def test_the_default_is_tanh() -> None:
     temperature=st.floats(0.1, 10),
     offset=st.floats(-5, 5),
 )
-def test_it_is_bounded_and_goes_up(x: float, scale: float, temperature: float, offset: float) -> None:
+def test_it_is_bounded_and_increasing(x: float, scale: float, temperature: float, offset: float) -> None:
     layer = TemperedSigmoid(scale, temperature, offset)
     value, higher = layer(torch.tensor([x, x + 1], dtype=torch.float64))
     assert -offset - 1e-12 <= float(value) <= float(higher) <= scale - offset + 1e-12
 
 
-def test_it_says_what_it_is() -> None:
+def test_its_repr_shows_the_settings() -> None:
     assert repr(TemperedSigmoid(1.5)) == "TemperedSigmoid(scale=1.5, temperature=2.0, offset=1.0)"

@@ -1,4 +1,4 @@
-"""Noisy weights, and the invariance from which it is argued that normalized networks bear them."""
+"""Noisy weights, and the scale invariance of normalized networks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_gradient_of_the_mean_is_that_of_the_draw() -> None:
     assert [n for n, _ in model.named_parameters()] == ["parametrizations.weight.original"]
 
 
-def test_private_training_around_it_works() -> None:
+def test_private_training_with_noisy_weights_works() -> None:
     model, x = with_noisy_weights(nn.Linear(3, 1), 2.0), torch.randn(5, 3)
     clipper = PerExample(0.5).attach(site(model))
     lengths = (x.square().sum(1) + 1).sqrt()
@@ -97,11 +97,11 @@ class Own(nn.Module):
         self.words, self.norm = nn.Embedding(3, 3), nn.LayerNorm((2, 3))
 
 
-def test_weights_that_would_stay_clean_are_refused_by_name() -> None:
+def test_weights_that_would_get_no_noise_are_refused_by_name() -> None:
     model = nn.Sequential(Own())
     with pytest.raises(ConfigurationError, match=r"'table' of '0' \(Own\) would stay without noise"):
         with_noisy_weights(model, 1.0)
-    assert not parametrize.is_parametrized(model[0].first)  # refused: the model is as it was
+    assert not parametrize.is_parametrized(model[0].first)  # the model is unchanged
     parametrize.register_parametrization(model[0], "table", NoisyWeights(0.0))
     with_noisy_weights(model, 1.0)
     assert model[0].table.any()
@@ -112,7 +112,7 @@ def test_weights_that_would_stay_clean_are_refused_by_name() -> None:
         with_noisy_weights(hooked, 1.0)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for std in (-1.0, float("nan"), float("inf"), "a", None, True):
         with pytest.raises(ConfigurationError, match="std must be"):
             with_noisy_weights(nn.Linear(2, 2), std)  # type: ignore[arg-type]
@@ -124,9 +124,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         with_noisy_weights(sound("public")[0], 1.0)
     with pytest.raises(ConfigurationError, match=r"'0'.*draws its weights anew"):
         replace_batchnorm(with_noisy_weights(network(), 1.0), public(), "public")
-
-
-# ------------------------------------------------------------------ the invariance
 
 
 def scaled(model: nn.Module, factors: list[float]) -> None:
@@ -155,7 +152,7 @@ def test_the_scale_of_weights_before_a_normalization_does_not_matter(kind: str, 
     torch.testing.assert_close(model(x), before, rtol=1e-6, atol=1e-6)
 
 
-def test_without_normalization_it_does() -> None:
+def test_without_normalization_the_scale_matters() -> None:
     model, x = network(), images(6)
     for place in (1, 4, 8):
         model[place] = nn.Identity()

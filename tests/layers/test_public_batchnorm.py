@@ -1,4 +1,4 @@
-"""Public statistics: the same function in training and evaluation, exact per-example gradients, no stale ones."""
+"""Public statistics: one function in training and evaluation, exact per-example gradients, no stale statistics."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ BY_KIND = pytest.mark.parametrize("kind", SOUND)
 
 @pytest.mark.parametrize(("layer", "shape"), SHAPES)
 @pytest.mark.parametrize("kind", PUBLIC_KINDS)
-def test_it_is_batch_norm_with_the_rows_that_the_kind_says(
+def test_it_is_batch_norm_with_the_rows_of_its_kind(
     layer: type[PublicBatchNorm], shape: tuple[int, ...], kind: str
 ) -> None:
-    """Row by row: public rows alone, or one example in front of them, through torch's own batch norm."""
+    """Per row: public rows alone, or with one example, in torch's own batch norm."""
     torch.manual_seed(0)
     norm, rows, x = (
         layer(4, kind=kind).double(),
@@ -75,7 +75,7 @@ def test_training_and_evaluation_compute_the_same_function_of_one_example(kind: 
 
 @pytest.mark.parametrize("method", METHODS)
 @BY_KIND
-def test_every_method_gives_the_gradient_of_a_pass_of_its_own(kind: str, method: str) -> None:
+def test_every_method_gives_the_gradient_of_a_separate_pass(kind: str, method: str) -> None:
     model, _ = sound(kind)
     x = images(5)
     each = oracle(model, (x,))
@@ -96,15 +96,8 @@ def test_an_empty_batch_goes_through(kind: str) -> None:
     assert not any(t.any() for t in total.values())
 
 
-# ------------------------------------------------------------------ public-exact
-
-
 def through_everything(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradient of the summed loss where the statistics are functions of the weights as well.
-
-    Written a second time: private and public rows side by side through the original network, every batch norm by
-    the moments of the public rows.
-    """
+    """The gradient of the summed loss with statistics as functions of the weights, in an independent implementation."""
     model = network()
     h, p = x, public()
     for layer in model:
@@ -123,7 +116,7 @@ def through_everything(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tens
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(size=st.integers(1, 6), seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 20.0]))
-def test_public_exact_is_the_gradient_through_everything(size: int, seed: int, scale: float) -> None:
+def test_public_exact_includes_the_gradient_of_the_statistics(size: int, seed: int, scale: float) -> None:
     model, statistics = sound("public-exact")
     x, y = scale * images(size, seed=seed), labels(size, seed)
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -134,7 +127,7 @@ def test_public_exact_is_the_gradient_through_everything(size: int, seed: int, s
     longest = max(float(g.norm()) for g in expected.values())
     for name, gradient in expected.items():
         assert float((corrected[name] - gradient).norm()) <= 1e-10 * longest, name
-    # Without the correction it is far off, in biases above all: their true gradient is 0.
+    # Without the correction it is far off, mostly in biases: their true gradient is 0.
     assert float(released[names.index("0.weight")].sub(expected["0.weight"]).norm()) > 1e-3 * longest
 
 
@@ -148,7 +141,7 @@ def test_a_correction_is_linear_and_leaves_other_entries_alone() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_a_norm_that_nothing_trainable_comes_before_has_nothing_to_correct() -> None:
+def test_a_norm_without_trainable_predecessors_has_no_correction() -> None:
     alone = PublicBatchNorm1d(2, kind="public-exact")
     frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), PublicBatchNorm1d(2, kind="public-exact"))
     behind = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"), nn.Linear(2, 1))
@@ -159,8 +152,8 @@ def test_a_norm_that_nothing_trainable_comes_before_has_nothing_to_correct() -> 
         torch.testing.assert_close(statistics.correct(released), released)
 
 
-def test_two_releases_at_the_same_weights_are_corrected_alike() -> None:
-    """As when gradients are gathered over several batches: the graph of the public pass is made again."""
+def test_two_releases_at_the_same_weights_get_the_same_correction() -> None:
+    """As in gradient accumulation: the graph of the public pass is computed again."""
     model, statistics = sound("public-exact")
     released = {n: torch.ones_like(p) for n, p in model.named_parameters()}
     torch.testing.assert_close(statistics.correct(released), statistics.correct(released))
@@ -196,9 +189,6 @@ def test_exactness_needs_a_scale_and_a_shift_of_its_own() -> None:
     shared[1].weight = shared[0].weight
     with pytest.raises(ConfigurationError, match=r"'0'.*weight of its own"):
         PublicStatistics(shared, torch.randn(3, 2))
-
-
-# ------------------------------------------------------------------------- stale
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -269,7 +259,7 @@ def test_changes_that_torch_does_not_count_are_seen(change: object) -> None:
     model(images(2, torch.float32))
 
 
-def test_in_a_forward_pass_one_layer_looks_at_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_forward_pass_one_layer_compares_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = sound("public")
     looks = []
     look = Changes.has_moved
@@ -306,7 +296,7 @@ def test_a_layer_without_statistics_is_an_error() -> None:
         PublicStatistics.of(nn.Linear(2, 2))
 
 
-def test_a_frozen_model_goes_where_the_rows_are_not() -> None:
+def test_a_frozen_model_works_without_the_rows() -> None:
     model, statistics = sound("self+public")
     x = images(4)
     before = model(x)
@@ -316,7 +306,7 @@ def test_a_frozen_model_goes_where_the_rows_are_not() -> None:
     torch.testing.assert_close(model(x), before)
     with torch.no_grad():
         model[0].weight.add_(1)
-    model(x)  # constants do not follow, and need not
+    model(x)  # constants do not follow the weights
     assert not statistics.refresh()
 
 
@@ -333,7 +323,7 @@ def test_a_model_is_exported_as_a_frozen_copy(kind: str) -> None:
 
 
 def rebuilt(kind: str) -> nn.Module:
-    """The network as one builds it where the public rows are not: frozen, with other weights."""
+    """The network built without the public rows: frozen, with other weights."""
     model, statistics = sound(kind)
     statistics.freeze()
     for layer in model.modules():
@@ -345,7 +335,7 @@ def rebuilt(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", PUBLIC_KINDS)
-def test_a_frozen_model_goes_through_its_state(kind: str) -> None:
+def test_a_frozen_model_can_be_saved_and_loaded(kind: str) -> None:
     model, statistics = sound(kind)
     statistics.freeze()
     other = rebuilt(kind)
@@ -354,7 +344,7 @@ def test_a_frozen_model_goes_through_its_state(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*PUBLIC_KINDS, "frozen"])
-def test_plain_batch_norm_takes_over_what_it_can_compute(kind: str) -> None:
+def test_plain_batch_norm_loads_the_state_of_supported_kinds(kind: str) -> None:
     model, _ = sound(kind)
     plain = network().eval()
     state = model.state_dict()
@@ -367,7 +357,7 @@ def test_plain_batch_norm_takes_over_what_it_can_compute(kind: str) -> None:
 
 
 def test_a_state_without_the_number_of_rows() -> None:
-    """Where the statistics are made here it is known; elsewhere nothing can be computed without it."""
+    """It is known if the statistics are computed here; otherwise it is required."""
     state = network().state_dict()
     model, statistics = sound("self+public")
     before = model(images(3))
@@ -383,16 +373,13 @@ def test_a_state_without_the_number_of_rows() -> None:
 
 
 def test_statistics_of_these_rows_count_these_rows() -> None:
-    """Whatever another run's state says."""
+    """The loaded state does not change the number of rows."""
     model, statistics = sound("self+public")
     before = model(images(3))
     state = model.state_dict()
     model.load_state_dict({n: torch.tensor(99) if n.endswith("public_rows") else t for n, t in state.items()})
     statistics.refresh()
     assert torch.equal(model(images(3)), before)
-
-
-# ------------------------------------------------------------- what is refused
 
 
 class Again(nn.Module):
@@ -406,7 +393,7 @@ class Again(nn.Module):
         return x
 
 
-def test_a_layer_has_one_place() -> None:
+def test_a_layer_is_called_once_per_pass() -> None:
     with pytest.raises(ConfigurationError, match=r"'norm'.*more than once"):
         PublicStatistics(Again(2), torch.randn(3, 2)).refresh()
     with pytest.raises(ConfigurationError, match=r"'norm'.*not reached"):
@@ -447,7 +434,7 @@ def test_inputs_must_have_the_shape_of_the_layer() -> None:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer before a norm. Notes how it is run."""
+    """A recurrent layer before a norm. Records how it is run."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -462,10 +449,10 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "expected"), [("public", (False, False, True)), ("public-exact", (True, False, False))]
 )
-def test_a_pass_that_goes_back_through_recurrent_layers_does_without_cudnn(
+def test_cudnn_is_off_for_a_backward_pass_through_recurrent_layers(
     kind: str, expected: tuple[bool, bool, bool]
 ) -> None:
-    """In .eval() cuDNN refuses to go back; elsewhere it stays as it was."""
+    """In .eval() cuDNN has no such backward pass; elsewhere the setting is unchanged."""
     model = Recurrent(kind)
     statistics = PublicStatistics(model, torch.randn(6, 5, 3))
     statistics.refresh()

@@ -1,4 +1,4 @@
-"""Replacing batch normalization: what stays, what is computed then, and what is refused."""
+"""Replacing batch normalization: what stays, what is computed, and what is refused."""
 
 from __future__ import annotations
 
@@ -94,9 +94,6 @@ def test_a_layer_at_two_places_stays_one_and_a_norm_alone_is_replaced() -> None:
     assert isinstance(alone, PublicBatchNorm)
 
 
-# ------------------------------------------------------------------- groups
-
-
 @given(st.integers(1, 300), st.sampled_from([2, 8]))
 def test_groups_divide_the_channels(channels: int, fewest: int) -> None:
     groups = _most_groups(channels, fewest)
@@ -123,7 +120,7 @@ def test_groups_of_one_value_are_refused() -> None:
 
 @given(channels=st.integers(2, 64), side=st.integers(1, 4))
 def test_groups_have_eight_values_where_positions_are_known(channels: int, side: int) -> None:
-    """Of two values normalization leaves a sign alone."""
+    """Normalizing two values leaves only a sign."""
     rows = torch.randn(2, channels, side, side)
     model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(channels)), rows, "group")
     groups = model[0].num_groups
@@ -131,13 +128,13 @@ def test_groups_have_eight_values_where_positions_are_known(channels: int, side:
     assert channels // groups >= 2
 
 
-def test_positions_that_are_many_or_unknown_leave_two_channels_to_a_group() -> None:
+def test_many_or_unknown_positions_leave_two_channels_per_group() -> None:
     for rows in (None, torch.randn(2, 16, 4, 4)):
         model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(16)), rows, "group")
         assert model[0].num_groups == 8
 
 
-def test_looking_at_positions_leaves_nothing_behind() -> None:
+def test_counting_positions_leaves_the_model_unchanged() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout())
     before = model[0].running_mean.clone()
     with pytest.raises(ConfigurationError):
@@ -148,23 +145,20 @@ def test_looking_at_positions_leaves_nothing_behind() -> None:
     assert model[1].training
 
 
-# ------------------------------------------------------------------ refusals
-
-
 class NormWithMore(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_do_more_than_batch_norm_is_refused(kind: str) -> None:
+def test_subclasses_of_batch_norm_are_refused(kind: str) -> None:
     with pytest.raises(ConfigurationError, match=r"'0' is a NormWithMore.*by hand"):
         replace_batchnorm(nn.Sequential(NormWithMore(4)), torch.randn(3, 4, 2, 2), kind)
     with pytest.raises(ConfigurationError, match=r"'0' is a LazyBatchNorm1d.*run the model once"):
         replace_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()), torch.randn(3, 4), kind)
 
 
-def test_arguments_that_make_no_sense_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="kind='lot' is not known"):
         replace_batchnorm(network(), public(), "lot")
     with pytest.raises(ConfigurationError, match="needs public rows"):
@@ -213,8 +207,8 @@ def test_statistics_that_were_never_set_are_not_frozen() -> None:
         replace_batchnorm(model, None, "frozen")
 
 
-def test_a_layer_of_several_rows_an_example_has_no_statistics_of_one() -> None:
-    """The kind "self+public" would take a row for an example; "public" does not care."""
+def test_a_layer_with_several_rows_per_example_has_no_statistics_of_one() -> None:
+    """The kind "self+public" would treat a row as an example; "public" does not."""
 
     class Folded(nn.Module):
         def __init__(self) -> None:

@@ -24,7 +24,7 @@ def network() -> nn.Module:
 
 
 @given(shift=st.floats(-100, 100), scale=st.floats(0.1, 100))
-def test_shift_and_scale_of_the_weights_behind_do_not_matter(shift: float, scale: float) -> None:
+def test_shift_and_scale_of_the_underlying_weights_do_not_matter(shift: float, scale: float) -> None:
     model = standardize_weights(network(), eps=0)
     before = [model[i].weight.detach() for i in (0, 3)]
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_shift_and_scale_of_the_weights_behind_do_not_matter(shift: float, scale
         torch.testing.assert_close(w.square().sum(1), torch.ones_like(w[:, 0]))
 
 
-def test_per_example_gradients_of_the_weights_behind_are_exact() -> None:
+def test_per_example_gradients_of_the_underlying_weights_are_exact() -> None:
     model, x = standardize_weights(network()), torch.randn(5, 2, 6, 6).double()
     each = oracle(model, (x,))
     squares = sum(g.flatten(1).square().sum(1) for g in each.values())
@@ -47,7 +47,7 @@ def test_per_example_gradients_of_the_weights_behind_are_exact() -> None:
         torch.testing.assert_close(total[name], expected, rtol=1e-8, atol=1e-10)
 
 
-def test_only_convolutions_change_and_a_plain_layer_can_be_left() -> None:
+def test_only_convolutions_change_and_a_plain_layer_can_be_restored() -> None:
     model = standardize_weights(network())
     x = torch.randn(3, 2, 6, 6).double()
     out = model(x)
@@ -63,7 +63,7 @@ def test_only_convolutions_change_and_a_plain_layer_can_be_left() -> None:
     [
         (nn.Linear(2, 2), "no convolution"),
         (nn.Sequential(nn.ConvTranspose2d(2, 2, 3)), "'0'.*transposed"),
-        (nn.Sequential(nn.Conv2d(3, 3, 1, groups=3)), "'0'.*one weight an output channel"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1, groups=3)), "'0'.*one weight per output channel"),
         (standardize_weights(network()), "'0'.*standardized weights already"),
     ],
 )

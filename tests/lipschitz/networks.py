@@ -1,4 +1,4 @@
-"""Small random networks of every kind that has bounds, and the largest gradients that can be found in them."""
+"""Random small networks of every kind with bounds, and a search for their largest gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ACTIVATIONS: list[Callable[[], nn.Module]] = [
 
 
 class Residual(nn.Module):
-    """x + F(x), or F(x) and G(x) side by side, or x times a gate."""
+    """x + F(x), a concatenation of F(x) and G(x), or x times a gate."""
 
     def __init__(self, kind: str, left: nn.Module, right: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Residual(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A parameter of its own, broadcast over the positions."""
+    """A parameter used outside a layer, broadcast over the positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Shifted(nn.Module):
 
 
 class Last(nn.Module):
-    """The last position of a recurrent layer, or all of them."""
+    """The last position of a recurrent layer, or all positions."""
 
     def __init__(self, inner: nn.Module, all_positions: bool) -> None:
         super().__init__()
@@ -99,7 +99,6 @@ class Mean(nn.Module):
 
 
 def dense(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """Linear layers, with or without positions."""
     width, positions = dice.randint(1, 6), dice.choice([0, 0, 1, 3])
     layers: list[nn.Module] = []
     start = now = width
@@ -157,7 +156,7 @@ def convolutional(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
             groups = 1
         try:
             x = nn.Sequential(*layers).eval()(torch.zeros(1, *shape))
-        except RuntimeError:  # nothing is left of the image
+        except RuntimeError:  # the image is empty
             return convolutional(dice)
     if x.numel() == 0:
         return convolutional(dice)
@@ -207,7 +206,6 @@ def sequential(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def table(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """Ids instead of numbers."""
     width, length = dice.randint(1, 4), dice.randint(1, 4)
     return nn.Sequential(nn.Embedding(3, width), Mean(), nn.Tanh(), nn.Linear(width, 2)), (length,)
 
@@ -216,7 +214,7 @@ FAMILIES = {"dense": dense, "convolutional": convolutional, "sequential": sequen
 
 
 def draw(family: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, tuple[int, ...]]:
-    """A random network with weights of random size, its inputs clipped."""
+    """A random network with random weight scales and clipped inputs."""
     dice = random.Random(f"{family}/{seed}")
     torch.manual_seed(seed)
     inner, shape = FAMILIES[family](dice)
@@ -229,7 +227,7 @@ def draw(family: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn
 
 
 def ratios(model: nn.Module, shape: tuple[int, ...], seed: int, ascent: int = 0) -> dict[str, float]:
-    """|gradient| / bound of each parameter, the largest over random examples, after some steps uphill."""
+    """|gradient| / bound of each parameter, the largest over random examples and some steps of gradient ascent."""
     bounds = bounds_of(trace(model, shape), 1.0)
     best = dict.fromkeys(bounds.sensitivities, 0.0)
     generator = torch.Generator().manual_seed(seed)
@@ -255,7 +253,7 @@ def ratios(model: nn.Module, shape: tuple[int, ...], seed: int, ascent: int = 0)
 def _gradients(
     model: nn.Module, x: Tensor, y: Tensor, climb: bool
 ) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
-    """The norms for the output gradient y / |y|, and the next example on the way uphill."""
+    """The norms for the output gradient y / |y|, and the next example of the ascent."""
     climb = climb and x.is_floating_point()
     x, y = x.detach().requires_grad_(climb), y.detach().requires_grad_(climb)
     rng = torch.random.get_rng_state()

@@ -1,4 +1,4 @@
-"""Factors that move between layers: the same network, bit by bit, with less noise."""
+"""Rescaling pairs of layers keeps the outputs bit by bit and reduces the noise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def balanced(model: nn.Module, limit: float = LIMIT) -> tuple[float, float, dict
     after = bounds_of(network, 1.0)
     for op, found in measured_norms(network, "spectral").items():
         for name, value in found.items():
-            assert value <= norms[op][name] <= value * (1 + 1e-9) + 1e-30  # brought up to date
+            assert value <= norms[op][name] <= value * (1 + 1e-9) + 1e-30  # updated
     return noise_of(bounds, network), noise_of(after, network), moved
 
 
@@ -57,11 +57,11 @@ def test_outputs_stay_and_noise_shrinks(factor: float) -> None:
     before, after, moved = balanced(model)
     assert torch.equal(outputs, model(x))
     assert moved and after < 0.97 * before
-    assert not balanced(model)[2]  # once is enough
+    assert not balanced(model)[2]  # a second call changes nothing
 
 
-def test_the_noise_reaches_what_no_split_can_better() -> None:
-    """Without biases each term is a product over a_k: the least sum is K times their geometric mean."""
+def test_the_noise_reaches_its_minimum() -> None:
+    """Without biases each term is a product over a_k: the minimal sum is K times their geometric mean."""
     torch.manual_seed(1)
     model = nn.Sequential(
         ClipInput(1.0), nn.Linear(20, 9, bias=False), nn.ReLU(), nn.Linear(9, 3, bias=False)
@@ -109,7 +109,7 @@ def test_factors_move_only_where_the_network_stays_the_same() -> None:
     tanh = trace(image_network(nn.Tanh()), (1, 8, 8))
     everything = dict(tanh.graph.named_parameters())
     assert [(p.first.where, p.second.where) for p in pairs_of(tanh, everything)] == [("4", "8")]
-    assert pairs_of(tanh, {"8.weight": 0, "8.bias": 0}) == []  # what is frozen stays as it is
+    assert pairs_of(tanh, {"8.weight": 0, "8.bias": 0}) == []  # frozen parameters stay
     model = Twice()
     assert pairs_of(trace(model, (4,)), dict(model.named_parameters())) == []
 
@@ -123,8 +123,8 @@ def test_a_layer_that_is_used_twice_keeps_its_scale() -> None:
 
 
 @pytest.mark.parametrize("first", [1e-4, 1e4])
-def test_no_factor_carries_weights_past_a_tight_limit(first: float) -> None:
-    """The noise would be least with a factor of a hundred or more, and there is room for one of 4."""
+def test_no_factor_moves_weights_above_a_tight_limit(first: float) -> None:
+    """The optimal factor would be a hundred or more, and the limit allows 4."""
     torch.manual_seed(0)
     model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
     norms = (first, 1.0) if first < 1 else (1.0, 1e-4)
@@ -140,7 +140,7 @@ def test_no_factor_carries_weights_past_a_tight_limit(first: float) -> None:
         assert float(torch.linalg.matrix_norm(p.detach().double(), 2)) <= limits[name]
 
 
-def test_a_run_may_be_balanced() -> None:
+def test_a_run_can_be_balanced() -> None:
     noise = []
     for is_balanced in (False, True):
         torch.manual_seed(0)
@@ -161,8 +161,8 @@ def test_a_run_may_be_balanced() -> None:
         Lipschitz(1.0, 1.0, fixed=True, balanced=True)
 
 
-def test_averages_move_along() -> None:
-    """Weights from before and after a move are of the same network, and so is their average."""
+def test_averages_are_rescaled_too() -> None:
+    """Otherwise the average would mix weights of different scales."""
     torch.manual_seed(0)
     model = nn.Sequential(ClipInput(1.0), nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -171,14 +171,14 @@ def test_averages_move_along() -> None:
     train(model, private, 3)
     averages = private.averaged
     factors = {"1.weight": 64.0, "1.bias": 64.0, "3.weight": 1 / 64}
-    with torch.no_grad():  # weights, and averages, that ask for a move
+    with torch.no_grad():  # weights and averages with unequal scales
         for name, factor in factors.items():
             model.get_parameter(name).mul_(factor)
     averages.scale(factors)
     x, before = torch.randn(5, FEATURES), model[1].weight.detach().clone()
     expected = model(x)
     train(model, private, 3)
-    assert float(model[1].weight.norm()) < 0.1 * float(before.norm())  # they were moved
+    assert float(model[1].weight.norm()) < 0.1 * float(before.norm())  # they were rescaled
     assert torch.allclose(model(x), expected)
     with averages.applied():
         torch.testing.assert_close(model(x), expected)

@@ -1,4 +1,4 @@
-"""Norms measured together are never below the SVD, whichever way they are measured."""
+"""Norms measured together are never below the SVD, for every method."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def exact(w: Tensor) -> float:
 
 
 @pytest.fixture(params=["eigenvalues", "iterated together"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On an accelerator matrices of all sizes are filled up and iterated side by side: the same, on a CPU."""
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the accelerator's method, padded matrices in one iteration, on a CPU too."""
     if request.param == "iterated together":
         monkeypatch.setattr(Spectral, "is_quick", False)
         monkeypatch.setattr(batched_norms, "_filled_side", lambda gram: 48)
@@ -60,18 +60,18 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
 )
 def test_norms_are_never_below_the_svd_nor_far_above(
-    way: str, some: list[tuple[int, int, int, str]], seed: int, scale: float
+    method: str, some: list[tuple[int, int, int, str]], seed: int, scale: float
 ) -> None:
     matrices = [drawn(shape, seed + i, scale) for i, shape in enumerate(some)]
     for w, found in zip(matrices, measured_together([Spectral(w) for w in matrices]), strict=True):
         true = exact(w)
-        assert true <= found <= (1.0001 if way == "eigenvalues" else 1.02) * true + 1e-140
+        assert true <= found <= (1.0001 if method == "eigenvalues" else 1.02) * true + 1e-140
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes, seed=st.integers(0, 10**6), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
 def test_one_gram_matrix_gives_three_norms(
-    way: str, shape: tuple[int, int, int, str], seed: int, scale: float
+    method: str, shape: tuple[int, int, int, str], seed: int, scale: float
 ) -> None:
     w = drawn(shape, seed, scale)
     spectral = Spectral(w)
@@ -85,12 +85,12 @@ def test_one_gram_matrix_gives_three_norms(
     assert [float(one) for one in wanted] == measured_together(wanted)
 
 
-def test_the_rows_of_a_matrix_that_stands_are_not_on_the_diagonal() -> None:
+def test_a_tall_matrix_has_no_row_norms_on_the_diagonal() -> None:
     with pytest.raises(AssertionError):
         LongestRow(Spectral(torch.ones(1, 3, 2).double()))
 
 
-def test_numbers_lengths_and_spectral_norms_come_back_in_their_order(way: str) -> None:
+def test_results_keep_their_order(method: str) -> None:
     w = torch.randn(1, 5, 7, dtype=torch.float64)
     length = Length(torch.linalg.vector_norm(w), 35)
     empty = torch.zeros(1, 0, 3, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_numbers_lengths_and_spectral_norms_come_back_in_their_order(way: str) -
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_not_finite_has_no_finite_norm_and_spoils_no_other(way: str, bad: float) -> None:
+def test_a_non_finite_matrix_has_no_finite_norm_and_affects_no_other(method: str, bad: float) -> None:
     good, spoiled = torch.randn(1, 6, 6).double(), torch.randn(1, 5, 5).double()
     spoiled[0, 2, 3] = bad
     of = Spectral(spoiled)
@@ -112,8 +112,8 @@ def test_what_is_not_finite_has_no_finite_norm_and_spoils_no_other(way: str, bad
     assert exact(good) <= first <= 1.02 * exact(good) and not math.isfinite(second)
 
 
-def test_norms_hold_along_updates_that_work_against_them(way: str) -> None:
-    """Steps uphill on the norm itself, and large noise: what is kept is never below the weights as they are."""
+def test_norms_hold_under_adversarial_updates(method: str) -> None:
+    """Ascent on the norm itself, and large noise: the certified norm is never below the true one."""
     torch.manual_seed(0)
     model = nn.Sequential(
         ClipInput(1.0),
@@ -145,7 +145,7 @@ def test_norms_hold_along_updates_that_work_against_them(way: str) -> None:
         assert all(again[op][k] <= kept[op][k] * (1 + 1e-2) for op in kept for k in kept[op])
 
 
-def test_lengths_are_found_together_on_a_cpu_alone() -> None:
-    """Elsewhere the sum may be formed in another type than float64, and the norm would not be certified."""
+def test_lengths_are_computed_together_only_on_a_cpu() -> None:
+    """Elsewhere the sum may use another dtype than float64, and the norm would not be certified."""
     near, far = Vector(torch.ones(4)), Vector(torch.ones(4, device="meta"))
     assert list(batched_norms._lengths([near, far])) == [id(near)]

@@ -1,4 +1,4 @@
-"""The layers that have bounds by themselves."""
+"""Layers with bounds of their own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from clipwise.lipschitz.activations import FUNCTIONS, MODULES, constants_of
     scale=st.sampled_from([1e-30, 0.01, 1.0, 1e4, 1e30]),
     norm=st.sampled_from([0.1, 1.0, 7.0]),
 )
-def test_inputs_are_never_longer_than_their_norm_and_short_ones_stay(
-    seed: int, scale: float, norm: float
-) -> None:
+def test_inputs_are_clipped_and_short_ones_stay(seed: int, scale: float, norm: float) -> None:
     x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(seed)) * scale
     for mode in (True, False):
         y = ClipInput(norm).train(mode)(x)
@@ -43,7 +41,7 @@ def test_a_scale_that_float32_would_round_up_is_zero() -> None:
         assert float(ClipInput(1e-7)(x.double()).detach()) == pytest.approx(1e-7, rel=1e-12)
 
 
-def test_inputs_that_are_not_finite_count_as_zero_and_others_are_untouched() -> None:
+def test_non_finite_inputs_count_as_zero_and_others_stay() -> None:
     x = torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [0.1, 0.2]], requires_grad=True)
     y = ClipInput(1.0)(x)
     assert y.tolist() == [[0.0, 0.0], [0.0, 0.0], [pytest.approx(0.1), pytest.approx(0.2)]]
@@ -56,7 +54,7 @@ def test_the_gradient_of_the_clip_is_right() -> None:
     assert torch.autograd.gradcheck(ClipInput(1.0), (x.requires_grad_(),), atol=1e-6)
 
 
-def test_groups_are_normalized_unless_they_vary_less_than_the_floor() -> None:
+def test_groups_are_normalized_unless_their_deviation_is_below_alpha() -> None:
     x = torch.randn(2, 4, 5, dtype=torch.float64)
     expected = F.group_norm(x, 2, eps=0.0)
     assert torch.allclose(BoundedGroupNorm(2, 4, alpha=1e-9)(x), expected)
@@ -133,19 +131,19 @@ def test_slopes_of_functions_are_true(function: object) -> None:
         lambda: BoundedLayerNorm(4)(torch.ones(2, 3)),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: object) -> None:
+def test_invalid_settings_are_refused(make: object) -> None:
     with pytest.raises(ConfigurationError):
         make()  # type: ignore[operator]
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     assert ClipInput(np.float32(2.0)).max_norm == 2.0  # type: ignore[arg-type]
     assert BoundedLayerNorm(4, alpha=np.float32(0.5)).alpha == 0.5  # type: ignore[arg-type]
     assert repr(SoftmaxCrossEntropy(np.float32(2.0))) == "SoftmaxCrossEntropy(temperature=2.0)"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, math.nan])
-def test_a_floor_that_was_set_to_nonsense_is_refused(alpha: float) -> None:
+def test_an_invalid_alpha_is_refused(alpha: float) -> None:
     for norm in (BoundedLayerNorm(4), BoundedGroupNorm(2, 4)):
         norm.alpha = alpha
         with pytest.raises(UnsupportedModelError, match=r"'1'.*alpha="):

@@ -1,4 +1,4 @@
-"""No gradient of any example passes its bound, in thousands of random networks, and uphill."""
+"""No example's gradient exceeds its bound, in thousands of random networks and under gradient ascent."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ MANY = {"dense": 400, "convolutional": 300, "sequential": 120, "table": 150}
 
 @pytest.mark.parametrize("family", MANY)
 @pytest.mark.filterwarnings("ignore")
-def test_no_gradient_passes_its_bound(family: str) -> None:
+def test_no_gradient_exceeds_its_bound(family: str) -> None:
     best = 0.0
     for seed in range(MANY[family]):
         model, shape = draw(family, seed)
         for name, ratio in ratios(model, shape, seed).items():
             assert ratio <= 1, f"network {seed}: {name} by {ratio}"
             best = max(best, ratio)
-    assert best > 0.9  # and bounds are reached, so a smaller one would be wrong
+    assert best > 0.9  # bounds are reached, so a smaller one would be wrong
 
 
 @pytest.mark.parametrize("family", ["dense", "convolutional", "sequential"])
 @pytest.mark.filterwarnings("ignore")
-def test_no_gradient_passes_its_bound_uphill(family: str) -> None:
+def test_no_gradient_exceeds_its_bound_under_ascent(family: str) -> None:
     for seed in range(40):
         model, shape = draw(family, 10_000 + seed)
         for name, ratio in ratios(model, shape, seed, ascent=8).items():
@@ -42,7 +42,7 @@ def test_no_gradient_passes_its_bound_uphill(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_gradient_passes_its_bound_in_float64() -> None:
+def test_no_gradient_exceeds_its_bound_in_float64() -> None:
     for seed in range(100):
         model, shape = draw("dense", seed, torch.float64)
         assert max(ratios(model, shape, seed).values()) <= 1
@@ -104,7 +104,7 @@ def test_an_mlp_has_the_bounds_of_the_formula() -> None:
 
 
 def test_a_constant_image_needs_the_count_of_windows() -> None:
-    """Every window is the same, so their gradients add up: three times what |x| |g| would be."""
+    """All windows are equal, so their gradients add up to three times |x| |g|."""
     model = nn.Sequential(ClipInput(1.0), nn.Conv2d(1, 1, 3, padding=1, bias=False))
     outputs = model(torch.ones(1, 1, 20, 20))
     (g,) = torch.autograd.grad(outputs.sum() / 20, model[1].weight)
@@ -129,7 +129,7 @@ def test_an_lstm_that_forgets_nothing_adds_up_over_time() -> None:
         model.lstm.bias_ih_l0[[0, 1, 3]] = 10.0
     (g,) = torch.autograd.grad(model(torch.ones(1, 9, 1)).sum(), model.lstm.weight_ih_l0)
     bound = bounds_of(trace(model, (9, 1)), 1.0).sensitivities["lstm.weight_ih_l0"]
-    gate = math.sqrt(17 + 81) / 4 * 0.1  # what one position could do
+    gate = math.sqrt(17 + 81) / 4 * 0.1  # the bound for one position
     assert gate < float(g.norm()) <= bound
 
 
@@ -144,7 +144,7 @@ class Branches(nn.Module):
         return torch.cat([x, 2 * x], dim=1) if self.joined else x + 2 * x
 
 
-def test_joined_branches_add_in_squares_and_summed_ones_plainly() -> None:
+def test_concatenated_branches_add_in_squares_and_summed_ones_linearly() -> None:
     for joined, gain in ((True, math.sqrt(5)), (False, 3.0)):
         bounds = bounds_of(trace(Branches(joined), (3,)), 1.0)
         assert bounds.sensitivities["first.weight"] == pytest.approx(gain, rel=1e-4)
@@ -174,7 +174,7 @@ def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
         (layers.ReleasedStatisticsNorm(4), "ReleasedStatisticsNorm.*released deviation"),
         (nn.LayerNorm(4), "LayerNorm.*BoundedLayerNorm"),
         (nn.GroupNorm(1, 4), "GroupNorm.*BoundedGroupNorm"),
-        (nn.LogSoftmax(1), "LogSoftmax.*scores"),
+        (nn.LogSoftmax(1), "LogSoftmax.*logits"),
         (nn.Bilinear(4, 4, 2), "'1' .Bilinear.*no bound"),
         (nn.TransformerEncoderLayer(4, 2), "L2Attention"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
@@ -187,7 +187,7 @@ def test_layers_without_a_bound_are_refused_by_name(layer: nn.Module, said: str)
 
 
 class Function(nn.Module):
-    """One function of a clipped input."""
+    """A function of a clipped input."""
 
     def __init__(self, function: object) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_functions_without_a_bound_are_refused_by_name(function: object, said: s
         trace(Function(function), (3, 4))
 
 
-def test_what_cannot_be_traced_is_named_where_it_is() -> None:
+def test_an_untraceable_module_is_named() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), Function(lambda x: x if x.sum() > 0 else -x))
     with pytest.raises(UnsupportedModelError, match=r"'1\.1' \(Function\): it cannot be traced"):
         trace(nn.Sequential(ClipInput(1.0), inner), (4,))
@@ -235,11 +235,11 @@ def test_layers_with_public_statistics_are_refused_by_name() -> None:
 
 
 def test_an_input_that_is_not_clipped_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'0' sees inputs of any length.*ClipInput"):
+    with pytest.raises(UnsupportedModelError, match=r"'0' gets inputs of unbounded norm.*ClipInput"):
         trace(nn.Sequential(nn.Linear(3, 2)), (3,))
 
 
-def test_hooks_and_tables_that_change_themselves_are_refused() -> None:
+def test_hooks_and_tables_with_max_norm_are_refused() -> None:
     model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
     handle = model[1].register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"'1' \(Linear\): it has hooks"):
@@ -250,7 +250,7 @@ def test_hooks_and_tables_that_change_themselves_are_refused() -> None:
         trace(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), (4,))
 
 
-def test_a_change_in_place_of_what_others_use_is_refused() -> None:
+def test_an_in_place_change_of_a_shared_value_is_refused() -> None:
     class Careless(nn.Module):
         def __init__(self) -> None:
             super().__init__()

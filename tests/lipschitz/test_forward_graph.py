@@ -1,4 +1,4 @@
-"""Forward passes that hide something from their graph are refused, by name."""
+"""Forward passes whose graph is incomplete are refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clipwise.lipschitz.forward_graph import graph_of, steps_of
 
 
 class By(nn.Module):
-    """A forward pass after the clip that is given as a function."""
+    """A forward pass after the clip, given as a function."""
 
     def __init__(self, forward: Callable[[By, Tensor], Tensor]) -> None:
         super().__init__()
@@ -57,19 +57,19 @@ def _counts(m: By, x: Tensor) -> Tensor:
 
 
 HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
-    "data": (_writes_data, r"\.data no graph shows"),
-    "in place": (_writes_in_place, "in place: take mul"),
+    "data": (_writes_data, r"\.data are not in the graph"),
+    "in place": (_writes_in_place, "in place: use mul"),
     "in place by an operator": (lambda m, x: m.a(x.__imul__(2.0)), "in place: write it with an operator"),
-    "an activation in place": (_writes_through_an_activation, "in place what others use"),
-    "dropout in place, by position": (_drops_in_place, "in place what others use"),
+    "an activation in place": (_writes_through_an_activation, "in place a value with other uses"),
+    "dropout in place, by position": (_drops_in_place, "in place a value with other uses"),
     "a random tensor": (lambda m, x: m.a(x + 5 * torch.randn(4)), r"makes a tensor .*\(register_buffer\)"),
     "a new tensor": (lambda m, x: m.a(x * torch.tensor(2.0)), "makes a tensor"),
     "a random number": (lambda m, x: m.a(x + random.random()), "not the same each time"),
     "a count": (_counts, "not the same each time"),
     "all pairs": (lambda m, x: m.b((m.a(x).unsqueeze(1) + x).mean(1)), "second dimension"),
     "all pairs of sums": (lambda m, x: m.b(m.a(x) * (x.sum(1) - x.sum(1, keepdim=True)).mean(1)), "second"),
-    "a product with weights": (lambda m, x: x @ m.a.weight, "take nn.Linear"),
-    "a linear function": (lambda m, x: F.linear(x, m.b.weight), "take nn.Linear"),
+    "a product with weights": (lambda m, x: x @ m.a.weight, "use nn.Linear"),
+    "a linear function": (lambda m, x: F.linear(x, m.b.weight), "use nn.Linear"),
     "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
     "the number of examples": (
@@ -92,15 +92,15 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     ),
     "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
     "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
-    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "gives torch.float16"),
-    "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "what ClipInput gave"),
-    "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "take slices"),
+    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "returns torch.float16"),
+    "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "the output of ClipInput"),
+    "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "use slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),
 }
 
 
 @pytest.mark.parametrize("what", HIDDEN)
-def test_what_a_graph_would_not_show_is_refused(what: str) -> None:
+def test_operations_outside_the_graph_are_refused(what: str) -> None:
     forward, message = HIDDEN[what]
     with pytest.raises(UnsupportedModelError, match=message):
         trace(By(forward), (4,))
@@ -115,12 +115,12 @@ def test_what_a_graph_would_not_show_is_refused(what: str) -> None:
         lambda x: x / x.shape[1],
     ],
 )
-def test_the_number_of_examples_is_a_size(sized: Callable[[Tensor], Tensor]) -> None:
+def test_the_number_of_examples_may_be_a_size(sized: Callable[[Tensor], Tensor]) -> None:
     assert bounds_of(trace(By(lambda m, x: m.b(sized(m.a(x)))), (4,)), 1.0).sensitivities
 
 
 class SizedByItsInput(By):
-    """Looks at the shape of its input as it came."""
+    """Reads the shape of its unclipped input."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(self.a(self.how[0](x, self.clip(x))))  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class SizedByItsInput(By):
         lambda raw, x: x / raw.shape[1],
     ],
 )
-def test_the_shape_of_the_input_may_be_asked_for(sized: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_the_shape_of_the_input_may_be_read(sized: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = SizedByItsInput(sized)  # type: ignore[arg-type]
     assert bounds_of(trace(model, (4,)), 1.0).sensitivities["b.weight"] > 0
 
@@ -148,12 +148,14 @@ def test_the_shape_of_the_input_may_be_asked_for(sized: Callable[[Tensor, Tensor
         (lambda raw, x: x + raw.T.shape[0], "Begin the model with"),
     ],
 )
-def test_nothing_else_of_it_may_be(forward: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
+def test_nothing_else_of_the_input_may_be_read(
+    forward: Callable[[Tensor, Tensor], Tensor], message: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         trace(SizedByItsInput(forward), (4,))  # type: ignore[arg-type]
 
 
-def test_what_nobody_uses_costs_nothing() -> None:
+def test_unused_operations_cost_nothing() -> None:
     def with_unused(m: By, x: Tensor) -> Tensor:
         m.a(x)
         return m.b(x)  # type: ignore[no-any-return]
@@ -169,7 +171,7 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
     assert model.calls == 0 and not [name for name in vars(model) if name.startswith("_tensor_constant")]
 
 
-def test_graphs_are_compared_by_what_they_do() -> None:
+def test_graphs_are_compared_by_their_operations() -> None:
     one, other = (steps_of(graph_of(By(lambda m, x, n=n: m.a(x + n)))) for n in (1.0, 2.0))  # type: ignore[misc]
     assert one != other and one == steps_of(graph_of(By(lambda m, x: m.a(x + 1.0))))
 
@@ -237,7 +239,7 @@ def test_a_module_does_not_pad_the_examples() -> None:
         trace(nn.Sequential(ClipInput(1.0), nn.ZeroPad2d((0, 0, 1, -1)), nn.Linear(3, 2)), (3,))
 
 
-def test_models_without_a_trace_are_told_what_to_do() -> None:
+def test_models_that_cannot_be_traced_are_refused_with_a_remedy() -> None:
     model = nn.Sequential(ClipInput(1.0), nn.Linear(3, 2))
     with pytest.raises(UnsupportedModelError, match=r"without torch\.compile"):
         trace(torch.compile(model, backend="eager"), (3,))  # type: ignore[arg-type]
@@ -253,10 +255,10 @@ def test_weights_tied_within_a_recurrent_layer_are_refused() -> None:
 
 
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
-    "max": (nn.MaxPool2d(3, 1), (5, 5), "no dimension for channels"),
-    "average": (nn.AvgPool2d(3, 1), (5, 5), "no dimension for channels"),
-    "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 5), "no dimension for channels"),
-    "line": (nn.MaxPool1d(3, 1), (5,), "no dimension for channels"),
+    "max": (nn.MaxPool2d(3, 1), (5, 5), "no channel dimension"),
+    "average": (nn.AvgPool2d(3, 1), (5, 5), "no channel dimension"),
+    "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 5), "no channel dimension"),
+    "line": (nn.MaxPool1d(3, 1), (5,), "no channel dimension"),
     "recurrent": (nn.GRU(5, 2, batch_first=True), (5,), r"\(length, width\)"),
 }
 

@@ -1,4 +1,4 @@
-"""The constants of losses: never passed, and reached."""
+"""The constants of losses are never exceeded, and are reached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradients(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [*LABELS, *VALUES], ids=repr)
-def test_no_gradient_passes_the_constant_and_some_reach_it(loss: BoundedLoss) -> None:
+def test_no_gradient_exceeds_the_constant_and_some_reach_it(loss: BoundedLoss) -> None:
     torch.manual_seed(0)
     best, constant = 0.0, loss.constant((CLASSES,))
     for scale in (0.0, 0.01, 1.0, 100.0):
@@ -58,7 +58,7 @@ def test_no_gradient_passes_the_constant_and_some_reach_it(loss: BoundedLoss) ->
     assert best >= 0.99 * constant
 
 
-def test_a_loss_for_every_position_has_the_root_of_them() -> None:
+def test_a_loss_per_position_scales_with_the_root_of_the_positions() -> None:
     loss = SoftmaxCrossEntropy()
     z = torch.zeros(2, 3, 4, dtype=torch.float64)
     z[:, 1] = 100.0
@@ -66,7 +66,7 @@ def test_a_loss_for_every_position_has_the_root_of_them() -> None:
     assert g.flatten(1).norm(dim=1).tolist() == pytest.approx([loss.constant((3, 4))] * 2)
 
 
-def test_a_scaled_or_broken_loss_is_clipped_and_a_right_one_is_not() -> None:
+def test_a_scaled_or_wrong_loss_is_clipped_and_a_correct_one_is_not() -> None:
     g = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.inf, 0.0], [math.nan, 1.0], [0.0, 0.0], [3e30, 4e30]])
     found = clip_output_gradients(g, 1.0)
     expected = [[0.6, 0.8], [0.3, 0.4], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.6, 0.8]]
@@ -100,13 +100,13 @@ def test_settings_without_a_constant_are_refused(make: object, said: str) -> Non
 @pytest.mark.parametrize("loss", VALUES, ids=repr)
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (5, 2)])
 def test_targets_must_have_the_shape_of_outputs(loss: BoundedLoss, shape: tuple[int, ...]) -> None:
-    """(5, 1) and (5,) would be (5, 5): every output against every target."""
+    """(5, 1) and (5,) would broadcast to (5, 5): every output against every target."""
     with pytest.raises(ConfigurationError, match="view_as"):
         loss(torch.zeros(5, 1), torch.zeros(shape))
 
 
 class Stated(BoundedLoss):
-    """Says what it is told to."""
+    """A loss with the given constant."""
 
     def __init__(self, constant: Any) -> None:
         self.stated = constant

@@ -1,4 +1,4 @@
-"""Certified norms: never below the truth, and not far above it."""
+"""Certified norms are never below the true norm, and not far above it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,13 @@ def test_bounds_are_never_below_the_svd_nor_far_above(
     loose = math.inf
     for iterations in range(8):
         bound = float(gram_bounds(w, iterations))
-        assert true * (1 - 1e-15) <= bound <= loose * (1 + 1e-9)  # an upper bound each time, and a better one
+        assert (
+            true * (1 - 1e-15) <= bound <= loose * (1 + 1e-9)
+        )  # an upper bound at each iteration, and a tighter one
         loose = bound
 
 
-def test_where_power_iteration_would_be_too_small_the_bound_is_not() -> None:
+def test_the_bound_holds_where_power_iteration_is_too_small() -> None:
     w = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) / math.sqrt(512)
     v = torch.ones(512)
     for _ in range(10):
@@ -66,7 +68,7 @@ def test_where_power_iteration_would_be_too_small_the_bound_is_not() -> None:
     assert true <= float(spectral_bounds(w)) <= 1.01 * true
 
 
-def test_nothing_and_what_is_not_finite() -> None:
+def test_empty_and_non_finite_matrices() -> None:
     assert float(spectral_bounds(torch.zeros(30, 50))) < 1e-100
     assert spectral_bounds(torch.zeros(3, 0)) == 0
     for bad in (math.inf, math.nan):
@@ -76,13 +78,13 @@ def test_nothing_and_what_is_not_finite() -> None:
             assert not math.isfinite(float(spectral_bounds(w)))
 
 
-def test_a_stack_of_matrices_gets_a_bound_each() -> None:
+def test_each_matrix_of_a_stack_gets_a_bound() -> None:
     w = torch.randn(5, 30, 34)
     assert torch.allclose(spectral_bounds(w), torch.stack([spectral_bounds(one) for one in w]))
 
 
 def operator_bound(module: Convolution, windows: Windows, effort: Effort = "spectral") -> float:
-    """As the rule of a convolution finds it, whose image has these windows."""
+    """The bound of the convolution rule for these windows."""
     shape, out = (module.in_channels, *windows.size), (module.out_channels, *windows.out)
     rule = ConvolutionRule(Call("", module, [shape], out, Rounding(2.0**-52)))
     wanted = rule.measured(effort)
@@ -137,14 +139,16 @@ def test_operator_bounds_of_convolutions_are_never_below_the_svd(c: dict[str, in
 
 
 def test_a_torus_of_the_image_itself_would_be_too_small() -> None:
-    """The bound of zero padding needs n + k - 1: on n alone the operator is another one."""
+    """Zero padding needs a torus of n + k - 1 pixels: on n pixels the operator differs."""
     module = nn.Conv1d(1, 1, 2, padding=1, bias=False).double()
     module.weight.data = torch.tensor([[[1.0, -1.0]]], dtype=torch.float64)
-    assert exact(as_operator(module, (1, 1))) == pytest.approx(math.sqrt(2))  # wrapped onto one pixel it is 0
+    assert exact(as_operator(module, (1, 1))) == pytest.approx(
+        math.sqrt(2)
+    )  # wrapped onto one pixel the kernel is 0
     assert math.sqrt(2) <= float(torus_bound(module.weight, 1, windows_of(module, (1,), (2,)))) <= 2.001
 
 
-def test_the_torus_is_tight_for_large_images_and_beats_the_count_of_windows() -> None:
+def test_the_torus_is_tight_for_large_images_and_below_the_count_of_windows() -> None:
     torch.manual_seed(0)
     module = nn.Conv2d(3, 5, 3, padding=1, stride=2, bias=False).double()
     windows = windows_of(module, (12, 12), (6, 6))

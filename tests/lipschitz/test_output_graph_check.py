@@ -32,7 +32,7 @@ X = torch.randn(5, 1, 6, 6)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_traced_model_makes_is_accepted_for_every_batch_size(family: str) -> None:
+def test_outputs_of_the_traced_model_are_accepted_for_every_batch_size(family: str) -> None:
     for seed in range(15):
         model, shape = draw(family, seed)
         match = GraphMatch(trace(model, shape))
@@ -65,7 +65,7 @@ OTHERS: dict[str, Callable[[nn.Sequential], Tensor]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_something_else_made_is_refused(what: str) -> None:
+def test_other_outputs_are_refused(what: str) -> None:
     model = net()
     match = GraphMatch(trace(model, (1, 6, 6)))
     match.require(model(X))
@@ -74,7 +74,7 @@ def test_what_something_else_made_is_refused(what: str) -> None:
 
 
 def test_autocast_around_the_whole_step_is_refused_too() -> None:
-    """What is compared with must not run under it."""
+    """The reference graph must not be recorded under autocast."""
     model = net()
     match = GraphMatch(trace(model, (1, 6, 6)))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast"):
@@ -101,7 +101,7 @@ def test_numbers_in_the_code_are_compared_too() -> None:
         match.require(model(torch.randn(4, 3)))
 
 
-def test_looking_draws_no_random_numbers_and_changes_no_gradients() -> None:
+def test_the_check_draws_no_random_numbers_and_changes_no_gradients() -> None:
     model = net()
     match = GraphMatch(trace(model, (1, 6, 6)))
     outputs = model(X)
@@ -122,7 +122,7 @@ def test_outputs_from_before_a_change_of_the_weights_are_refused() -> None:
 
 
 class Twice(nn.Module):
-    """Clips its input, and what comes behind a layer."""
+    """Clips its input, and the output of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,14 +135,14 @@ class Twice(nn.Module):
         return self.b(self.again(self.a(x)))  # type: ignore[no-any-return]
 
 
-def test_what_lies_before_a_second_clip_is_compared_too() -> None:
+def test_operations_before_a_second_clip_are_compared_too() -> None:
     model = Twice()
     match = GraphMatch(trace(model, (3,)))
     x = torch.randn(4, 3)
     match.require(model(x))
     match.require(
         model((2 * x.requires_grad_()).exp())
-    )  # what is done to an input before its clip is nobody's matter
+    )  # operations on an input before its clip do not matter
     with pytest.raises(UnsupportedModelError, match="outputs: "):
         match.require(model(model.a(x)))  # a use before the clip has a gradient too
     model.first = 50.0
@@ -173,7 +173,7 @@ def test_longer_texts_are_refused_also_where_they_are_as_long_as_the_batch() -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_expected_grows_with_the_examples(family: str) -> None:
+def test_expected_sizes_grow_with_the_examples(family: str) -> None:
     for seed in range(6):
         model, shape = draw(family, seed)
         match = GraphMatch(trace(model, shape))
@@ -187,7 +187,7 @@ def test_what_is_expected_grows_with_the_examples(family: str) -> None:
 
 
 def test_a_parameter_in_another_place_is_refused() -> None:
-    """The operations, their wiring and all shapes are alike."""
+    """Operations, connections and shapes are the same."""
     model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     match = GraphMatch(trace(model, (4,)))
     x = torch.randn(3, 4)
@@ -200,7 +200,7 @@ def test_a_parameter_in_another_place_is_refused() -> None:
             match.require(outputs)
 
 
-def test_branches_that_cross_are_refused() -> None:
+def test_swapped_branches_are_refused() -> None:
     class Crossing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -221,7 +221,7 @@ def test_branches_that_cross_are_refused() -> None:
         match.require(model(x))
 
 
-def test_a_used_up_graph_is_noticed() -> None:
+def test_a_used_up_graph_is_refused() -> None:
     model = net()
     match = GraphMatch(trace(model, (1, 6, 6)))
     outputs = model(X)
@@ -230,7 +230,7 @@ def test_a_used_up_graph_is_noticed() -> None:
         match.require(outputs)
 
 
-def test_only_numbers_and_words_are_settings() -> None:
+def test_only_numbers_and_strings_are_settings() -> None:
     class Kept:
         _saved_flag, _saved_word, _saved_list, _saved_number = True, "zeros", [1, 2], torch.tensor(2.0)
         _saved_none, _saved_tensor, _saved_some, _saved_object = None, torch.ones(1), [None], object()

@@ -1,4 +1,4 @@
-"""Single rules against what they bound: slopes on a grid, pools as matrices, groups of channels."""
+"""Rules compared with the true operations: slopes on a grid, pools as matrices, groups of channels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_average_pool_has_the_norm_of_its_matrix(name: str) -> None:
 
 
 def test_all_groups_of_a_convolution_may_be_at_their_limit_at_once() -> None:
-    """Four channels of ones, each with a filter of its own: the output is as long as the input."""
+    """Four channels of ones, each with its own filter: the output is as long as the input."""
     conv = nn.Conv1d(4, 4, 1, groups=4, bias=False)
     nn.init.ones_(conv.weight)
     network = trace(nn.Sequential(ClipInput(100.0), nn.Hardtanh(), conv), (4, 5))

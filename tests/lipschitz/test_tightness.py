@@ -1,4 +1,4 @@
-"""Bounds next to true gradients."""
+"""Bounds compared with true gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that would do something else than its trace is refused; one that only looks otherwise is not."""
+"""A model that no longer computes its trace is refused; irrelevant changes are accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Reads a number, a rate, tensors and layers in every way that there is."""
+    """Reads a number, a rate, tensors and layers in every possible form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,21 +59,21 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
     "a rate": (lambda m: setattr(m, "rate", 0.9), r"p=0\.9"),
     "a branch": (lambda m: setattr(m, "branch", 5.0), r"add\(.*5\.0\)"),
     "a mode": (lambda m: m.eval(), "training=False"),
-    "a buffer": (lambda m: setattr(m, "scale", 1000 * m.scale), "'scale' is another one"),
+    "a buffer": (lambda m: setattr(m, "scale", 1000 * m.scale), "'scale' was replaced"),
     "a frozen parameter": (
         lambda m: setattr(m, "factor", nn.Parameter(1000 * m.factor, requires_grad=False)),
-        "'factor' is another one",
+        "'factor' was replaced",
     ),
-    "a plain tensor": (lambda m: setattr(m, "plain", 1000 * m.plain), "'plain' is another one"),
+    "a plain tensor": (lambda m: setattr(m, "plain", 1000 * m.plain), "'plain' was replaced"),
     "a layer's weight": (_replace_weight, r"layer 'frozen' \(Linear\)"),
-    "a layer": (lambda m: setattr(m, "frozen", nn.Linear(4, 4)), "'frozen' is another one"),
+    "a layer": (lambda m: setattr(m, "frozen", nn.Linear(4, 4)), "'frozen' was replaced"),
     "a setting": (lambda m: setattr(m.act, "negative_slope", 9.0), r"layer 'act' \(LeakyReLU\)"),
     "a class": (lambda m: setattr(m.act, "__class__", nn.ReLU), "layer 'act'"),
 }
 
 
 class WithoutTensors(Model):
-    """Keeps no tensor in a plain attribute, so that a glance is enough as long as nothing changes."""
+    """Has no tensor in a plain attribute, so comparing identities is enough while nothing changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class WithoutTensors(Model):
 
 @pytest.mark.parametrize("kind", [Model, WithoutTensors])
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_bounds_follow_from_may_not_change(what: str, kind: type[Model]) -> None:
+def test_state_that_bounds_depend_on_may_not_change(what: str, kind: type[Model]) -> None:
     if what == "a plain tensor" and kind is WithoutTensors:
         pytest.skip("it has none")
     model = kind()
@@ -105,12 +105,12 @@ def test_what_bounds_follow_from_may_not_change(what: str, kind: type[Model]) ->
     same.require()
     change, message = CHANGES[what]
     change(model)
-    for _ in range(2):  # to be refused once is not to be remembered
+    for _ in range(2):  # a refusal does not record the new state
         with pytest.raises(StepError, match=message):
             same.require()
 
 
-def test_what_is_deep_inside_an_attribute_may_not_change() -> None:
+def test_nested_attributes_may_not_change() -> None:
     for write in (lambda m: m.words["a"].__setitem__(0, 7.0), lambda m: m.pairs[0][1].__setitem__(0, 7.0)):
         model = WithoutTensors()
         same = AsTraced(model, trace(model, (4,)))
@@ -121,7 +121,7 @@ def test_what_is_deep_inside_an_attribute_may_not_change() -> None:
 
 
 @pytest.mark.parametrize("when", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_hooks_on_a_layer_are_refused_and_those_that_are_gone_are_not(when: str) -> None:
+def test_hooks_on_a_layer_are_refused_until_removed(when: str) -> None:
     model = WithoutTensors()
     same = AsTraced(model, trace(model, (4,)))
     handle = getattr(model.act, f"register_{when}_hook")(lambda *_: None)
@@ -132,10 +132,10 @@ def test_hooks_on_a_layer_are_refused_and_those_that_are_gone_are_not(when: str)
     same.require()
 
 
-def test_a_glance_is_enough_for_the_same_model_and_what_only_looks_otherwise_is_looked_at_once(
+def test_identities_are_compared_first_and_equal_copies_are_compared_once_by_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class OfLayers(nn.Module):  # no number in it hides from autograd
+    class OfLayers(nn.Module):  # autograd shows all of its numbers
         def __init__(self) -> None:
             super().__init__()
             self.clip, self.last, self.shifts = ClipInput(1.0), nn.Linear(4, 3), [0.0]
@@ -151,7 +151,7 @@ def test_a_glance_is_enough_for_the_same_model_and_what_only_looks_otherwise_is_
     model(torch.randn(2, 4))
     same.require()
     assert not looks
-    model.shifts = [0.0]  # another list with the same in it
+    model.shifts = [0.0]  # an equal list
     same.require()
     assert looks
     looks.clear()
@@ -159,7 +159,7 @@ def test_a_glance_is_enough_for_the_same_model_and_what_only_looks_otherwise_is_
     assert not looks
 
 
-def test_what_no_bound_follows_from_may_change() -> None:
+def test_other_state_may_change() -> None:
     model = Model()
     same = AsTraced(model, trace(model, (4,)))
     for _ in range(3):
@@ -167,13 +167,13 @@ def test_what_no_bound_follows_from_may_change() -> None:
         model.unused += 1.0
         same.require()
     with torch.no_grad():
-        model.scale.mul_(2)  # measured anew by whoever derives the bounds
+        model.scale.mul_(2)  # bounds measure it again
     model.extra = nn.Linear(2, 2)
     same.require()
-    assert isinstance(model.seen, Tensor)  # and not what tracing put there
+    assert isinstance(model.seen, Tensor)  # not what tracing put there
 
 
-def test_a_look_at_the_same_model_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_model_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -191,13 +191,13 @@ def test_a_look_at_the_same_model_traces_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 class Elsewhere:
-    """What a forward pass may read besides its modules."""
+    """State that a forward pass may read outside its modules."""
 
     number = 0.0
 
 
 class Reader(nn.Module):
-    """Reads numbers and layers where nobody looks."""
+    """Reads numbers and layers from outside its modules."""
 
     def __init__(self, read: Callable[[Reader], float], drops: Callable[[], float] = lambda: 0.1) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_rate_from_anywhere_may_not_change() -> None:
 
 
 @pytest.mark.parametrize("kind", ["frozen", "dropout"])
-def test_another_layer_chosen_from_anywhere_is_seen(kind: str) -> None:
+def test_another_layer_chosen_from_anywhere_is_refused(kind: str) -> None:
     chosen = [0]
 
     class Chooser(nn.Module):

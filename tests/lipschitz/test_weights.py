@@ -1,4 +1,4 @@
-"""Weights are within their limits after clipping, and otherwise left alone."""
+"""Weights are within their limits after clipping, and otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_clipping_again_changes_nothing() -> None:
                 assert torch.allclose(p, old, rtol=1e-5, atol=0)
 
 
-def test_small_weights_stay_and_the_report_tells_who_sits_on_the_limit() -> None:
+def test_small_weights_stay_and_on_limit_names_the_others() -> None:
     model = net()
     network = trace(model, (1, 6, 6))
     before = [p.clone() for p in model.parameters()]
     ratios = clip_weights_(network, limits_of(network, 100.0))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert not any(on_limit(ratios).values())
-    told = on_limit(clip_weights_(network, limits_of(network, {"1": 0.01, "4": 100.0})))
-    assert told == {"1.weight": True, "1.bias": True, "4.weight": False, "4.bias": False}
+    found = on_limit(clip_weights_(network, limits_of(network, {"1": 0.01, "4": 100.0})))
+    assert found == {"1.weight": True, "1.bias": True, "4.weight": False, "4.bias": False}
 
 
-def test_rows_of_a_table_are_clipped_one_by_one() -> None:
+def test_rows_of_a_table_are_clipped_separately() -> None:
     model = nn.Sequential(nn.Embedding(3, 2))
     model[0].weight.data = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
     network = trace(model, (2,))
@@ -71,7 +71,7 @@ def test_rows_of_a_table_are_clipped_one_by_one() -> None:
 
 
 class AddedAndApplied(nn.Module):
-    """One weight in two places: as a summand it is limited by its length, as a map by its spectral norm."""
+    """One weight with two uses: limited by its L2 norm as a summand, and by its spectral norm as a map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class AddedAndApplied(nn.Module):
         return y
 
 
-def test_a_weight_with_two_uses_keeps_to_the_stricter_limit() -> None:
+def test_a_weight_with_two_uses_obeys_the_stricter_limit() -> None:
     model = AddedAndApplied()
     nn.init.eye_(model.linear.weight)
     network = trace(model, (3, 3))
@@ -102,7 +102,7 @@ def test_limits_by_name_and_wrong_ones() -> None:
         limits_of(network, {"1": 2.0})
     with pytest.raises(ConfigurationError, match="'7' is no parameter"):
         limits_of(network, {"1": 2.0, "4": 1.0, "7": 1.0})
-    for key in (1, None, ("1",)):  # no names, though 1 is a layer's place
+    for key in (1, None, ("1",)):  # not names, though 1 is a layer's index
         with pytest.raises(ConfigurationError, match=r"max_weight_norm: .* is no parameter.*'1\.weight'"):
             limits_of(network, {key: 2.0, "4": 1.0})  # type: ignore[dict-item]
     for bad in (0.0, -1.0, math.inf, math.nan, True):

@@ -185,7 +185,7 @@ def test_groups_that_are_no_number(groups: Any) -> None:
 
 @pytest.mark.parametrize("uses", [0, "2", [1]])
 def test_uses_that_are_no_mapping(uses: Any) -> None:
-    with pytest.raises(ConfigurationError, match="uses must say how often each layer is used, by name"):
+    with pytest.raises(ConfigurationError, match="uses must map layer names to their number of uses"):
         layers.clip_inputs(nn.Linear(4, 3), input_norm=1.0, uses=uses)
 
 
@@ -196,7 +196,7 @@ def test_uses_that_are_no_mapping(uses: Any) -> None:
         (losses, ROWS, "batch must be a tuple"),
         (3, (ROWS,), "loss must be a function"),
         (losses, (ROWS,), "loss is called as"),
-        (lambda m, x: m(x).sum(), (ROWS,), "loss must give one loss an example"),
+        (lambda m, x: m(x).sum(), (ROWS,), "loss must return one loss per example"),
     ],
 )
 def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Modules that a private model may use, and functions that put them in."""
+"""Layers for private models, and functions that replace or wrap layers of an existing model."""
 
 from clipwise.layers.batch_statistics import (
     BatchStatisticsNorm,

@@ -1,4 +1,4 @@
-"""All public statistics of a model as one, for who follows its weights."""
+"""All `PublicStatistics` of a model behind one interface."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from clipwise.layers.public_statistics import PublicStatistics
 
 
 class AllPublicStatistics:
-    """Every `PublicStatistics` of a model, which may belong to a part of it: a model in a wrapper, one of two encoders.
+    """Every `PublicStatistics` of a model. Each may belong to a part of it, such as one of two encoders.
 
-    No statistics depend on another part's weights, since each part has public rows of its own.
+    Each part has its own public rows, so no statistics depend on another part's weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,20 +26,20 @@ class AllPublicStatistics:
         return bool(self._each)
 
     def refresh(self, force: bool = False) -> None:
-        """After a change of the weights; see `PublicStatistics.refresh`."""
+        """Recompute the statistics after a change of the weights; see `PublicStatistics.refresh`."""
         for statistics in self._each:
             statistics.refresh(force)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In this block they count as fresh; see `PublicStatistics.held`."""
+        """Treat the statistics as fresh inside this block; see `PublicStatistics.held`."""
         with ExitStack() as stack:
             for statistics in self._each:
                 stack.enter_context(statistics.held())
             yield
 
     def require_complete(self) -> None:
-        """Refuse layers that follow no public rows and are not frozen: a forward pass would fail on them."""
+        """Refuse layers that have no public rows and are not frozen: their forward pass would fail."""
         for name, layer in self._model.named_modules():
             if isinstance(layer, PublicBatchNorm) and layer.statistics is None and not layer.is_frozen:
                 raise ConfigurationError(
@@ -48,23 +48,22 @@ class AllPublicStatistics:
                 )
 
     def require_correctable(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Refuse "public-exact" layers for which `correct` would not find what it needs among these parameters."""
+        """Refuse "public-exact" layers for which these parameters lack what `correct` needs."""
         for statistics in self._each:
             statistics.require_correctable(self._model, parameters)
 
     def correct(
         self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
     ) -> Mapping[str, Tensor]:
-        """Add the gradient through the public statistics to a released one, by parameter.
+        """Add the gradient through the public statistics to the released gradients.
 
-        One after the other: no part has another part's scales and shifts, so none is corrected before it is read.
+        Parts share no scale or shift, so the order of the parts does not matter.
         """
         for statistics in self._each:
             gradients = statistics.correct(gradients, parameters)
         return gradients
 
     def public_rows(self) -> list[Tensor]:
-        """The inputs of each."""
         return [rows for statistics in self._each for rows in statistics.public_rows]
 
     def describe(self) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""What a layer saw of a batch, tied to the losses that came of it.
+"""Per-row statistics of a layer's input, attached to the autograd graph of the losses.
 
-A layer that only looks leaves no trace in the losses. Here what it saw hangs on a node of their autograd graph: it
-lives as long as that graph, a forward pass whose losses are not used leaves nothing behind, and no module holds
-anything of private data.
+The graph holds the observation, and no module does. It is freed with the graph, and a forward pass whose losses are
+not used leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,14 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 @dataclass(frozen=True)
 class Observation:
-    """What a layer saw in one forward pass.
-
-    Args:
-        layer: which one.
-        shape, dtype: of its output, [B, C, ...].
-        mean_BC: of each row and channel, over positions.
-        var_BC: the mean square of the differences from it.
-    """
+    """Shape and dtype of a layer's output [B, C, ...]; mean and (biased) variance of its input over positions."""
 
     layer: nn.Module
     shape: torch.Size
@@ -36,28 +28,27 @@ class Observation:
 
     @property
     def positions(self) -> int:
-        """How many values a row has in a channel."""
         return math.prod(self.shape[2:])
 
 
 def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
-    """The output of a layer as it is, on whose graph hangs what the layer saw: inputs of shape [B, C, ...]."""
+    """The output unchanged, with an `Observation` of the input ([B, C, ...]) on its graph node."""
     values = input.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
     values_BCT = values.flatten(2) if values.dim() > 2 else values[..., None]
     if values.numel():
         var_BC, mean_BC = torch.var_mean(values_BCT, 2, correction=0)
-    else:  # torch would warn of it, and who is drawn is secret
+    else:  # torch would warn, and whether a batch is empty is secret
         var_BC = mean_BC = values.new_zeros(values.shape[:2])
     seen = Observation(layer, output.shape, output.dtype, mean_BC, var_BC)
-    # The anchor requires a gradient, so that there is a node even if nothing before the layer is trained.
+    # The anchor requires a gradient, so a node exists even if nothing before the layer is trained.
     result: Tensor = _Carry.apply(output, torch.zeros((), requires_grad=True), seen)  # type: ignore[no-untyped-call]
     return result
 
 
 def observations(losses: Tensor) -> Iterator[tuple[Observation, GradientEdge]]:
-    """All that layers saw in the forward passes which the losses came of, each with the layer's output there."""
+    """Every observation in the graph of the losses, with the edge of the layer's output."""
     root: Any = losses.grad_fn
     entered, stack = {root}, [root]
     while stack:
@@ -72,7 +63,7 @@ def observations(losses: Tensor) -> Iterator[tuple[Observation, GradientEdge]]:
 
 
 class _Carry(torch.autograd.Function):
-    """The identity, whose node carries something."""
+    """The identity; its node carries an observation."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor, seen: Observation) -> Tensor:

@@ -1,10 +1,9 @@
-"""Batch norm without a memory: what a private batch is like is used on the spot, and never kept.
+"""Batch norm layers that store no running statistics of private batches.
 
-Under a strategy that clips whole mini-sets (`Batch`) the statistics of a batch may enter its gradient, for the clip
-bounds whatever comes of them. Running statistics are another matter: they are functions of private data that would
-leave with the model without any noise. So these layers keep none. For evaluation they use the statistics of the batch
-that is evaluated, those of public data that `recompute_statistics` sets, or those that a run released with noise
-(`clipwise.NoisedStatistics`).
+A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass, because the clip bounds
+the resulting gradient. Running statistics would release private data without noise. These layers therefore keep none.
+Evaluation uses the statistics of the evaluated batch, of public data (`recompute_statistics`), or statistics that a run
+released with noise (`clipwise.NoisedStatistics`).
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from clipwise.validation.arguments import naming, require_module
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm by the statistics of the batch at hand, which it forgets.
+    """Batch norm that uses the statistics of the current batch and does not store them.
 
-    `state_dict` has the keys of any batch norm layer. No forward pass changes its `running_mean` and `running_var`.
-    Only `recompute_statistics` sets them, from public data, and `clipwise.NoisedStatistics`, from noised releases;
-    `num_batches_tracked` counts those public batches, or releases. While it is 0, evaluation uses batch statistics too.
+    `state_dict` has the keys of any batch norm layer. No forward pass changes `running_mean` and `running_var`. They
+    are set by `recompute_statistics`, from public data, and by `clipwise.NoisedStatistics`, from noised releases;
+    `num_batches_tracked` counts those public batches or releases. While it is 0, evaluation uses batch statistics too.
+
+    A batch with a single value per channel, which Poisson subsampling can produce, is normalized to the bias.
 
     Attributes:
-        is_observed: whether, in training, the graph of its output tells what it saw (layers/batch_observations.py).
-        has_statistics: whether there are statistics for evaluation: of public data, or released. It says that
-            `num_batches_tracked` is not 0, without a look into a tensor, which an exported forward pass cannot have.
-
-    A batch with a single value a channel, which a random draw may bring, is its own mean: it comes out as the bias.
+        is_observed: whether the output's graph carries input statistics in training (layers/batch_observations.py).
+        has_statistics: whether evaluation has public or released statistics. Equivalent to `num_batches_tracked` > 0,
+            but readable without a tensor access, so that the forward pass can be exported.
     """
 
     is_observed: bool = False
@@ -46,7 +45,7 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
         self._collector: _Collector | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; nothing is changed by it."""
+        """Normalize the batch. No buffer changes."""
         self._check_input_dim(input)
         if self._collector is not None:
             self._collector.add(input)
@@ -64,7 +63,7 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def _seen(self, normalized: Tensor, input: Tensor) -> Tensor:
-        """The output; in training, where that is wanted, with what the layer saw on its graph."""
+        """The output; if `is_observed`, in training, with the input statistics on its graph."""
         return observed(normalized, self, input) if self.training and self.is_observed else normalized
 
     def reset_running_stats(self) -> None:
@@ -81,7 +80,7 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
 
     def _of_one_value(self, input: Tensor) -> Tensor:
         shape = [1, -1] + [1] * (input.dim() - 2)
-        centred = input - input  # keeps the graph, with a gradient of 0, as the statistics of one value have
+        centred = input - input  # keeps the graph; the gradient is 0, as for the statistics of one value
         if not self.affine:
             return centred
         return centred * self.weight.view(shape) + self.bias.view(shape)
@@ -94,19 +93,20 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class ReleasedStatisticsNorm(BatchStatisticsNorm):
-    """Batch norm by the statistics that were released so far, in training as in evaluation.
+    """Batch norm with released statistics, in training and in evaluation.
 
-    They are constants of the moment: an example's output depends on no other example, so it goes with per-example
-    clipping. `PerExample(..., running_statistics=NoisedStatistics())` moves them after each release. No gradient
-    goes through them, and they are a step behind the weights.
+    The statistics are constants of a forward pass, so an example's output depends on no other example and the layer
+    works with per-example clipping. `PerExample(..., running_statistics=NoisedStatistics())` updates them after each
+    release. No gradient flows through them, and they lag one step behind the weights.
 
     Guarantee:
-        An example's output depends on no other example of the batch, so per-example clipping keeps its sensitivity:
-        C under zero-out, 2 C under replace-one. The buffers follow from releases and from public data.
+        - Sensitivity: C under zero-out, 2 C under replace-one, as for per-example clipping, because an example's output
+          depends on no other example of the batch.
+        - The buffers are functions of releases and of public data.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize each row by itself; while public statistics are made (`recompute_statistics`), as any layer."""
+        """Normalize each row with the released statistics (with batch statistics in `recompute_statistics`)."""
         if self._collector is not None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -116,8 +116,8 @@ class ReleasedStatisticsNorm(BatchStatisticsNorm):
 def without_running_statistics(model: nn.Module) -> nn.Module:
     """Replace every batch norm layer by a `BatchStatisticsNorm` with the same parameters. Returns the model.
 
-    Frozen layers, in `.eval()` with statistics, stay what they are: they learn nothing. Parameters keep their
-    identity, so an optimizer that holds them stays valid; the names in `state_dict` stay too.
+    Frozen layers (in `.eval()` with statistics) are kept. Parameters keep their identity, so an optimizer that holds
+    them stays valid. The names in `state_dict` stay the same.
 
     Args:
         model: changed in place, unless it is a batch norm layer itself.
@@ -128,8 +128,8 @@ def without_running_statistics(model: nn.Module) -> nn.Module:
 def with_released_statistics(model: nn.Module) -> nn.Module:
     """Replace every batch norm layer by a `ReleasedStatisticsNorm` with the same parameters. Returns the model.
 
-    As `without_running_statistics`, for per-example clipping. The statistics begin at mean 0 and variance 1;
-    `recompute_statistics` lets them begin at those of public data.
+    As `without_running_statistics`, for per-example clipping. The statistics start at mean 0 and variance 1, or at
+    those of public data if `recompute_statistics` is called.
     """
     return _replaced(model, ReleasedStatisticsNorm)
 
@@ -142,17 +142,17 @@ def _replaced(model: nn.Module, kind: type[BatchStatisticsNorm]) -> nn.Module:
 def recompute_statistics(
     model: nn.Module, public_batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
 ) -> nn.Module:
-    """Set the statistics that evaluation uses, from public data. Returns the model, in `.eval()`.
+    """Set the statistics used in evaluation from public data. Returns the model, in `.eval()`.
 
-    In this pass every layer uses the statistics of the batch, as in training; dropout is off. All batches together
-    give the mean and the (unbiased) variance of a channel, each value counted once.
+    In this pass every layer uses batch statistics, as in training; dropout is off. The mean and the (unbiased) variance
+    per channel are taken over all values of all batches.
 
     Args:
         model: its batch norm layers must be those of `without_running_statistics`.
-        public_batches: batches of public data, as the model takes them; of a list or tuple, the first member is the
-            input. They should be about as large as the batches that were trained on. Never private data: what is set
-            here leaves with the model.
-        forward: how a batch goes through the model; `model(input)` if left out.
+        public_batches: batches of public data in the form that the model takes; the first member of a list or tuple is
+            the input. They should be about as large as the training batches. Never give private data: the statistics
+            are released with the model.
+        forward: `forward(model, batch)`; `model(input)` by default.
     """
     require_module(model)
     for name, module in model.named_modules():
@@ -172,7 +172,7 @@ def recompute_statistics(
                 else:
                     forward(model, batch)
             batches += 1
-    for name, found in zip(layers, collectors, strict=True):  # refused before any layer is changed
+    for name, found in zip(layers, collectors, strict=True):  # validate before any layer changes
         if found.count < 2:
             raise ConfigurationError(
                 f"public_batches holds fewer than two values for the batch norm layer {name!r}: give more public data, "
@@ -193,15 +193,15 @@ def recompute_statistics(
 
 
 class _Collector:
-    """Sums of values and of their squares, by channel, in float64."""
+    """Running mean and sum of squared deviations per channel, in float64."""
 
     def __init__(self, channels: int) -> None:
         self.count = 0
         self.mean_C = torch.zeros(channels, dtype=torch.float64)
-        self.square_C = torch.zeros(channels, dtype=torch.float64)  # of differences from the mean
+        self.square_C = torch.zeros(channels, dtype=torch.float64)  # squared deviations from the mean
 
     def add(self, values: Tensor) -> None:
-        """By the parallel form of the variance, which does not cancel: Chan, Golub and LeVeque."""
+        """The parallel variance update of Chan, Golub and LeVeque, which avoids cancellation."""
         rows = values.detach().transpose(0, 1).flatten(1).double()
         new = rows.shape[1]
         if new == 0:
@@ -228,7 +228,7 @@ def _collecting(layers: list[BatchStatisticsNorm]) -> Iterator[list[_Collector]]
 
 
 def _is_to_replace(module: nn.Module) -> bool:
-    """A batch norm layer that would learn, or that mixes examples in evaluation without saying so."""
+    """A batch norm layer that updates its statistics, or that uses batch statistics in evaluation."""
     if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, BatchStatisticsNorm):
         return False
     return module.training or module.running_mean is None
@@ -238,11 +238,11 @@ def _replacement(module: nn.Module, kind: type[BatchStatisticsNorm]) -> BatchSta
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
     if isinstance(module, nn.SyncBatchNorm):
         raise UnsupportedModelError(
-            "SyncBatchNorm shares statistics between processes, and so between mini-sets: use BatchNorm layers."
+            "SyncBatchNorm shares statistics between processes, and so between microbatches: use BatchNorm layers."
         )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise UnsupportedModelError(
-            f"{type(module).__name__} has not seen a batch yet: run the model once on public or synthetic rows first."
+            f"{type(module).__name__} is not initialized yet: run the model once on public or synthetic rows first."
         )
     new = kind(module.num_features, module.eps, affine=False)
     like = module.weight if module.weight is not None else next(iter(module.buffers()), None)

@@ -1,4 +1,4 @@
-"""Put other modules in the place of some modules of a model."""
+"""Replace modules of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def exchange_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Wherever the model has one of the old modules, in place. Returns the model, or what takes its own place."""
+    """Replace every occurrence of the old modules, in place. Returns the model, or its replacement."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and child in others:

@@ -1,4 +1,4 @@
-"""Batch normalization whose statistics come from public rows, so that no example is mixed with another."""
+"""Batch normalization with statistics of public rows, so that examples are not mixed."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from clipwise.layers.public_statistics import PublicStatistics
 
 PUBLIC_KINDS = ("public", "self+public", "public-exact")
-_ROWS = "public_rows"  # M in a state_dict
+_ROWS = "public_rows"  # the state_dict key of M
 
 
 class PublicBatchNorm(nn.Module):
-    """y = gamma (x - mu) / sqrt(v + eps) + beta, with mu and v of each channel from public rows.
+    """y = gamma (x - mu) / sqrt(v + eps) + beta, with mu and v per channel from public rows.
 
-    Training and evaluation compute the same function. The statistics come from a `PublicStatistics`, which has
-    to be told about every change of the weights: they are an error once they are stale. They are buffers, named
-    as those of BatchNorm, and follow from public rows and from the weights alone.
+    Training and evaluation compute the same function. A `PublicStatistics` computes the statistics and must be
+    refreshed after every change of the weights: stale statistics raise an error. The statistics are buffers with the
+    names of BatchNorm's, and are functions of public rows and weights alone.
 
     Args:
         num_features: C, the number of channels.
         eps, affine: as in BatchNorm.
-        kind: "public": mu and v are those of the public rows; "public-exact": the same, and
-            `PublicStatistics.correct` adds the gradient through them to what a step released; "self+public":
-            those of the example together with the public rows.
+        kind: "public": mu and v are those of the public rows; "public-exact": the same, and `PublicStatistics.correct`
+            adds the gradient through them to the released gradient; "self+public": those of the example together with
+            the public rows.
 
     Guarantee:
-        An example's output depends on no other example of the batch, so per-example clipping keeps its
-        sensitivity under every adjacency: C under zero-out, 2 C under replace-one. The buffers are
-        post-processing: functions of released weights and public rows.
-        Assumptions: the public rows are public, that is, not drawn from the private records.
+        - Sensitivity: per-example clipping keeps C under zero-out and 2 C under replace-one, because an example's
+          output depends on no other example of the batch.
+        - The buffers are post-processing: functions of released weights and public rows.
+        - Assumption: the public rows are not drawn from the private records.
     """
 
-    dimensions: tuple[int, ...] = ()  # how many an input may have; any number from 2 on if empty
+    dimensions: tuple[int, ...] = ()  # allowed numbers of input dimensions; any from 2 on if empty
     running_mean: Tensor
     running_var: Tensor
 
@@ -57,13 +57,13 @@ class PublicBatchNorm(nn.Module):
         one_of("kind", kind, PUBLIC_KINDS)
         if kind == "public-exact" and not affine:
             raise ConfigurationError(
-                "kind='public-exact' needs a scale and a shift, whose gradients it works with: use affine=True, or "
+                "kind='public-exact' needs a scale and a shift, because it uses their gradients: use affine=True, or "
                 "kind='public'."
             )
         self.num_features = whole("num_features", num_features, least=1)
         self.eps, self.affine, self.kind = number("eps", eps, least=0), affine, kind
         self.statistics: PublicStatistics | None = None
-        self.rows = 0  # M, how many public rows the statistics are of
+        self.rows = 0  # M, the number of public rows
         self.is_frozen = False
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.ones(num_features, **made)) if affine else None
@@ -72,7 +72,7 @@ class PublicBatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(num_features, **made))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize each example by itself; or, while statistics are made, all public rows together."""
+        """Normalize each example independently; or, in the pass that collects statistics, all public rows together."""
         self._require_shape(x)
         if self.statistics is not None:
             if self.statistics.is_collecting:
@@ -87,19 +87,18 @@ class PublicBatchNorm(nn.Module):
             if not self.rows:
                 raise StepError(
                     f"A {type(self).__name__} of kind='self+public' does not know how many public rows its statistics "
-                    "are of: load a state_dict of such a layer, or make PublicStatistics(model, public)."
+                    "come from: load a state_dict of such a layer, or make PublicStatistics(model, public)."
                 )
             return self._with_public_rows(x)
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
     def _public(self, x: Tensor, statistics: PublicStatistics) -> Tensor:
-        """The public rows among themselves: batch normalization as it always was."""
         var_C, mean_C = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
         statistics.collect(self, mean_C, var_C, len(x))
         return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
 
     def _with_public_rows(self, x: Tensor) -> Tensor:
-        """By the statistics of M public rows and the example, whose own are m and s:
+        """Use the statistics of M public rows and the example, whose own statistics are m and s:
 
         mu = mu_p + (m - mu_p) / (M + 1)
         v  = (M v_p + s) / (M + 1) + M (m - mu_p)^2 / (M + 1)^2
@@ -117,11 +116,10 @@ class PublicBatchNorm(nn.Module):
         return normal_BCT.reshape(x.shape)
 
     def freeze(self) -> None:
-        """Keep the statistics as they are, as constants that no longer follow the weights."""
+        """Make the statistics constants that no longer follow the weights."""
         self.statistics, self.is_frozen = None, True
 
     def extra_repr(self) -> str:
-        """For printing."""
         frozen = ", frozen" if self.is_frozen else ""
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, kind={self.kind!r}{frozen}"
 
@@ -136,7 +134,7 @@ class PublicBatchNorm(nn.Module):
             )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As BatchNorm does, so that it can take over; a kind that it does not know has M besides."""
+        """Use the keys of BatchNorm, so that it can load them. "self+public" also stores M."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.kind == "self+public":
             destination[f"{prefix}{_ROWS}"] = torch.tensor(self.rows)
@@ -150,7 +148,7 @@ class PublicBatchNorm(nn.Module):
         missing_keys: list[str],
         *rest: Any,
     ) -> None:
-        """What a BatchNorm saved can be loaded: it counted its batches besides."""
+        """Also load a state_dict of BatchNorm, ignoring `num_batches_tracked`."""
         state_dict.pop(f"{prefix}num_batches_tracked", None)
         if self.kind == "self+public":
             rows = state_dict.pop(f"{prefix}{_ROWS}", None)
@@ -162,18 +160,18 @@ class PublicBatchNorm(nn.Module):
 
 
 class PublicBatchNorm1d(PublicBatchNorm):
-    """`PublicBatchNorm` for inputs [B, C] or [B, C, T]. See there, also for the guarantee."""
+    """`PublicBatchNorm` for inputs [B, C] or [B, C, T], with the same guarantee."""
 
     dimensions = (2, 3)
 
 
 class PublicBatchNorm2d(PublicBatchNorm):
-    """`PublicBatchNorm` for inputs [B, C, H, W]. See there, also for the guarantee."""
+    """`PublicBatchNorm` for inputs [B, C, H, W], with the same guarantee."""
 
     dimensions = (4,)
 
 
 class PublicBatchNorm3d(PublicBatchNorm):
-    """`PublicBatchNorm` for inputs [B, C, D, H, W]. See there, also for the guarantee."""
+    """`PublicBatchNorm` for inputs [B, C, D, H, W], with the same guarantee."""
 
     dimensions = (5,)

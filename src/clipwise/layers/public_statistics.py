@@ -1,4 +1,4 @@
-"""The statistics of public rows in every `PublicBatchNorm` of a model, as fresh as its weights."""
+"""Statistics of public rows at every `PublicBatchNorm` of a model, kept up to date with the weights."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.tensor_changes import Changes
 
-Moments = tuple[Tensor, Tensor]  # mean and variance of a layer's channels
+Moments = tuple[Tensor, Tensor]  # mean and variance per channel
 
 
 class PublicStatistics:
-    """Runs public rows through a model, and gives each `PublicBatchNorm` their mean and variance there.
+    """Runs public rows through a model and gives each `PublicBatchNorm` their mean and variance.
 
-    After every update of the weights, and before the next batch is drawn or the model is evaluated, call
-    `refresh`. With kind "public-exact" each released gradient goes through `correct` before the update.
-
-    The public rows run in `.eval()` mode, so that dropout does not make the statistics random.
+    Call `refresh` after every update of the weights, before the next batch is drawn or the model is evaluated. With
+    kind "public-exact", pass each released gradient through `correct` before the update. The public rows run in
+    `.eval()` mode, so that dropout does not make the statistics random.
 
     Args:
-        model: one that has `PublicBatchNorm` layers.
-        public: public rows as the model takes them, a tensor, or a tuple of tensors for several arguments.
-            None for a model that has no such layer, with which there is nothing to do.
+        model: a model with `PublicBatchNorm` layers.
+        public: public rows in the form that the model takes: a tensor, or a tuple of tensors for several arguments.
+            None for a model without such a layer; then nothing is computed.
 
     Guarantee:
-        Costs no privacy: statistics and corrections are functions of public rows and of what was released.
+        Costs no privacy: statistics and corrections are functions of public rows and of released values.
     """
 
     def __init__(self, model: nn.Module, public: Tensor | Sequence[Tensor] | None) -> None:
@@ -61,17 +60,15 @@ class PublicStatistics:
             layer.statistics = self
         self._inventory = Inventory(model)
         self._collected: dict[PublicBatchNorm, Moments] | None = None
-        self._graph: dict[PublicBatchNorm, Moments] = {}  # the last ones, with the graph that made them
-        self._changes: Changes | None = None  # of all parameters and buffers, since the statistics were made
+        self._graph: dict[PublicBatchNorm, Moments] = {}  # the latest moments, with their autograd graph
+        self._changes: Changes | None = None  # of all parameters and buffers since the last refresh
         self._is_held = False
 
-    # -------------------------------------------------------------- for the loop
-
     def refresh(self, force: bool = False) -> bool:
-        """Make the statistics those of the present weights. Does nothing if they are; returns whether they were not.
+        """Recompute the statistics if weights changed. Returns whether they were recomputed.
 
-        One forward pass of the public rows. `force` where weights changed and nobody can tell: on an accelerator
-        after a write through `.data`, a fused optimizer or a replayed CUDA graph.
+        This takes one forward pass of the public rows. Use `force` for changes that torch does not count: on an
+        accelerator, a write through `.data`, a fused optimizer or a replayed CUDA graph.
         """
         self._inventory.up_to_date()
         if not self._layers or (self.is_fresh and not force):
@@ -90,20 +87,20 @@ class PublicStatistics:
     def correct(
         self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter] | None = None
     ) -> dict[str, Tensor]:
-        """Add the gradient through the public statistics to a released one, by parameter.
+        """Add the gradient through the public statistics to a released gradient.
 
-        With y = gamma (x - mu) r + beta and r = (v + eps)^(-1/2), what the loss owes to the statistics shows in
-        the gradients of scale and shift alone, whatever the examples are:
+        With y = gamma (x - mu) r + beta and r = (v + eps)^(-1/2), the gradients of the statistics follow from those of
+        scale and shift alone:
 
             dl/dmu = -gamma r dl/dbeta,    dl/dv = -1/2 gamma r^2 dl/dgamma
 
-        These go back through the pass of the public rows that made mu and v. Both steps are linear, so the sum of
-        examples gives the sum of their corrections; without clipping and noise the result is the gradient through
-        everything. It must be called before the weights are updated. Other entries than parameters stay as they are.
+        They are backpropagated through the public forward pass that computed mu and v. Both maps are linear, so the
+        corrected sum is the sum of the corrected gradients; without clipping and noise the result is the exact
+        gradient. Call this before the weights are updated. Entries that are not parameters are not changed.
 
         Args:
-            gradients: what was released, by name.
-            parameters: what the names stand for, where the model is a part of a larger one; by default its own.
+            gradients: the released gradients by name.
+            parameters: the parameters by name, if the model is part of a larger one; by default the model's own.
         """
         corrected = dict(gradients)
         exact = self._exact()
@@ -111,7 +108,7 @@ class PublicStatistics:
             return corrected
         self.require_fresh()
         named = dict(self._model.named_parameters()) if parameters is None else parameters
-        names = {p: name for name, p in named.items()}  # a parameter is known by its identity
+        names = {p: name for name, p in named.items()}
         moments, self._graph = self._graph or self._public_pass(), {}
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
@@ -146,9 +143,9 @@ class PublicStatistics:
         return corrected
 
     def freeze(self) -> nn.Module:
-        """Make the statistics constants, for a model that goes where the public rows are not. Returns the model.
+        """Make the statistics constants, for use of the model without the public rows. Returns the model.
 
-        It computes the same function from then on, but no longer follows changes of the weights.
+        It computes the same function, but the statistics no longer follow changes of the weights.
         """
         self.require_fresh()
         for layer in self._layers.values():
@@ -158,26 +155,23 @@ class PublicStatistics:
 
     @property
     def public_rows(self) -> tuple[Tensor, ...]:
-        """What the model is called with."""
+        """The arguments of the public forward pass."""
         return self._public
-
-    # ------------------------------------------------------------ for the layers
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the statistics are those of the present weights; on an accelerator, as far as torch counts."""
+        """Whether the statistics belong to the current weights; on an accelerator, as far as torch counts changes."""
         return self._is_fresh(looks_inside=True)
 
     @property
     def is_collecting(self) -> bool:
-        """Whether it is public rows that run through the model at present."""
+        """Whether the public rows run through the model at present."""
         return self._collected is not None
 
     def require_fresh(self, layer: PublicBatchNorm | None = None) -> None:
-        """Refuse to work with statistics of other weights.
+        """Raise an error if the statistics are stale.
 
-        A layer that asks names itself: to look at the contents of all weights once in a forward pass is enough, and
-        it is the first layer that does.
+        In a forward pass, only the first layer compares the contents of all weights.
         """
         looks_inside = layer is None or layer is next(iter(self._layers.values()), None)
         if self._layers and not self._is_held and not self._is_fresh(looks_inside):
@@ -191,7 +185,7 @@ class PublicStatistics:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In this block the statistics count as fresh, for who works with equal copies of the model's buffers."""
+        """Treat the statistics as fresh inside this block, for code that uses equal copies of the model's buffers."""
         self.require_fresh()
         self._is_held = True
         try:
@@ -200,7 +194,7 @@ class PublicStatistics:
             self._is_held = False
 
     def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor, rows: int) -> None:
-        """Called by a layer for the public rows that reach it, and for how many it takes them."""
+        """Called by a layer with its moments of the public rows and its number of input rows."""
         assert self._collected is not None
         if layer in self._collected:
             raise ConfigurationError(
@@ -210,26 +204,25 @@ class PublicStatistics:
         if layer.kind == "self+public" and rows != self.rows:
             raise ConfigurationError(
                 f"Layer {self._name(layer)!r} ({type(layer).__name__}) gets {rows} rows for {self.rows} public ones: "
-                "the statistics of one example are not those of one row. Let it have inputs of shape [B, C, ...], or "
-                "use kind='public'."
+                "its input must have one row per example. Give it inputs of shape [B, C, ...], or use kind='public'."
             )
         self._collected[layer] = mean_C, var_C
 
     @staticmethod
     def all_of(model: nn.Module) -> list[PublicStatistics]:
-        """The public statistics that a model's layers have: one, unless parts of it were given theirs one by one."""
+        """All public statistics of a model's layers: one, unless they were created for parts of the model."""
         layers = (m for m in model.modules() if isinstance(m, PublicBatchNorm))
         return list(dict.fromkeys(layer.statistics for layer in layers if layer.statistics is not None))
 
     @staticmethod
     def of(model: nn.Module) -> PublicStatistics:
-        """The public statistics of a model, or an error. A copy of a model has its own."""
+        """The public statistics of a model; raises an error if there is none or more than one."""
         found = PublicStatistics.all_of(model)
         if not found:
             raise ConfigurationError("The model has no layer with public statistics.")
         if len(found) > 1:
             raise ConfigurationError(
-                f"The model has {len(found)} public statistics, since parts of it were given theirs one by one: "
+                f"The model has {len(found)} public statistics, because they were created for its parts: "
                 "PublicStatistics.all_of(model) finds all of them."
             )
         return found[0]
@@ -237,10 +230,10 @@ class PublicStatistics:
     def require_correctable(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
     ) -> None:
-        """Refuse "public-exact" where `correct` could not work, in a model of which this one may be a part.
+        """Refuse "public-exact" layers for which `correct` cannot work.
 
-        It reads off what the loss owes to the statistics from scale and shift: they must be the layer's own, and
-        among the parameters that are trained.
+        `correct` needs the gradients of scale and shift: both must belong to this layer only and must be trained.
+        `model` may be a larger model of which this one is a part.
         """
         uses = [p for module in model.modules() for p in module._parameters.values()]
         trained = None if parameters is None else set(parameters.values())
@@ -250,24 +243,22 @@ class PublicStatistics:
                 problem = ""
                 if p is None or not p.requires_grad:
                     problem = (
-                        f"needs a trainable {key}, whose gradient it works with. Let it require gradients"
+                        f"needs a trainable {key}, because it uses its gradient. Let it require gradients"
                     )
                 elif sum(p is other for other in uses) > 1:
-                    problem = f"needs a {key} of its own, but the model has it at several places. Give the layer a copy"
+                    problem = f"needs a {key} of its own, but several layers share it. Give the layer a copy"
                 elif trained is not None and p not in trained:
                     problem = (
-                        f"works with the gradient of its {key}, which is no parameter of the model that is trained. "
-                        "Train the whole model that the public statistics were made for"
+                        f"uses the gradient of its {key}, which is no parameter of the model that is trained. "
+                        "Train the whole model for which the public statistics were created"
                     )
                 if problem:
                     raise ConfigurationError(
                         f"Layer {name!r}: kind='public-exact' {problem}, or use kind='public'."
                     )
 
-    # -------------------------------------------------------------------- inside
-
     def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
-        """The public rows' moments at each layer; with their graph where gradients will be sent back through it."""
+        """The moments of the public rows at each layer, with their graph if `correct` needs it."""
         self._collected = {}
         try:
             with (
@@ -284,7 +275,7 @@ class PublicStatistics:
             if layer not in collected:
                 raise ConfigurationError(
                     f"Layer {name!r} ({type(layer).__name__}) was not reached by the public rows: it must be used in "
-                    "model(public), or be left as it is."
+                    "model(public), or must not be replaced."
                 )
         return collected
 
@@ -298,7 +289,6 @@ class PublicStatistics:
         return not (changes.may_have_changed() if looks_inside else changes.was_counted())
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Every parameter and buffer there is now."""
         held = (tensors[key] for _, tensors, key in self._inventory.tensors)
         return (t for t in held if t is not None and not is_lazy(t))
 
@@ -306,7 +296,7 @@ class PublicStatistics:
         return next(name for name, other in self._layers.items() if other is layer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs. It is stale at first, since its tensors are others; a graph cannot be copied."""
+        """The state for a copy. The copy is stale, and a graph cannot be copied."""
         return {**self.__dict__, "_graph": {}, "_changes": None, "_inventory": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -316,7 +306,7 @@ class PublicStatistics:
 
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
-    """With a graph, in `.eval()`: there cuDNN does not go back through recurrent layers, and torch's own kernels do."""
+    """Record a graph in `.eval()`, where cuDNN has no backward pass of recurrent layers and torch's kernels do."""
     was_enabled = torch.backends.cudnn.enabled
     is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     torch.backends.cudnn.enabled = was_enabled and not is_recurrent
@@ -328,36 +318,32 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def _require_settled_weights(model: nn.Module) -> None:
-    """Weights that are drawn anew have no statistics: the public rows would meet other ones than the batch."""
+    """Refuse weights that are drawn at each pass: the batch would use other weights than the public rows."""
     for name, module in model.named_modules():
         if isinstance(module, NoisyWeights):
             layer = name.partition("parametrizations")[0].rstrip(".")
             raise ConfigurationError(
-                f"Layer {layer!r} draws its weights anew at each pass: the public statistics would be those of other "
-                "draws than the batch meets. Use kind='group' or kind='layer'."
+                f"Layer {layer!r} draws its weights anew at each pass: the public statistics would come from other "
+                "draws than the batch uses. Use kind='group' or kind='layer'."
             )
 
 
 def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The arguments of a call of the model on public rows, detached from whatever made them."""
+    """Validate public rows; returns them as a tuple of detached tensors, one per argument of the model."""
     rows = (public,) if isinstance(public, Tensor) else public
     is_rows = isinstance(rows, (tuple, list)) and all(isinstance(x, Tensor) and x.dim() for x in rows)
-    if not is_rows or not rows:  # in this order: not everything can say whether it is empty
+    if not is_rows or not rows:  # in this order: some types have no truth value
         raise ConfigurationError(
-            "public must be a tensor of rows as the model takes them, or a tuple of tensors for several arguments, not "
-            f"{type(public).__name__}."
+            "public must be a tensor of rows in the form that the model takes, or a tuple of tensors for several "
+            f"arguments, not {type(public).__name__}."
         )
     if len({len(x) for x in rows}) > 1 or len(rows[0]) < 2:
-        raise ConfigurationError(
-            "public must hold two rows or more, as many in each tensor: statistics of one row say nothing."
-        )
+        raise ConfigurationError("public must hold at least two rows, the same number in each tensor.")
     if not all(bool(torch.isfinite(x).all()) for x in rows):
-        raise ConfigurationError(
-            "public holds values that are not finite: leave those rows out, or statistics would not be."
-        )
+        raise ConfigurationError("public holds values that are not finite: leave those rows out.")
     return tuple(x.detach() for x in rows)
 
 
 def placed(rows: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, ...]:
-    """On the device and, if they are no ids, in the precision of a tensor of the model."""
+    """Move rows to the device of a model tensor and, if they are floating-point, to its dtype."""
     return tuple(x.to(at) if x.is_floating_point() else x.to(at.device) for x in rows)

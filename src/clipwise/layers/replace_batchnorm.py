@@ -1,4 +1,4 @@
-"""Put layers that keep examples apart where a model has batch normalization."""
+"""Replace batch normalization by layers that do not mix examples."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
     nn.BatchNorm2d: PublicBatchNorm2d,
     nn.BatchNorm3d: PublicBatchNorm3d,
     nn.SyncBatchNorm: PublicBatchNorm,
-    BatchStatisticsNorm: PublicBatchNorm,  # these three take inputs of any number of dimensions
+    BatchStatisticsNorm: PublicBatchNorm,  # inputs of any number of dimensions
     ReleasedStatisticsNorm: PublicBatchNorm,
 }
 _MOST_GROUPS = 32
-# Of a group, at least: two channels, and so many values, of which two alone would leave a sign. In place of BatchNorm1d
-# there may be no positions; elsewhere they are counted where public rows show them.
+# The smallest group: normalizing two values would leave only a sign. For BatchNorm1d there may be one position per
+# channel; for other layers positions are counted if public rows are given.
 _FEWEST_CHANNELS, _FEWEST_VALUES = 2, 8
 
 
@@ -44,25 +44,25 @@ def replace_batchnorm(
     *,
     groups: int | None = None,
 ) -> tuple[nn.Module, PublicStatistics]:
-    """Replace every BatchNorm of a model, in place, by a layer that keeps examples apart.
+    """Replace every BatchNorm of a model, in place, by a layer that does not mix examples.
 
     Scale and shift stay the same objects under the same names, so an optimizer that holds them stays valid.
 
     Args:
         model: any module with BatchNorm1d, 2d, 3d or SyncBatchNorm layers, or those of `without_running_statistics`.
-        public: public rows as the model takes them (a tuple of tensors for several arguments). They may come from
-            another data set than the private records, and must not come from those.
-        kind: "public", "self+public", "public-exact": see `PublicBatchNorm`; "frozen": constant statistics, of the
-            public rows at the present weights, or without `public` those that the layers have now, which must then
-            come from public data; "group": GroupNorm; "layer": normalization over all channels and positions of an
-            example, with scale and shift a channel, as GroupNorm with one group.
-        groups: for "group". By default the most, up to 32, that divide the channels and leave a group at least
-            two of them (eight in place of BatchNorm1d) and, where public rows show how many positions there are, at
-            least eight values; or one group.
+        public: public rows in the form that the model takes (a tuple of tensors for several arguments). They may come
+            from another data set, and must not come from the private records.
+        kind: "public", "self+public", "public-exact": see `PublicBatchNorm`; "frozen": constant statistics of the
+            public rows at the current weights or, without `public`, the layers' current statistics, which must come
+            from public data; "group": GroupNorm; "layer": GroupNorm with one group, that is, normalization over all
+            channels and positions of an example with scale and shift per channel.
+        groups: for "group". By default the largest number up to 32 that divides the channels and leaves each group at
+            least two channels (eight for BatchNorm1d) and, if public rows show the number of positions, at least eight
+            values; otherwise one group.
 
     Returns:
-        The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. Those of
-        the kinds that have none to follow do nothing, so that a loop need not tell the kinds apart.
+        The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. For kinds
+        without public statistics their methods do nothing, so a training loop need not distinguish the kinds.
     """
     require_module(model)
     one_of("kind", kind, KINDS)
@@ -84,9 +84,7 @@ def replace_batchnorm(
         with naming("public"):
             statistics.refresh()
     except BaseException:
-        exchange_modules(
-            model, dict(zip(new, found.values(), strict=True))
-        )  # refused: the model is as it was
+        exchange_modules(model, dict(zip(new, found.values(), strict=True)))  # restore the model
         raise
     if kind == "frozen":
         statistics.freeze()
@@ -109,7 +107,7 @@ def _new_layers(
         has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
         if old.running_mean is None or has_none:
             raise ConfigurationError(
-                f"Layer {name!r} has no running statistics to freeze: give public rows, from which they are made."
+                f"Layer {name!r} has no running statistics to freeze: give public rows to compute them."
             )
     layer_kind = "public" if kind == "frozen" else kind
     return [_public_norm(name, old, layer_kind, public is None) for name, old in found.items()]
@@ -120,7 +118,7 @@ def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) 
         old.weight is None or not old.weight.requires_grad or not old.bias.requires_grad
     ):
         raise ConfigurationError(
-            f"Layer {name!r}: kind='public-exact' needs a trainable scale and shift, whose gradients it works with. "
+            f"Layer {name!r}: kind='public-exact' needs a trainable scale and shift, because it uses their gradients. "
             "Let them require gradients, or use kind='public'."
         )
     new = _PUBLIC[type(old)](old.num_features, old.eps, old.affine, kind=kind)
@@ -129,7 +127,7 @@ def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) 
         new.freeze()
     elif (at := next(iter([*old.parameters(), *old.buffers()]), None)) is not None:
         new.running_mean, new.running_var = new.running_mean.to(at), new.running_var.to(at)
-    return _dressed(new, old)
+    return _with_parameters_of(new, old)
 
 
 def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int | None) -> nn.Module:
@@ -144,20 +142,20 @@ def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int |
         instead = "fewer groups" if chosen > 1 else "no normalization there"
         unless = ", unless there are several positions: give public rows, so that they can be counted. Otherwise use"
         raise ConfigurationError(
-            f"Layer {name!r}: a group would have one value, which is always normalized to 0"
+            f"Layer {name!r}: a group would have one value, which normalization always maps to 0"
             f"{unless if positions is None else '. Use'} {instead}, or kind='public'."
         )
-    return _dressed(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
+    return _with_parameters_of(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
 
 
 def _most_groups(channels: int, fewest: int) -> int:
-    """The most groups, up to 32, that divide the channels and leave each so many of them."""
+    """The largest number of groups up to 32 that divides the channels and leaves each at least `fewest`."""
     fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0 and channels // g >= fewest)
     return next(fitting, 1)
 
 
-def _dressed(new: nn.Module, old: _BatchNorm) -> nn.Module:
-    """With the scale and shift of the old layer, the same objects, and in its mode."""
+def _with_parameters_of(new: nn.Module, old: _BatchNorm) -> nn.Module:
+    """Set the old layer's scale, shift (the same objects) and mode."""
     new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)
 
@@ -166,13 +164,13 @@ def _dressed(new: nn.Module, old: _BatchNorm) -> nn.Module:
 def _positions(
     model: nn.Module, public: Tensor | Sequence[Tensor], layers: list[_BatchNorm]
 ) -> dict[_BatchNorm, int]:
-    """How many positions of a channel each layer meets in one example, at least."""
-    met: dict[_BatchNorm, int] = {}
+    """The smallest number of positions per channel at each layer, for one example."""
+    found: dict[_BatchNorm, int] = {}
 
     def note(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, _BatchNorm)
         here = arguments[0][0, 0].numel()
-        met[layer] = min(met.get(layer, here), here)
+        found[layer] = min(found.get(layer, here), here)
 
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     at = next(iter([*layers[0].parameters(), *layers[0].buffers()]), torch.empty(0))
@@ -182,12 +180,12 @@ def _positions(
     finally:
         for handle in handles:
             handle.remove()
-    return met
+    return found
 
 
 def _require_replaceable(name: str, old: _BatchNorm) -> None:
     if isinstance(old, nn.modules.lazy.LazyModuleMixin):
-        problem = "which does not know its channels yet: run the model once."
+        problem = "which is not initialized yet: run the model once."
     else:
         problem = "which may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
     if type(old) not in _PUBLIC:

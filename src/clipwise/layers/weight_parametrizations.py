@@ -1,4 +1,4 @@
-"""Weights as functions of the trained parameters: standardized, as GroupNorm likes them, or with noise.
+"""Weight parametrizations: standardized weights, for use with GroupNorm, and noisy weights.
 
 C: output channels, I: inputs of a channel.
 """
@@ -22,21 +22,17 @@ _CELLS = (nn.RNNBase, nn.RNNCellBase)
 _DRAWN = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, *_CELLS, nn.MultiheadAttention)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, PublicBatchNorm)
 _KEPT = (nn.Embedding, nn.EmbeddingBag, *_NORMS)
-_MADE_BY_HOOKS = (
-    "_g",
-    "_v",
-    "_orig",
-)  # what weight_norm, spectral_norm and prune of torch.nn.utils leave behind
+_MADE_BY_HOOKS = ("_g", "_v", "_orig")  # by weight_norm, spectral_norm and prune of torch.nn.utils
 
 
 class StandardizedWeight(nn.Module):
-    """w -> (w - mean) / sqrt(var + eps) over the inputs of each output channel, over sqrt(inputs).
+    """w -> (w - mean) / sqrt(n (var + eps)), with mean and variance over the n inputs of each output channel.
 
-    The last factor keeps an output's variance that of its inputs.
+    The factor 1 / sqrt(n) keeps the variance of an output equal to that of its inputs.
 
     Guarantee:
-        A function of weights alone: examples stay apart, and per-example clipping bounds the gradient of the
-        weights behind it as it does all others.
+        A function of weights alone: examples are not mixed, and per-example clipping bounds the gradient of the
+        underlying weights like any other.
     """
 
     def __init__(self, eps: float = 1e-5) -> None:
@@ -44,7 +40,6 @@ class StandardizedWeight(nn.Module):
         self.eps = number("eps", eps, least=0)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Of the first axis' channels."""
         w_CI = weight.flatten(1)
         var_C1, mean_C1 = torch.var_mean(w_CI, 1, correction=0, keepdim=True)
         standard_CI = (w_CI - mean_C1) * ((var_C1 + self.eps) * w_CI.shape[1]).rsqrt()
@@ -52,10 +47,11 @@ class StandardizedWeight(nn.Module):
 
 
 def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
-    """Standardize the weights of every convolution, in place; the trained parameter becomes what is behind them.
+    """Standardize the weights of every convolution, in place. The trained parameter is the underlying weight.
 
-    A parametrization of torch: `torch.nn.utils.parametrize.remove_parametrizations` leaves a plain layer. Only
-    convolutions, since a normalization should follow, which the last linear layer seldom has.
+    This registers a torch parametrization; `torch.nn.utils.parametrize.remove_parametrizations` restores a plain layer.
+    Only convolutions are changed, because a normalization layer should follow, and the last linear layer seldom has
+    one.
     """
     require_module(model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
@@ -74,7 +70,7 @@ def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
             )
         if layer.weight[0].numel() < 2:
             raise ConfigurationError(
-                f"Layer {name!r} ({type(layer).__name__}) has one weight an output channel, which would become 0. "
+                f"Layer {name!r} ({type(layer).__name__}) has one weight per output channel, which would become 0. "
                 "Leave it out: use torch.nn.utils.parametrize and StandardizedWeight on the other layers."
             )
     for layer in layers.values():
@@ -83,13 +79,13 @@ def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
 
 
 class NoisyWeights(nn.Module):
-    """mu -> mu + std n with n ~ N(0, I), drawn anew whenever the weight is asked for, in evaluation too.
+    """mu -> mu + std n with n ~ N(0, I), drawn at each access of the weight, in evaluation too.
 
-    The gradient of mu is that of the weight that was drawn.
+    The gradient of mu is that of the drawn weight.
 
     Guarantee:
-        None: this noise is drawn by torch's ordinary generator, is the same for all examples of a batch and hides
-        nobody. Examples stay apart, so private training around it keeps its own guarantee.
+        None. This noise comes from torch's ordinary generator, is the same for all examples of a batch and protects no
+        example. Examples are not mixed, so private training with these weights keeps its own guarantee.
     """
 
     def __init__(self, std: float) -> None:
@@ -97,27 +93,25 @@ class NoisyWeights(nn.Module):
         self.std = number("std", std, least=0)
 
     def forward(self, mean: Tensor) -> Tensor:
-        """A draw."""
         return mean + self.std * torch.randn_like(mean)
 
     def extra_repr(self) -> str:
-        """For printing."""
         return f"std={self.std}"
 
 
 def with_noisy_weights(model: nn.Module, std: float) -> nn.Module:
-    """Let every linear, convolutional, recurrent and attention layer draw its weights from N(mu, std^2), in place.
+    """Draw the weights of every linear, convolutional, recurrent and attention layer from N(mu, std^2), in place.
 
-    Biases, embeddings and normalization layers stay as they are. The trained parameters are the means mu, or what is
-    behind them where weights are parametrized already. A second call gives the draws another std.
+    Biases, embeddings and normalization layers do not change. The trained parameters are the means mu, or the
+    underlying parameters where weights are already parametrized. A second call changes std.
     """
     require_module(model)
     noise = NoisyWeights(std)
     for name, module in model.named_modules():
         if isinstance(module, PublicBatchNorm) and not module.is_frozen:
             raise ConfigurationError(
-                f"Layer {name!r} ({type(module).__name__}): public statistics would be those of other draws of the "
-                "weights than the batch meets. Use GroupNorm or LayerNorm, or BatchNorm without privacy."
+                f"Layer {name!r} ({type(module).__name__}): the public statistics would come from other draws of "
+                "the weights than the batch uses. Use GroupNorm or LayerNorm, or BatchNorm without privacy."
             )
     weights = list(_weights_in(model))
     if not weights:
@@ -132,35 +126,34 @@ def with_noisy_weights(model: nn.Module, std: float) -> nn.Module:
 
 
 def _weights_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Each weight that is to be drawn: its layer and its name there. Refuses weights that would not be."""
+    """The layer and name of each weight to draw. Refuses weights that would get no noise."""
     for name, module in model.named_modules():
         if "parametrizations" in name.split(".") or isinstance(module, _KEPT):
-            continue  # what is behind a parametrization is reached by the layer that has it
+            continue  # the layer itself yields its parametrized weights
         for key in _matrices_of(module):
             if not isinstance(module, _DRAWN) and _step_of(module, key, NoisyWeights) is None:
                 raise ConfigurationError(
-                    f"Parameter {key!r} of {name!r} ({type(module).__name__}) would stay without noise: it is no kind "
-                    "of layer that is known here. Draw it too, with "
+                    f"Parameter {key!r} of {name!r} ({type(module).__name__}) would stay without noise: this kind "
+                    "of layer is not supported. Draw it too, with "
                     f"torch.nn.utils.parametrize.register_parametrization(layer, {key!r}, NoisyWeights(std))."
                 )
             if key.endswith(_MADE_BY_HOOKS):
                 raise ConfigurationError(
-                    f"Layer {name!r} ({type(module).__name__}): a hook makes its weights of {key!r}, so that noise "
-                    "would not be on the weights. Use weight_norm and spectral_norm of "
+                    f"Layer {name!r} ({type(module).__name__}): a hook makes its weights of {key!r}, so the noise "
+                    "would not be added to the weights. Use weight_norm and spectral_norm of "
                     "torch.nn.utils.parametrizations, and make pruning permanent first."
                 )
             yield module, key
 
 
 def _matrices_of(layer: nn.Module) -> list[str]:
-    """Parameters with two dimensions or more that are no biases, also where they are parametrized."""
+    """Parameters with at least two dimensions that are not biases, parametrized or not."""
     behind = getattr(layer, "parametrizations", {})
     names = [*(key for key, p in layer._parameters.items() if p is not None), *behind]
     return [key for key in names if "bias" not in key and getattr(layer, key).dim() > 1]
 
 
 def _step_of(layer: nn.Module, key: str, kind: type[Step]) -> Step | None:
-    """The parametrization of this kind that a weight has, if any."""
     if not parametrize.is_parametrized(layer, key):
         return None
     assert isinstance(layer.parametrizations, nn.ModuleDict)

@@ -1,4 +1,4 @@
-"""Certified bounds of gradients from the norms of weights: no per-example gradient is ever formed."""
+"""Certified bounds on per-example gradients from the norms of the weights. No per-example gradient is formed."""
 
 from clipwise.lipschitz.bounds import Bounds, bounds_of
 from clipwise.lipschitz.losses import (

@@ -1,4 +1,4 @@
-"""Bounds of what is applied to every number by itself, and of softmax."""
+"""Bounds of elementwise functions and of softmax."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from clipwise.errors import ConfigurationError
 from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rounding, Rule
 
-# The largest slopes, rounded up. Those above 1 lie outside the flat and the linear parts of the function.
+# The largest slopes, rounded up.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
-_HARDSIGMOID = 1 / 6 * (1 + 1e-7)  # torch has 1/6 in float32, also where it computes in float64
-_LARGEST_EXPONENT = 80.0  # exp of it is a number in float32
+_HARDSIGMOID = 1 / 6 * (1 + 1e-7)  # torch rounds 1/6 to float32, even in float64
+_LARGEST_EXPONENT = 80.0  # its exp is finite in float32
 _SELU = 1.0507009873554805 * 1.6732632423543773 * (1 + 1e-9)
 
 Constants = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
@@ -25,14 +25,13 @@ Constants = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
 class ElementwiseRule(Rule):
     """y = f(x) with |f'| <= slope, |f(0)| = `at_zero` and |f| <= `most`: |y| <= slope |x| + sqrt(n) |f(0)|.
 
-    A step, as in Hardshrink, does no harm where that holds as well: gradients never see it.
+    A jump, as in Hardshrink, is allowed if this inequality holds: gradients do not depend on it.
     """
 
     def __init__(self, constants: Constants, rounding: Rounding) -> None:
         self.constants, self.rounding = constants, rounding
 
     def slope(self, norms: Norms) -> float:
-        """The largest |f'|."""
         return self.constants[0]
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
@@ -53,7 +52,7 @@ class ElementwiseRule(Rule):
 
 
 def activation_rule(call: Call) -> Rule:
-    """Of a module whose constants are known."""
+    """The rule of an activation module."""
     try:
         return ElementwiseRule(constants_of(call.target), call.rounding)
     except ConfigurationError as error:
@@ -61,12 +60,12 @@ def activation_rule(call: Call) -> Rule:
 
 
 def affine_rule(factor: float, rounding: Rounding, shift: float = 0.0) -> Rule:
-    """Of c x + d, for public numbers c and d."""
+    """The rule of c x + d, for public numbers c and d."""
     return ElementwiseRule((abs(factor), abs(shift), math.inf), rounding)
 
 
 class DropoutRule(ElementwiseRule):
-    """In training, what is kept is multiplied by 1 / (1 - p). The rate is read when it is needed: it may be changed."""
+    """In training, kept values are multiplied by 1 / (1 - p). The rate is read at each use, since it may change."""
 
     def __init__(self, call: Call) -> None:
         super().__init__((1.0, 0.0, math.inf), call.rounding)
@@ -77,7 +76,7 @@ class DropoutRule(ElementwiseRule):
 
 
 def dropped(p: float) -> float:
-    """By what dropout multiplies the numbers that it keeps in training."""
+    """The factor by which dropout multiplies kept values in training."""
     return 1 / (1 - p) if p < 1 else 1.0
 
 
@@ -106,7 +105,7 @@ class LearnedSlopeRule(ElementwiseRule):
 
 
 class SoftmaxRule(Rule):
-    """Softmax along one dimension of d entries: its Jacobian diag(p) - p p^T has norm 1/2 at most; |p| <= 1."""
+    """Softmax along one dimension of d entries: its Jacobian diag(p) - p p^T has norm at most 1/2; |p| <= 1."""
 
     def __init__(self, call: Call) -> None:
         if call.target.dim is None:
@@ -143,19 +142,19 @@ def _celu(module: nn.CELU) -> Constants:
 
 
 def _softplus(module: nn.Softplus) -> Constants:
-    """log(1 + exp(beta x)) / beta, or x itself above the threshold."""
+    """log(1 + exp(beta x)) / beta, or x above the threshold."""
     if module.beta == 0:
-        raise ConfigurationError("Softplus with beta=0 has no values: give another beta.")
+        raise ConfigurationError("Softplus with beta=0 is undefined: give another beta.")
     if module.threshold > _LARGEST_EXPONENT:
         raise ConfigurationError(
-            f"Softplus with threshold={module.threshold:g} is infinite below it: give one of at most "
+            f"Softplus with threshold={module.threshold:g} can overflow below it: give at most "
             f"{_LARGEST_EXPONENT:g}."
         )
     return 1.0, math.log(2) / abs(module.beta), math.inf
 
 
 def constants_of(module: nn.Module) -> Constants:
-    """Slope, |f(0)| and the largest |f| of an activation with its settings; an error where there are none."""
+    """Slope, |f(0)| and the largest |f| of an activation; raises an error if it has no bound."""
     for name, value in vars(module).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigurationError(f"{name}={value} gives no bound: set a finite number.")
@@ -187,7 +186,7 @@ MODULES: dict[type[nn.Module], Callable[[Any], Constants]] = {
     nn.Identity: _fixed(1.0),
 }
 
-# The same as functions and methods: the module, and the names of the arguments after the input.
+# Equivalent functions and methods: the module, and the names of the arguments after the input.
 FUNCTIONS: dict[object, tuple[type[nn.Module], tuple[str, ...]]] = {
     function: (kind, settings)
     for kind, functions, settings in (

@@ -1,13 +1,13 @@
-"""Equivalent networks with smaller bounds: what one layer loses in scale the next one gains.
+"""Rescaling of consecutive layers, which keeps the network's function and reduces its bounds.
 
-Between two layers with nothing but positively homogeneous operations (ReLU, pooling, reshaping) a factor may move:
+If all operations between two layers are positively homogeneous (ReLU, pooling, reshaping), a factor a can be moved:
 
     W_B h(W_A x + b_A) = (W_B / a) h(a W_A x + a b_A)
 
-The network computes the same. The gradient of W_A and b_A becomes 1/a times as large, that of W_B a times, and so do
-their bounds S. With the optimal split the noise is as long as sum_k S_k sqrt(d_k), so the best a makes the terms of
-both layers equal: a = sqrt(T_A / T_B). Factors are powers of two, by which floating-point numbers are multiplied
-without any rounding: outputs stay the same bit by bit.
+The function stays the same. The gradients of W_A and b_A, and their bounds S, are divided by a; those of W_B are
+multiplied by a. With the optimal split the norm of the noise is proportional to sum_k S_k sqrt(d_k), so the best a
+makes the terms T of both layers equal: a = sqrt(T_A / T_B). Factors are powers of two, so the multiplication is exact
+and the outputs do not change by a single bit.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _HOMOGENEOUS = (
     nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
 )  # fmt: skip
 _HOMOGENEOUS_CALLS = (F.relu, torch.relu, "relu", torch.flatten, "flatten", "view", "reshape")
-_WORTH_IT = 0.75  # of log2(a): below, a factor of 2 makes it worse or hardly better
+_WORTH_IT = 0.75  # smallest |log2(a)| for which a factor of 2 helps
 _SWEEPS = 50
 
 
 class Pair(NamedTuple):
-    """Two layers between which a factor may move."""
+    """Two layers between which a factor can be moved."""
 
     first: Operation
     second: Operation
 
 
 def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
-    """All pairs of a network whose parameters are trained and used nowhere else."""
+    """All pairs of layers whose parameters are trained and used only once."""
     operations = {op.name: op for op in network.operations}
 
     def movable(node: fx.Node) -> bool:
@@ -72,10 +72,9 @@ def balance_(
     limits: Mapping[str, float],
     norm: str,
 ) -> dict[str, float]:
-    """Move factors, in place, to where the bounds add up to less, within the limits of the weights.
+    """Rescale pairs of layers in place to reduce the sum of the bounds, within the limits of the weights.
 
-    `norms` are brought up to date as well. This is post-processing of released weights. Returns the factor of each
-    parameter that was moved.
+    Updates `norms` as well. This is post-processing of released weights. Returns the factor of each changed parameter.
     """
     if not pairs:
         return {}
@@ -112,7 +111,7 @@ def balance_(
 
 
 def noise_of(bounds: Bounds, network: Network) -> float:
-    """sum_k S_k sqrt(d_k): the length of the noise over z, with the optimal split and each parameter a part."""
+    """sum_k S_k sqrt(d_k): the norm of the noise over z, for the optimal split with one group per parameter."""
     sizes = {name: p.numel() for name, p in network.graph.named_parameters(remove_duplicate=False)}
     return sum(bound * math.sqrt(sizes[name]) for name, bound in bounds.sensitivities.items())
 
@@ -124,15 +123,15 @@ def _best_power(
     lengths: Mapping[str, float],
     limits: Mapping[str, float],
 ) -> int:
-    """The power of two nearest to a = sqrt(T_A / T_B) that keeps all weights within their limits; 0 if it is near 1."""
+    """The power of two nearest to a = sqrt(T_A / T_B) within the limits of the weights; 0 if a is near 1."""
     first, second = sum(terms[n] for n in grows), sum(terms[n] for n in shrinks)
     if not (first > 0 and second > 0):
         return 0
     wanted = math.log2(first / second) / 2
     if abs(wanted) < _WORTH_IT:
         return 0
-    room = [math.log2(limits[n] / lengths[n]) for n in (grows if wanted > 0 else shrinks) if lengths[n] > 0]
-    most = max(0, math.floor(min(room, default=0.0) - 1e-6))
+    slack = [math.log2(limits[n] / lengths[n]) for n in (grows if wanted > 0 else shrinks) if lengths[n] > 0]
+    most = max(0, math.floor(min(slack, default=0.0) - 1e-6))
     return int(math.copysign(min(abs(round(wanted)), most), wanted))
 
 

@@ -1,10 +1,9 @@
-"""Norms of many weights in few operations, and one copy from their device.
+"""Norms of many weights in few operations, with one copy from the device.
 
-Rules say which norms they want, and all of them are measured together. One Gram matrix A A^T gives three: its largest
-eigenvalue |A|^2, its trace |A|_F^2 and, on its diagonal, the squares of the rows. On a CPU it is LAPACK that finds the
-eigenvalues. On an accelerator, where the number of operations counts and not their size, Gram matrices are filled up
-with zeros to a few sizes and iterated side by side: zeros change no norm. What is left is arithmetic with numbers, on
-the host.
+Rules list the norms that they need, and all are measured together. One Gram matrix A A^T gives three: its largest
+eigenvalue |A|^2, its trace |A|_F^2 and, on its diagonal, the squared row norms. On a CPU, LAPACK computes the
+eigenvalues. On an accelerator the number of operations matters, not their size: Gram matrices are zero-padded to a few
+sizes, which changes no norm, and iterated in batches. The remaining arithmetic runs on the host.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from torch.nn import functional as F
 
 from clipwise.lipschitz.matrix_norms import EPS, NOTHING, gram_bounds, is_quick, iterations_for
 
-_FILLED_UP = (32, 128)  # sides that smaller ones are filled up to
+_FILLED_UP = (32, 128)  # sizes to which smaller matrices are padded
 
-Number = Tensor | float  # float64 without dimensions, perhaps still on its device
+Number = Tensor | float  # a float64 scalar tensor, possibly on a device, or a float
 
 
 class Wanted(ABC):
-    """A certified norm that is wanted: first operations on the device, then arithmetic with what they gave."""
+    """A certified norm in two steps: operations on the device, then arithmetic on the host."""
 
     @abstractmethod
     def numbers(self) -> list[Number]:
-        """What `certified` takes, on the device or already on the host."""
+        """The inputs of `certified`, on the device or on the host."""
 
     @abstractmethod
     def certified(self, numbers: Sequence[float]) -> float:
-        """At least the norm. What is not finite gives inf or NaN."""
+        """An upper bound on the norm; inf or NaN if an entry is not finite."""
 
     def __float__(self) -> float:
         return measured_together([self])[0]
@@ -58,7 +57,7 @@ class Length(Wanted):
 
 @dataclass(frozen=True)
 class Vector(Wanted):
-    """The length of a tensor, seen as one vector. Those of several on a CPU are found in one operation."""
+    """The norm of a tensor as one vector. Several on a CPU take one operation."""
 
     values: Tensor
 
@@ -72,13 +71,13 @@ class Vector(Wanted):
 
 @dataclass(frozen=True)
 class Spectral(Wanted):
-    """The largest spectral norm of some matrices, float64 [g, m, n]. See `measured_together` for `numbers`.
+    """The largest spectral norm of several matrices, float64 [g, m, n]. See `measured_together` for `numbers`.
 
-    The computed G = A A^T is within 4 (n + 8) u |A|_F^2 of the true one, and |A|_F^2 is the trace, so that
+    The computed G = A A^T has an error of at most 4 (n + 8) u |A|_F^2, and |A|_F^2 is the trace, so
 
         |A|^2 <= |G| + 4 (n + 8) u |A|_F^2.
 
-    LAPACK's largest eigenvalue of G is within p(m) u |G| of |G|, p a modest polynomial.
+    LAPACK's largest eigenvalue of G has an error of at most p(m) u |G|, with p a modest polynomial.
     """
 
     matrices: Tensor
@@ -91,18 +90,18 @@ class Spectral(Wanted):
 
     @property
     def is_quick(self) -> bool:
-        """Whether its norm comes from the eigenvalues of its Gram matrices."""
+        """Whether the norm is computed from eigenvalues."""
         return is_quick(self.gram)
 
     @cached_property
     def squares(self) -> list[list[float]]:
-        """What is on the diagonals, of matrices that are quick: [g][m]."""
+        """The diagonals of the Gram matrices, on the host: [g][m]."""
         found: list[list[float]] = self.gram.diagonal(0, -2, -1).tolist()
         return found
 
     @cached_property
     def trace(self) -> Number:
-        """|A|_F^2, of all matrices together. Infinite or NaN if one of their numbers is."""
+        """|A|_F^2 summed over all matrices. Not finite if an entry is not."""
         return sum(map(sum, self.squares)) if self.is_quick else self.gram.diagonal(0, -2, -1).sum()
 
     def numbers(self) -> list[Number]:
@@ -126,7 +125,7 @@ class Frobenius(Wanted):
     of: Spectral
 
     def numbers(self) -> list[Number]:
-        """The largest square, and the trace: max() passes over NaN, and a sum does not."""
+        """The largest square, and the trace: max() ignores NaN, and a sum does not."""
         if self.of.is_quick:
             return [max(map(sum, self.of.squares)), self.of.trace]
         return [self.of.gram.diagonal(0, -2, -1).sum(-1).amax(), self.of.trace]
@@ -141,7 +140,7 @@ class Frobenius(Wanted):
 
 @dataclass(frozen=True)
 class LongestRow(Frobenius):
-    """The length of their longest row, if they are no higher than wide."""
+    """The norm of their longest row; the matrices must not be taller than wide."""
 
     def __post_init__(self) -> None:
         assert self.of.matrices.shape[-2] <= self.of.matrices.shape[-1], "the diagonal has the columns"
@@ -161,7 +160,7 @@ def _rounded_up(length: float, terms: int) -> float:
 
 @torch.no_grad()
 def measured_together(wanted: Sequence[Tensor | Wanted]) -> list[float]:
-    """Each norm as a number; a tensor is one that needs no more than its value."""
+    """Each norm as a float. A tensor is used as it is."""
     tops = _largest_eigenvalues([w for w in wanted if isinstance(w, Spectral) and w.matrices.numel()])
     lengths = _lengths([w for w in wanted if isinstance(w, Vector)])
     groups: list[list[Number]] = []
@@ -184,14 +183,14 @@ def measured_together(wanted: Sequence[Tensor | Wanted]) -> list[float]:
 
 
 def _lengths(vectors: Sequence[Vector]) -> dict[int, Tensor]:
-    """The length of each that is on a CPU, by identity. Elsewhere nobody says in which type it is summed up."""
+    """The norms of vectors on a CPU, by id. On other devices the accumulation dtype is not documented."""
     near = [v for v in vectors if v.values.device.type == "cpu"]
     found = torch._foreach_norm([v.values for v in near], 2, torch.float64) if near else []
     return dict(zip(map(id, near), found, strict=True))
 
 
 def _largest_eigenvalues(spectral: Sequence[Spectral]) -> dict[int, Number]:
-    """At least the largest eigenvalue of each Gram matrix as it was computed, up to LAPACK's own rounding."""
+    """An upper bound on the largest eigenvalue of each computed Gram matrix, up to LAPACK's rounding."""
     found: dict[int, Number] = {}
     together: dict[int, list[Spectral]] = {}
     for one in spectral:
@@ -206,7 +205,7 @@ def _largest_eigenvalues(spectral: Sequence[Spectral]) -> dict[int, Number]:
     for side, those in together.items():
         pads = [side - one.gram.shape[-1] for one in those]
         stack = torch.cat([F.pad(one.gram, (0, pad, 0, pad)) for one, pad in zip(those, pads, strict=True)])
-        bounds = gram_bounds(stack, iterations_for(side) - 1)  # G is the result of a first one
+        bounds = gram_bounds(stack, iterations_for(side) - 1)  # G is the first iterate
         for one, some in zip(those, torch.split(bounds, [len(one.gram) for one in those]), strict=True):
             found[id(one)] = some.amax()
     return found
@@ -215,5 +214,5 @@ def _largest_eigenvalues(spectral: Sequence[Spectral]) -> dict[int, Number]:
 def _filled_side(gram: Tensor) -> int:
     side = gram.shape[-1]
     if gram.device.type == "cpu":
-        return side  # there arithmetic costs more than an operation
+        return side  # on a CPU, arithmetic costs more than a launch
     return next((filled for filled in _FILLED_UP if side <= filled), side)

@@ -1,4 +1,4 @@
-"""Bounds of the layers of clipwise: clipped inputs, bounded normalization, attention by distances."""
+"""Bounds of clipwise layers: clipped inputs, bounded normalization, L2 attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clipwise.lipschitz.rule import Call, Norms, Reach, Rule
 
 
 class ClipInputRule(Rule):
-    """|y| <= C whatever comes in; a projection onto a ball does not stretch."""
+    """|y| <= C for any input; a projection onto a ball has slope at most 1."""
 
     def __init__(self, call: Call) -> None:
         self.module: ClipInput = call.target
@@ -24,17 +24,15 @@ class ClipInputRule(Rule):
 
 
 class BoundedNormRule(Rule):
-    """(x - mu) / max(alpha, sigma) over groups of m numbers.
+    """(x - mu) / max(alpha, sigma) over groups of m entries.
 
-    The Jacobian is a projection over max(alpha, sigma): |J| <= 1 / alpha. |y| <= min(sqrt(n), |x| / alpha); a single
-    number is at most sqrt(m - 1), when it alone differs from the others.
+    The Jacobian is a projection over max(alpha, sigma): |J| <= 1 / alpha. |y| <= min(sqrt(n), |x| / alpha). An entry is
+    at most sqrt(m - 1), if it alone differs from the others.
     """
 
     def __init__(self, call: Call) -> None:
         module, self.out = call.target, call.out
-        if not (
-            math.isfinite(module.alpha) and module.alpha > 0
-        ):  # it may have been set since the module was made
+        if not (math.isfinite(module.alpha) and module.alpha > 0):  # the attribute may have been set
             raise call.refusal(f"alpha={module.alpha} gives no bound: set a positive, finite number")
         self.alpha = float(module.alpha)
         if isinstance(module, BoundedGroupNorm):
@@ -45,7 +43,7 @@ class BoundedNormRule(Rule):
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         (x,) = reaches
-        lost = self.slack / self.alpha  # x - mu is rounded relative to x, not to itself
+        lost = self.slack / self.alpha  # the rounding error of x - mu is relative to x
         longest = (1 + self.slack) * math.sqrt(self.group)
         slack = 1 + self.slack
         return Reach.of(
@@ -61,13 +59,13 @@ class BoundedNormRule(Rule):
 class MixtureRule(Rule):
     """y_i = sum_j P_ij v_j, P = softmax of L_ij = -s_ij^2, s_ij^2 = |u_i - u_j|^2 / sqrt(d), over T positions.
 
-    Values: P has rows that sum to 1, so |P| <= sqrt(T), and |y_i| <= max_j |v_j| = R.
+    Values: the rows of P sum to 1, so |P| <= sqrt(T), and |y_i| <= max_j |v_j| = R.
     Places: d y_i is the covariance of dL_i and v under P_i, at most std(dL_i) R, and
 
         sum_i E dL_i^2 <= (4 / sqrt(d)) sum_ij P_ij s_ij^2 |du_i - du_j|^2.
 
     A position attends to itself with L_ii = 0, so P_ij <= exp(-s_ij^2) and P_ij s_ij^2 <= 1/e: the sum is at most
-    2 T |du|^2 / e. It is also at most max s^2 times 2 (T + 1) |du|^2. Heads take columns of their own of u and v.
+    2 T |du|^2 / e. It is also at most max s^2 times 2 (T + 1) |du|^2. Each head uses its own columns of u and v.
     """
 
     def __init__(self, call: Call) -> None:
@@ -81,7 +79,7 @@ class MixtureRule(Rule):
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         _, v = reaches
-        # |y_i|: within each head a mean of values, so at most the root of the sum of their largest squares.
+        # In each head y_i is a weighted mean of values.
         row = math.sqrt(self.out[-1] / self.depth) * v.row
         return Reach.of(self.out, self.slack * self.root * v.norm, self.slack * row, self.slack * v.entry)
 

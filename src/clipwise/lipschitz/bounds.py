@@ -1,9 +1,9 @@
-"""Forward: how large each value can be. Backward: how large a gradient can be. Together: sensitivities.
+"""Sensitivities from bounds on values (forward) and on gradients (backward).
 
     X_{k+1} = largest_k(X_k)          l_k = l_{k+1} gain_k          Delta_k = l_{k+1} parameter_gain_k
 
-over a graph: a value that goes several ways gets the sum of their gradients, a parameter that is used several
-times the sum over its uses, and the pieces of a concatenation share one gradient.
+On a graph, gradients add up over the uses of a value and over the uses of a parameter. The inputs of a concatenation
+share one gradient.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from clipwise.lipschitz.rule import EFFORTS, Effort, Reach
 from clipwise.lipschitz.trace import Network, Operation
 from clipwise.validation.arguments import number, one_of
 
-_SLACK = 1 + 2.0**-30  # for the arithmetic of this file, in float64
+_SLACK = 1 + 2.0**-30  # for the float64 arithmetic of this module
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no example passes, for one state of the weights. All of it follows from released values.
+    """Bounds that hold for every example at the current weights. They are functions of released values.
 
     Args:
-        sensitivities: the largest L2 norm of one example's gradient, for each parameter of the model.
+        sensitivities: the largest L2 norm of one example's gradient, per parameter.
         norms: X, the largest norm of each value, by its name in the graph.
         gradients: l, the largest norm of one example's gradient at each value.
     """
@@ -41,11 +41,11 @@ class Bounds:
 
 
 class Lengths:
-    """A bound of a gradient's norm that remembers which piece of a concatenation it came through.
+    """A bound on a gradient's norm that records the concatenations on its path.
 
-    It stands for sum_k a_k s_k, where the s of the pieces of one concatenation have sum s^2 <= 1: so the largest
-    value is the sum, over concatenations, of the root of the sum of their a^2. A value that went through two
-    branches which are then joined has sqrt(a^2 + b^2), and not a + b.
+    It represents sum_k a_k s_k, where the s_k of one concatenation satisfy sum s_k^2 <= 1. The largest value is
+    therefore the sum over concatenations of sqrt(sum a_k^2): two concatenated branches with gains a and b give sqrt(a^2
+    + b^2), not a + b.
     """
 
     __slots__ = ("_coefficients",)
@@ -55,8 +55,7 @@ class Lengths:
 
     @property
     def largest(self) -> float:
-        """The largest value."""
-        if len(self._coefficients) == 1:  # nothing was joined
+        if len(self._coefficients) == 1:  # no concatenation
             return next(iter(self._coefficients.values()))
         by_join: dict[str, list[float]] = {}
         for (join, _), coefficient in self._coefficients.items():
@@ -72,12 +71,11 @@ class Lengths:
         return Lengths(total)
 
     def times(self, gain: float) -> Lengths:
-        """After an operation with this gain."""
-        # 0 inf is 0 here: where no gradient arrives, a gain without bound does no harm.
+        # 0 inf is 0 here: without a gradient, an infinite gain has no effect.
         return Lengths({key: c * gain for key, c in self._coefficients.items() if c > 0 and gain > 0})
 
     def piece(self, join: str, index: int) -> Lengths:
-        """What one input of a concatenation gets."""
+        """The bound for one input of a concatenation."""
         return Lengths({(join, index): self.largest})
 
 
@@ -91,15 +89,15 @@ def bounds_of(
     effort: Effort = "spectral",
     limits: Mapping[str, float] | None = None,
 ) -> Bounds:
-    """The sensitivity of each parameter for the current weights, under "one example added".
+    """The sensitivity of each parameter at the current weights, under add/remove of one example.
 
     Args:
         network: a traced model; see `trace`.
         loss_constant: the largest norm of one example's gradient at the model's output, which must be clipped to it.
-        effort: what the norms of the weights may cost: "frobenius", "spectral", or "tight", which adds the operator
+        effort: how the norms of the weights are computed: "frobenius", "spectral", or "tight", which adds the operator
             norms of convolutions by Fourier transforms.
-        limits: instead of the current weights, whatever weights are clipped to these norms (one for each
-            parameter; see `weights.limits_of`). The bounds are then the same in every step.
+        limits: if given, bounds for any weights that are clipped to these norms (one per parameter; see
+            `weights.limits_of`), instead of the current weights. They are the same in every step.
     """
     loss_constant = number("loss_constant", loss_constant, above=0)
     one_of("effort", effort, EFFORTS)
@@ -111,14 +109,14 @@ Measured = dict[str, dict[str, float]]  # by operation
 
 
 def bounds_from(network: Network, norms: Measured, loss_constant: float) -> Bounds:
-    """The same, from norms that were measured before."""
+    """`bounds_of` from measured norms."""
     return _backward(network, norms, _forward(network, norms), loss_constant)
 
 
 def measured_norms(
     network: Network, effort: Effort, operations: Iterable[Operation] | None = None
 ) -> Measured:
-    """All norms of the weights, brought from the device in one go; or those of some operations."""
+    """The norms of all weights, or of some operations, with one copy from the device."""
     rules = {op.name: op.rule for op in (network.operations if operations is None else operations)}
     wanted = {name: rule.measured(effort) for name, rule in rules.items()}
     values = iter(measured_together([one for some in wanted.values() for one in some.values()]))
@@ -126,14 +124,14 @@ def measured_norms(
 
 
 def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
-    """The same for all weights within the limits; what is not trained is what it is."""
+    """The largest norms of weights within the limits; frozen layers are measured."""
     found: Measured = {}
     for op in network.operations:
         given = [limits[full] for full in op.parameters.values() if full in limits]
         if 0 < len(given) < len(op.parameters):
             raise ConfigurationError(
-                f"Bounds from max_weight_norm alone (fixed=True) need a layer that is trained or frozen as a whole, "
-                f"and {op.where!r} is frozen in part: train all of it, freeze all of it, or take fixed=False."
+                f"Bounds from max_weight_norm alone (fixed=True) need layers that are trained or frozen as a whole, "
+                f"and {op.where!r} is partly frozen: train all of it, freeze all of it, or use fixed=False."
             )
         if given:
             found[op.name] = op.rule.allowed(max(given))
@@ -149,7 +147,7 @@ def _forward(network: Network, norms: Measured) -> dict[str, Reach]:
         if not math.isfinite(reach.norm):
             raise UnsupportedModelError(
                 f"Lipschitz bounds: values at {op.where!r} can be infinite. Its weights, or those before it, "
-                "are not finite or too large: take a smaller learning rate or max_weight_norm."
+                "are not finite or too large: use a smaller learning rate or max_weight_norm."
             )
         reaches[op.name] = reach
     return reaches

@@ -1,4 +1,4 @@
-"""Bounds of convolutions: the geometry of their windows, their norm as operators, and their rule."""
+"""Bounds of convolutions: window geometry, operator norms, and the rule."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ _TORUS_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Windows:
-    """Where the windows of a kernel lie on an image: all that the bounds need to know of a geometry.
-
-    Args:
-        size: of the image in each dimension.
-        kernel, stride, dilation: in each dimension.
-        before: zeros in front of each dimension.
-        out: how many windows there are in each dimension.
-    """
+    """The geometry of a kernel's windows on an image, per dimension. `before`: zero padding; `out`: window count."""
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -42,21 +35,20 @@ class Windows:
 
     @cached_property
     def positions(self) -> int:
-        """The number of windows."""
         return math.prod(self.out)
 
     @cached_property
     def cover(self) -> int:
-        """In how many windows one pixel is at most; ceil(k / (s / gcd(s, dilation))) a dimension, or fewer."""
+        """The largest number of windows with one pixel; at most ceil(k / (s / gcd(s, dilation))) per dimension."""
         return math.prod(max(inside, default=0) for inside, _ in self._counts())
 
     @cached_property
     def taps(self) -> int:
-        """How many pixels of the image one window holds at most."""
+        """The largest number of image pixels in one window."""
         return math.prod(max(held, default=0) for _, held in self._counts())
 
     def _counts(self) -> list[tuple[list[int], list[int]]]:
-        """For each dimension: windows of every pixel, pixels of every window."""
+        """Per dimension: the number of windows of each pixel, and of pixels in each window."""
         found = []
         for n, k, s, d, b, o in zip(
             self.size, self.kernel, self.stride, self.dilation, self.before, self.out, strict=True
@@ -83,7 +75,7 @@ def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> 
 
 
 def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort) -> Measurements:
-    """What `operator_from` needs besides `weight` and `frobenius`: the norms of W as c_out x (c_in k)."""
+    """The norms that `operator_from` needs besides `weight` and `frobenius`."""
     if effort == "frobenius":
         return {}
     by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
@@ -93,19 +85,19 @@ def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort
         "most out of an input": sizes.sum(1).sum(2).amax(),
     }
     if by_group.shape[1] < by_group.shape[2] or effort == "tight":
-        # With so many inputs this form of W has fewer rows: noise in it has a smaller norm.
+        # With more inputs than outputs this form of W has fewer rows, so noise in it has a smaller norm.
         found["scattering"] = Spectral(by_group.transpose(2, 3).flatten(1, 2))
     return found | ({"torus": torus_bound(weight, groups, windows)} if effort == "tight" else {})
 
 
 def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
-    """At least the norm of the convolution from image to image, the smallest of the bounds that hold:
+    """An upper bound on the operator norm of the convolution, the smallest of:
 
     - gathering: |windows of x|^2 <= cover |x|^2, so sqrt(cover) |W|, W as c_out x (c_in k);
     - scattering: an output sums at most `taps` parts, so sqrt(taps) |W|, W as (c_out k) x c_in, whose norm is at most
-      |W|_F. It is worth its time where there are more inputs than outputs;
+      |W|_F. It is only computed if there are more inputs than outputs;
     - sqrt(|.|_1 |.|_inf) of the operator, from the sums of its kernel;
-    - with effort "tight": the exact norm on a torus that is so large that nothing wraps around.
+    - with effort "tight": the exact norm on a torus large enough that no window wraps around.
     """
     found = [
         math.sqrt(windows.cover) * norms["weight"],
@@ -113,16 +105,16 @@ def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
     ]
     if "most into an output" in norms:
         found.append(math.sqrt(norms["most into an output"] * norms["most out of an input"]))
-    finite = all(map(math.isfinite, found))  # min() would pass over NaN
+    finite = all(map(math.isfinite, found))  # min() may ignore NaN
     return min(*found, norms.get("torus", math.inf)) * (1 + _SLACK) if finite else math.inf
 
 
 def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
-    """At least the norm, from the operator's Fourier transform; infinite where that would be too large to form.
+    """An upper bound on the norm from the Fourier transform of the operator; infinite if that is too large to form.
 
-    On a torus of N >= n + d (k - 1) pixels a dimension a convolution with zero padding is a part of the circular
-    one: no window wraps around. Of stride s it keeps every s-th output, which folds S = prod s frequencies
-    onto each other: with N a multiple of s its norm is that of [K(w_1) ... K(w_S)] / sqrt(S).
+    On a torus of N >= n + d (k - 1) pixels per dimension no window wraps around, so a convolution with zero padding is
+    a part of the circular one. With stride s it keeps every s-th output, which folds S = prod s frequencies onto each
+    other: with N a multiple of s its norm is that of [K(w_1) ... K(w_S)] / sqrt(S).
     """
     torus = tuple(
         -(-(n + d * (k - 1)) // s) * s
@@ -137,7 +129,7 @@ def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
     spread[everywhere + taps] = w
     dims = range(2, spread.ndim)
     transfer = torch.fft.fftn(spread, dim=tuple(dims))
-    # A frequency w = v + j N / s: [v] counts blocks that fold onto each other, [j] the members of a block.
+    # A frequency is w = v + j N / s: v indexes the blocks that fold onto each other, j the members of a block.
     apart = [n for total, s in zip(torus, windows.stride, strict=True) for n in (s, total // s)]
     transfer = transfer.reshape(groups, w.shape[0] // groups, w.shape[1], *apart)
     members = [3 + 2 * i for i in range(len(torus))]
@@ -146,7 +138,7 @@ def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
         -1, w.shape[0] // groups, w.shape[1] * math.prod(windows.stride)
     )
     bounds = spectral_bounds(folded, _TORUS_ITERATIONS) / math.sqrt(math.prod(windows.stride))
-    # An FFT's error is below c log2(N) u of the whole spectrum, |K|_F = sqrt(N) |W|_F.
+    # The error of an FFT is below c log2(N) u times the norm of the spectrum, |K|_F = sqrt(N) |W|_F.
     rounding = 32 * math.log2(2 * math.prod(torus)) * EPS * math.sqrt(math.prod(torus))
     return bounds.amax() + rounding * frobenius_norms(w.flatten(1))
 
@@ -164,9 +156,9 @@ class ConvolutionRule(AffineRule):
         module: Convolution = call.target
         (shape,), self.out = call.shapes, call.out
         if module.padding_mode != "zeros":
-            raise call.refusal(f"padding_mode={module.padding_mode!r} has no bound here: take 'zeros'")
+            raise call.refusal(f"padding_mode={module.padding_mode!r} has no bound here: use 'zeros'")
         if len(shape) != len(module.kernel_size) + 1:
-            raise call.refusal("its input has no dimension for examples: give input_shape without the batch")
+            raise call.refusal("its input has no batch dimension: give input_shape without the batch")
         self.module, self.rounding, self.groups = module, call.rounding, module.groups
         self.windows = windows_of(module, shape[1:], call.out[1:])
         self._taps = self.windows.taps
@@ -191,7 +183,7 @@ class ConvolutionRule(AffineRule):
         each = (norms["weight"] + (slack - 1) * norms["frobenius"]) * window  # the output of one window
         bias = norms["bias"] * (1 + self.rounding.of_elements)
         root = math.sqrt(self.windows.positions)
-        # One window's output is bounded group by group; together they are within the root of the groups.
+        # `each` is the bound for one group; all groups together are at most sqrt(groups) times it.
         apart = math.sqrt(self.groups)
         return Reach.of(
             self.out,
@@ -203,12 +195,12 @@ class ConvolutionRule(AffineRule):
         (x,) = reaches
         positions = self.windows.positions
         slack = 1 + self.rounding.of_sum(positions)
-        # The windows of a group hold its channels only: all groups together are within `cover` of |x|.
+        # The windows of a group contain only its channels, so `cover` holds for all groups together.
         windows = min(self.gathered * x.norm, math.sqrt(positions) * self._window(x))
         return self._with_bias(slack * windows, slack * math.sqrt(positions))
 
     def _window(self, x: Reach) -> float:
-        """The largest norm of what one window holds of one group's channels."""
+        """The largest norm of one window's entries in one group of channels."""
         return min(x.norm, math.sqrt(self._taps * self._channels) * x.entry)
 
     def _gain(self, norms: Norms) -> float:

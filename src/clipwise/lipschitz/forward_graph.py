@@ -1,4 +1,4 @@
-"""A model's forward pass as a graph of torch.fx, in which every number and tensor is one of the model's own."""
+"""A model's forward pass as a torch.fx graph that contains no constants except the model's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADE_BY_FX = "_tensor_constant"
 
 
 class Step(NamedTuple):
-    """One operation of a graph, by what it does and what it takes: two graphs may be compared."""
+    """One operation of a graph, in a form that can be compared between graphs."""
 
     op: str
     target: Any
@@ -26,25 +26,25 @@ class Step(NamedTuple):
 
     @property
     def words(self) -> str:
-        """How a message calls it."""
+        """The operation as text, for messages."""
         name = self.target if isinstance(self.target, str) else getattr(self.target, "__name__", self.target)
         given = [*map(str, self.arguments), *(f"{k}={v}" for k, v in self.options.items())]
         return f"{name}({', '.join(given)})"
 
 
 def graph_of(model: nn.Module) -> fx.Graph:
-    """What a forward pass does. It is written down twice: a pass that draws a number of its own is refused."""
+    """Trace the forward pass twice. Refuses a pass that differs, for example because it draws random numbers."""
     with _left_as_it_was(model):
         graph, again = (_traced_once(model) for _ in range(2))
         for one, other in zip(steps_of(graph), steps_of(again), strict=False):
             if one != other:
                 differ = f"its forward pass is not the same each time ({one.words}, then {other.words})"
-                raise refusal("", model, f"{differ}: numbers that it draws or counts have no bound")
+                raise refusal("", model, f"{differ}: random numbers and counters in it have no bound")
     return graph
 
 
 def graph_again(model: nn.Module) -> fx.Graph:
-    """The same once, for whoever compares it with an earlier one."""
+    """Trace the forward pass once, for comparison with an earlier graph."""
     with _left_as_it_was(model):
         return _traced_once(model)
 
@@ -70,7 +70,7 @@ def steps_of(graph: fx.Graph) -> list[Step]:
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
-    """What a graph calls by a path such as "block.scale"; None if it is gone."""
+    """The attribute at a path such as "block.scale"; None if it does not exist."""
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -78,10 +78,9 @@ def attribute_of(module: nn.Module, path: str) -> Any:
 
 
 class _Tracer(fx.Tracer):
-    """Stops at modules that have a rule of their own."""
+    """A tracer that does not enter modules with their own rule."""
 
     def traced(self, model: nn.Module) -> fx.Graph:
-        """The graph, or an error that names the module."""
         try:
             return self.trace(model)
         except UnsupportedModelError:
@@ -93,7 +92,7 @@ class _Tracer(fx.Tracer):
         return is_known(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """As usual; whatever cannot be traced is refused under the name of the innermost module that does it."""
+        """Errors name the innermost module that cannot be traced."""
         try:
             return super().call_module(m, forward, args, kwargs)
         except UnsupportedModelError:
@@ -102,10 +101,10 @@ class _Tracer(fx.Tracer):
             raise refusal(self.path_of_module(m), m, _untraceable(error)) from error
 
     def create_arg(self, a: Any) -> Any:
-        """As usual; a tensor that the pass makes anew could be another one the next time."""
+        """Refuse tensors that the pass creates: they could differ in the next pass."""
         found = super().create_arg(a)
         if isinstance(a, Tensor) and isinstance(found, fx.Node) and str(found.target).startswith(_MADE_BY_FX):
-            instead = "take a plain number, or a buffer of the module (register_buffer)"
+            instead = "use a plain number, or a buffer of the module (register_buffer)"
             reason = f"its forward pass makes a tensor that does not come from the input: {instead}"
             raise refusal("", self.root, reason)
         return found
@@ -113,7 +112,7 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """A pass may set attributes, and torch.fx sets some: afterwards they are what they were."""
+    """Restore all module attributes afterwards: a forward pass or torch.fx may set some."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -124,7 +123,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _without_unused_items(graph: fx.Graph) -> fx.Graph:
-    """`output, _ = rnn(x)` takes an item that nobody uses. Nothing else is left out: it might write."""
+    """Remove unused items, as in `output, _ = rnn(x)`. Other unused operations may write in place."""
     for node in reversed(graph.nodes):
         if node.target is operator.getitem and not node.users:
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Bounds of linear layers and embeddings, and what linear layers and convolutions share."""
+"""Bounds of linear layers and embeddings, and the base class of linear layers and convolutions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from clipwise.lipschitz.batched_norms import Frobenius, Length, LongestRow, Spec
 from clipwise.lipschitz.matrix_norms import EPS, frobenius_norms
 from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rule
 
-_NOTHING = 1e-40  # what numbers below the smallest of float32 are rounded by
+_NOTHING = 1e-40  # rounding error of subnormal float32 numbers
 
 
 class AffineRule(Rule):
-    """A linear map of windows with a bias; in each group of channels, all outputs by all inputs of a window."""
+    """A linear map of windows with a bias. In each group of channels it maps all inputs of a window to all outputs."""
 
     has_lengths = True
     groups = 1
-    gathered = (
-        1.0  # what the rounding of the weights becomes as an operator, which may use them in several windows
-    )
+    gathered = 1.0  # the factor from the rounding error of the weights to that of the operator
     module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     @abstractmethod
     def _gain(self, norms: Norms) -> float:
-        """The norm of the map from all inputs to all outputs, with its rounding."""
+        """The norm of the map from all inputs to all outputs, including rounding."""
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
         return (self._gain(norms),)
@@ -64,7 +62,7 @@ class AffineRule(Rule):
         return self._with_bias(norms["weight" if norm == "spectral" else "frobenius"], norms["bias"])
 
     def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
-        """f W + E with |E| <= error |f W| number by number, so |E| <= |E|_F <= error f |W|_F in every norm."""
+        """f W + E with |E| <= error |f W| elementwise, so |E| <= |E|_F <= error f |W|_F in every norm."""
         found = dict(norms)
         if "weight" in factors:
             f = factors["weight"] * (1 + 4 * EPS)
@@ -77,7 +75,7 @@ class AffineRule(Rule):
         return found
 
     def _matrices(self) -> Tensor:
-        """float64 [g, m, n]: in each group, all outputs of a window by all of its inputs."""
+        """float64 [g, m, n]: per group, outputs by inputs of a window."""
         weight = self.module.weight.detach().double()
         return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
@@ -121,13 +119,13 @@ class LinearRule(AffineRule):
 
 
 class EmbeddingRule(Rule):
-    """Rows of a table for T ids: |y| <= sqrt(T) max |row|. One id at all T positions gets sum_t g_t: sqrt(T) |g|."""
+    """Rows of a table for T ids: |y| <= sqrt(T) max |row|. T equal ids have the gradient sum_t g_t: sqrt(T) |g|."""
 
     def __init__(self, call: Call) -> None:
         self.module, self.rounding, self.out = call.target, call.rounding, call.out
         if self.module.max_norm is not None:
             raise call.refusal(
-                "max_norm changes the rows that a batch uses, without noise: leave it out, rows are clipped"
+                "max_norm changes the rows that a batch uses, without noise: leave it out, since rows are clipped"
             )
         if self.module.scale_grad_by_freq or self.module.sparse:
             raise call.refusal("scale_grad_by_freq and sparse have no bound here: leave them out")

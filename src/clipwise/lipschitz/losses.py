@@ -1,4 +1,4 @@
-"""Losses with a bounded slope: one loss an example, and the largest norm of its gradient at the model's output."""
+"""Losses per example with a bounded gradient norm at the model's output."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ KINDS = ("all-pairs", "largest", "one-against-all")
 
 
 class BoundedLoss(ABC):
-    """A loss that is called with outputs and targets, and knows its constant."""
+    """A loss of outputs and targets with a known gradient bound, its constant."""
 
     @abstractmethod
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One loss an example."""
+        """One loss per example."""
 
     @abstractmethod
     def constant(self, shape: Sequence[int]) -> float:
-        """The largest norm of an example's gradient at its output, which has this shape."""
+        """The largest norm of one example's gradient at the output, for an output of this shape."""
 
 
 @dataclass(frozen=True)
 class SoftmaxCrossEntropy(BoundedLoss):
-    """-log softmax(z / tau)_y: |p - e_y| / tau <= sqrt(2) / tau. A high temperature tau means small gradients."""
+    """-log softmax(z / tau)_y: |p - e_y| / tau <= sqrt(2) / tau. A higher temperature tau gives smaller gradients."""
 
     temperature: float = 1.0
 
@@ -49,7 +49,7 @@ class SoftmaxCrossEntropy(BoundedLoss):
 
 @dataclass(frozen=True)
 class CosineSimilarity(BoundedLoss):
-    """1 - z y / (max(|z|, floor) |y|): the slope is at most 1 / floor. Without a floor it has no bound at z = 0."""
+    """1 - z y / (max(|z|, floor) |y|): the slope is at most 1 / floor. Without `floor` it is unbounded at z = 0."""
 
     floor: float
 
@@ -59,7 +59,7 @@ class CosineSimilarity(BoundedLoss):
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
         z, y = outputs.flatten(1), targets.flatten(1)
-        # The floor comes before the root, whose slope at 0 is infinite.
+        # Clamp before the root, whose slope at 0 is infinite.
         lengths = z.square().sum(1).clamp(min=self.floor**2).sqrt()
         return 1 - (z * F.normalize(y, dim=1)).sum(1) / lengths
 
@@ -69,12 +69,12 @@ class CosineSimilarity(BoundedLoss):
 
 @dataclass(frozen=True)
 class MulticlassHinge(BoundedLoss):
-    """The hinge over c classes, in one of three forms.
+    """The hinge loss over c classes, in one of three forms.
 
     Args:
-        kind: "all-pairs": sum_{j != y} max(0, m - z_y + z_j), whose slope is sqrt(c (c - 1)): all c - 1 others pull at
-            z_y. "largest": only the worst of them, sqrt(2). "one-against-all": sum_j max(0, m - t_j z_j) with
-            t_j = 1 for the class and -1 for others, sqrt(c).
+        kind: "all-pairs": sum_{j != y} max(0, m - z_y + z_j), with slope sqrt(c (c - 1)). "largest": only the largest
+            of these terms, with slope sqrt(2). "one-against-all": sum_j max(0, m - t_j z_j) with t_j = 1 for the class
+            and -1 for the others, with slope sqrt(c).
         margin: m.
     """
 
@@ -97,8 +97,8 @@ class MulticlassHinge(BoundedLoss):
     def constant(self, shape: Sequence[int]) -> float:
         if len(shape) != 1:
             raise ConfigurationError(
-                f"MulticlassHinge takes outputs of the shape (examples, classes), and an example's outputs have the "
-                f"shape {tuple(shape)}: flatten them, or take SoftmaxCrossEntropy, which knows positions."
+                f"MulticlassHinge takes outputs of shape (examples, classes), and the outputs of one example have "
+                f"shape {tuple(shape)}: flatten them, or use SoftmaxCrossEntropy, which supports positions."
             )
         (classes,) = shape
         if self.kind == "all-pairs":
@@ -108,7 +108,7 @@ class MulticlassHinge(BoundedLoss):
 
 @dataclass(frozen=True)
 class Huber(BoundedLoss):
-    """sum over n outputs of e^2 / 2 up to delta, then delta (|e| - delta / 2): a slope of sqrt(n) delta."""
+    """The sum over n outputs of e^2 / 2 up to delta, then delta (|e| - delta / 2), with slope sqrt(n) delta."""
 
     delta: float = 1.0
 
@@ -126,7 +126,7 @@ class Huber(BoundedLoss):
 
 @dataclass(frozen=True)
 class Logistic(BoundedLoss):
-    """log(1 + e^z) - y z over n outputs, for labels y in [0, 1]: |sigmoid(z) - y| <= 1, so sqrt(n)."""
+    """log(1 + e^z) - y z over n outputs, for labels y in [0, 1]: |sigmoid(z) - y| <= 1, so the slope is sqrt(n)."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -138,31 +138,30 @@ class Logistic(BoundedLoss):
 
 
 def require_bounded(loss: object) -> None:
-    """Refuse a loss that does not know its constant."""
+    """Refuse a loss that is not a `BoundedLoss`."""
     if not isinstance(loss, BoundedLoss):
         raise ConfigurationError(
-            "loss must be a clipwise.lipschitz.BoundedLoss, which knows its constant, not "
-            f"{type(loss).__name__}: for instance lipschitz.SoftmaxCrossEntropy(temperature=2.0)."
+            "loss must be a clipwise.lipschitz.BoundedLoss, which has a constant, not "
+            f"{type(loss).__name__}: for example lipschitz.SoftmaxCrossEntropy(temperature=2.0)."
         )
 
 
 def constant_of(loss: BoundedLoss, shape: Sequence[int]) -> float:
-    """The loss's constant for outputs of this shape, or an error if that is none."""
+    """The validated constant of the loss for outputs of this shape."""
     return number(f"{type(loss).__name__}.constant({tuple(shape)})", loss.constant(shape), above=0)
 
 
 def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
-    """Each example's gradient at the output, at most `constant` long; one that is not finite counts as 0.
+    """Clip each example's gradient at the output to `constant`. A non-finite gradient becomes 0.
 
-    So does one that is 2^126 times as long: float32 would round its scale, perhaps up.
-
-    With this a wrong or scaled loss cannot break a bound. A loss that keeps its constant is left as it is.
+    So does one longer than 2^126 times `constant`, whose scale float32 would round, possibly up. With this clip a wrong
+    or scaled loss cannot violate a bound. A loss within its constant is not changed.
     """
     rows = gradients.flatten(1) if gradients.ndim > 1 else gradients.unsqueeze(1)
     norms_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     if norms_B.device.type == "cpu" and bool((norms_B <= constant).all()):
-        return gradients  # as it should be; elsewhere the answer would have to be waited for
-    # A loss at its constant may pass it by rounding; the bounds allow for that much anyway.
+        return gradients  # on other devices this check would synchronize
+    # Rounding may exceed the constant slightly; the bounds allow for it.
     scales_B = (constant / norms_B).clamp(max=1)
     shape = (-1, *[1] * (gradients.ndim - 1))
     good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
@@ -174,9 +173,9 @@ def _per_example(losses: Tensor) -> Tensor:
 
 
 def _require_same_shape(loss: BoundedLoss, outputs: Tensor, targets: Tensor) -> None:
-    """Otherwise torch repeats one of them, and every example meets all targets."""
+    """Otherwise torch broadcasts, and every output is compared with all targets."""
     if outputs.shape != targets.shape:
         raise ConfigurationError(
-            f"{type(loss).__name__}: outputs and targets have different shapes, and each output needs a target of its "
-            "own: give targets.view_as(outputs)."
+            f"{type(loss).__name__}: outputs and targets have different shapes, and each output needs its own "
+            "target: give targets.view_as(outputs)."
         )

@@ -1,7 +1,7 @@
-"""Certified upper bounds of spectral norms: no rounding and no early stop brings them below the true norm.
+"""Certified upper bounds of spectral norms, including rounding errors.
 
-Power iteration approaches the norm from below, so a sensitivity that rests on it is too small. What is here
-approaches it from above.
+Power iteration approaches the norm from below, so a sensitivity based on it would be too small. The methods here
+approach it from above.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
 NOTHING = 1e-150
-_SMALL, _FEW = 256, 8  # up to this side, and for so many matrices, eigenvalues are quick on a CPU
-# Gram iterations: at most r^(1 / 2^9) above, which is 1.009 for rank 100, and mostly far less.
+_SMALL, _FEW = 256, 8  # largest side and number of matrices for eigenvalues on a CPU
+# Gram iterations: the bound is at most r^(1 / 2^9) times the norm, 1.009 for rank 100, and usually far less.
 _ITERATIONS = 8
-_FEWER, _LARGE = 6, 192  # for larger matrices, whose products cost: 1.06 for rank 1000
+_FEWER, _LARGE = 6, 192  # for larger matrices, with costly products: 1.06 for rank 1000
 
 
 def spectral_bounds(matrices: Tensor, iterations: int | None = None) -> Tensor:
-    """At least the spectral norm of each matrix [..., m, n]; float64 [...]. An infinite or NaN entry gives inf or NaN.
+    """An upper bound on the spectral norm of each matrix [..., m, n]; float64 [...]. Not finite if an entry is not.
 
-    On a CPU from the eigenvalues of a small Gram matrix. Else the smallest of Gram iteration, the Frobenius norm
-    and sqrt(|W|_1 |W|_inf).
+    Small matrices on a CPU use the eigenvalues of a Gram matrix. Otherwise it is the smallest of Gram iteration, the
+    Frobenius norm and sqrt(|W|_1 |W|_inf).
     """
     a = _wide(matrices)
     if a.numel() == 0:
@@ -41,15 +41,15 @@ def spectral_bounds(matrices: Tensor, iterations: int | None = None) -> Tensor:
 
 
 def iterations_for(side: int) -> int:
-    """How many Gram iterations a matrix gets, by its smaller side."""
+    """The number of Gram iterations, from the smaller side of a matrix."""
     return _ITERATIONS if side <= _LARGE else _FEWER
 
 
 def eigenvalue_bounds(a: Tensor, whole: Tensor) -> Tensor:
-    """|A|^2 = |A A^H|, from its eigenvalues; `whole` is at least |A|_F, and finite.
+    """|A|^2 = |A A^H|, from its eigenvalues; `whole` is a finite upper bound on |A|_F.
 
-    With A scaled to |A|_F = 1, the computed A A^H is within gamma = c n u of the true one, in Frobenius norm. LAPACK's
-    eigenvalues are those of a matrix within p(m) u |A A^H| of what it was given, p a modest polynomial.
+    With A scaled to |A|_F = 1, the computed A A^H has an error of at most gamma = c n u in Frobenius norm. LAPACK's
+    eigenvalues are those of a matrix within p(m) u |A A^H| of its input, with p a modest polynomial.
     """
     if a.shape[-2] > a.shape[-1]:
         a = a.mH
@@ -62,22 +62,22 @@ def eigenvalue_bounds(a: Tensor, whole: Tensor) -> Tensor:
 
 
 def frobenius_norms(matrices: Tensor) -> Tensor:
-    """At least the Frobenius norm of each matrix [..., m, n]; float64 [...]."""
+    """An upper bound on the Frobenius norm of each matrix [..., m, n]; float64 [...]."""
     a = _wide(matrices)
-    # In float64 squares of float32 numbers neither vanish nor overflow; those below 1e-154 are within NOTHING.
+    # In float64, squares of float32 numbers neither underflow nor overflow; numbers below 1e-154 are within NOTHING.
     norms: Tensor = torch.linalg.vector_norm(a, dim=(-2, -1))
     return norms * (1 + (a.shape[-2] * a.shape[-1] + 8) * EPS) + NOTHING
 
 
 def gram_bounds(matrices: Tensor, iterations: int) -> Tensor:
-    """Gram iteration: |A|^2 = |A A^H|, again and again, then |.|_F >= |.|. An upper bound at every iteration.
+    """Gram iteration: repeat |A|^2 = |A A^H|, then use |.| <= |.|_F. An upper bound at every iteration.
 
     With A_0 = A / |A|_F and A_i = G_i / |G_i|_F, G_i the *computed* A_{i-1} A_{i-1}^H, whose rounding error is
     below e = gamma |A_{i-1}|_F^2 = gamma in Frobenius norm, gamma = c n u for inner products of n terms:
 
         |A_{i-1}|^2 <= |G_i| + e = |G_i|_F |A_i| + e,    |A_last| <= 1,
 
-    which is unrolled from the last to the first.
+    which is evaluated from the last iteration to the first.
     """
     a = _wide(matrices)
     if a.shape[-2] > a.shape[-1]:
@@ -98,12 +98,12 @@ def gram_bounds(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def is_quick(a: Tensor) -> bool:
-    """Whether eigenvalues take less time than Gram iteration, whose many small steps wait for the interpreter."""
+    """Whether eigenvalues are faster than Gram iteration, whose small steps are dominated by Python overhead."""
     few = a.numel() <= _FEW * a.shape[-2] * a.shape[-1]
     return a.device.type == "cpu" and few and min(a.shape[-2:]) <= _SMALL
 
 
 def _wide(matrices: Tensor) -> Tensor:
-    """In the widest type; float32 and the halves fit in without rounding."""
+    """In float64 or complex128; lower precisions convert exactly."""
     kind = torch.complex128 if matrices.is_complex() else torch.float64
     return matrices.detach().to(kind)

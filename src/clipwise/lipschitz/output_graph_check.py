@@ -1,9 +1,9 @@
-"""Whether outputs were made by the graph that the bounds were derived from.
+"""Checks that outputs were computed by the graph from which the bounds were derived.
 
-A model may do one thing when it is traced and another in training: a branch on a flag, a layer that is skipped,
-autocast, an input that went around the clip. The graph that autograd recorded shows it. It is compared, node by node,
-with what autograd records for the traced graph on a few synthetic examples: the operations and their settings, the
-parameters, the shapes, and that every input went through `ClipInput` (or is ids).
+A model may behave differently in training than when it was traced: a branch on a flag, a skipped layer, autocast, an
+input that bypasses the clip. The autograd graph of the outputs shows this. It is compared, node by node, with the graph
+that autograd records for the traced model on a few synthetic examples: operations and their settings, parameters,
+shapes, and that every input passed through `ClipInput` (or is ids).
 """
 
 from __future__ import annotations
@@ -23,24 +23,19 @@ Node = torch.autograd.graph.Node
 Shapes = list[list[int]]
 
 _CLIPPED = "ClippedInputBackward"
-_EXAMPLES = (2, 3)  # two numbers of them show which sizes grow with the examples
+_EXAMPLES = (2, 3)  # two batch sizes show which sizes depend on the batch
 _PLAIN = (bool, int, float, str)
-_FOLLOWS = (
-    "_sym_",
-    "_sizes",
-    "_strides",
-    "_options",
-)  # what is saved of shapes, which are compared themselves
+_FOLLOWS = ("_sym_", "_sizes", "_strides", "_options")  # saved shapes; shapes are compared separately
 
 
 class Spot(NamedTuple):
-    """What one node of the graph is.
+    """The description of one graph node.
 
     Args:
-        name: of its operation; "parameter" where a parameter gathers its gradient.
-        leads: for each gradient that it gives, the number of the node that takes it, and as which of its inputs.
-        shapes: of the gradients that it takes.
-        settings: what it keeps by name, but for tensors; norm and shape of a clip; the name of a parameter.
+        name: of its operation; "parameter" for a node that accumulates a parameter's gradient.
+        leads: for each gradient that it returns, the index of the receiving node and of that node's input.
+        shapes: of the gradients that it receives.
+        settings: saved attributes by name, except tensors; norm and shape of a clip; the name of a parameter.
     """
 
     name: str
@@ -50,7 +45,7 @@ class Spot(NamedTuple):
 
     @property
     def words(self) -> str:
-        """An operation in words, without the sizes of what it made: examples may lie along any axis."""
+        """The operation as text, without output sizes, which depend on the batch size."""
         extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in self.settings)
         return f"{self.name.removesuffix('Backward0')}{f' ({extra})' if extra else ''}"
 
@@ -60,12 +55,11 @@ class Pattern:
 
     def __init__(self, few: Sequence[Spot], more: Sequence[Spot]) -> None:
         self._spots = few
-        # Sizes as (a, b): for n examples a + b n.
+        # A pair (a, b) stands for the size a + b n for n examples.
         self._sizes = [_growing(one.shapes, other.shapes) for one, other in zip(few, more, strict=True)]
         self._last: tuple[int, list[Spot]] = (0, [])
 
     def spots(self, examples: int) -> list[Spot]:
-        """For so many examples."""
         if self._last[0] != examples:
             found = [
                 spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
@@ -76,10 +70,10 @@ class Pattern:
 
 
 class GraphMatch:
-    """Compares the graph of some outputs with that of a traced network.
+    """Compares the graph of outputs with that of a traced network.
 
-    The comparison holds for the mode (training or evaluation) of the model at that moment, and costs a walk over
-    the nodes of the graph: well below a millisecond for small networks.
+    The comparison uses the model's current mode (training or evaluation). It walks over the nodes of the graph, well
+    below a millisecond for small networks.
     """
 
     def __init__(self, network: Network) -> None:
@@ -89,27 +83,27 @@ class GraphMatch:
         self._owners = {id(p): name for name, p in network.graph.named_parameters()}
 
     def require(self, outputs: Tensor) -> None:
-        """Refuse outputs that other operations made than those that were bounded."""
+        """Refuse outputs that were not computed by the traced operations."""
         if outputs.grad_fn is None:
             raise UnsupportedModelError(
-                "outputs: no gradient leads back from them. Give what the model returned, with gradients enabled."
+                "outputs: they have no autograd graph. Give what the model returned, with gradients enabled."
             )
         if tuple(outputs.shape[1:]) != self._network.output_shape:
             raise UnsupportedModelError(
-                "outputs: an example has another shape than the bounds are for, which is "
+                "outputs: the shape of an example differs from the traced one, which is "
                 f"{self._network.output_shape}. Give what the model returned."
             )
         if len(outputs) == 0:
             return  # an empty batch has no gradients to bound
         expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1).spots(len(outputs))
         try:
-            # Where all spots so far are the same, so is what they lead to: graphs of other sizes differ in a spot.
+            # Graphs of different sizes differ in a spot before one of them ends.
             both = enumerate(zip(expected, self._spots(outputs.grad_fn), strict=True))
             differing = next(((place, one, other) for place, (one, other) in both if one != other), None)
         except RuntimeError as error:
             raise UnsupportedModelError(
                 "outputs: their graph was used up, or weights were changed since the model ran: the bounds are for "
-                "the weights of now. Run the model again."
+                "the current weights. Run the model again."
             ) from error
         if differing is not None:
             place, one, other = differing
@@ -121,8 +115,7 @@ class GraphMatch:
             )
 
     def _of_the_trace(self, device: torch.device, is_single: bool) -> Pattern:
-        """What autograd records for the traced graph."""
-        # Of a single example torch lays out sequences otherwise, with other views.
+        # For a single example torch uses another layout of sequences, with other views.
         key = (*[m.training for m in self._modules], device, is_single)
         if key not in self._expected:
             few, more = (1, 1) if is_single else _EXAMPLES
@@ -133,24 +126,24 @@ class GraphMatch:
         takes_numbers = any(isinstance(m, ClipInput) for m in self._modules)
         kind = next(self._network.graph.parameters()).dtype if takes_numbers else torch.long
         inputs = torch.zeros((examples, *self._network.input_shape), dtype=kind, device=device)
-        # Bounds are for the type of the weights: under autocast other operations would run, here as in the model.
+        # Bounds hold for the dtype of the weights; autocast would run other operations.
         no_autocast = torch.autocast(device.type, enabled=False)
         with torch.random.fork_rng(enabled=True), torch.enable_grad(), no_autocast:
             outputs = self._network.graph(inputs)
         return list(self._spots(outputs.grad_fn))
 
     def _spots(self, root: Node) -> Iterator[Spot]:
-        """Every node once, in an order that the graph alone decides: what it does and where it leads."""
+        """Every node once, in an order that depends on the graph alone."""
         order: dict[Any, int] = {root: 0}
         nodes: list[Any] = [root]
-        for node in nodes:  # grows on the way
+        for node in nodes:  # the list grows during the loop
             name = node.name()
             if name == ACCUMULATE and isinstance(node.variable, nn.Parameter):
                 yield Spot("parameter", (), [], (("name", self._owners.get(id(node.variable), "unknown")),))
                 continue
             following = node.next_functions
             if name == _CLIPPED:
-                # Behind a clip only what leads to a parameter matters. The second input is the anchor.
+                # Before a clip only paths to a parameter matter. The second input is the anchor.
                 following = following[:1] if _leads_to_parameter(following[0][0]) else ()
             leads: list[tuple[int | None, int]] = []
             for child, index in following:
@@ -165,7 +158,7 @@ class GraphMatch:
 
 
 def _growing(few: Shapes, more: Shapes) -> list[list[tuple[int, int]]]:
-    """From the sizes for two numbers of examples, or of a single one: (a, b) with a + b n."""
+    """Pairs (a, b) with size a + b n, from the sizes for two numbers of examples."""
     n, step = _EXAMPLES[0], _EXAMPLES[1] - _EXAMPLES[0]
     found = []
     for one, other in zip(few, more, strict=True):
@@ -174,11 +167,11 @@ def _growing(few: Shapes, more: Shapes) -> list[list[tuple[int, int]]]:
     return found
 
 
-_SAVED: dict[type, tuple[str, ...]] = {}  # to list a node's attributes takes longer than to read them
+_SAVED: dict[type, tuple[str, ...]] = {}  # cached, because listing attributes is slow
 
 
 def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
-    """The numbers and words that an operation keeps, such as stride or slope, but for sizes."""
+    """Saved numbers and strings of an operation, such as stride or slope, without sizes."""
     kind = type(node)
     if kind not in _SAVED:
         names = (name for name in dir(node) if name.startswith("_saved_"))
@@ -189,7 +182,7 @@ def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
         if isinstance(value, _PLAIN):
             found.append((name, value))
         elif isinstance(value, Tensor):
-            # Without dimensions it may be a number of the code, such as the 2 of `2 * x`.
+            # A tensor without dimensions may be a constant of the code, such as the 2 of `2 * x`.
             is_number = value.ndim == 0 and value.device.type == "cpu" and not value.requires_grad
             if is_number and not isinstance(value, nn.Parameter):
                 found.append((name, value.item()))

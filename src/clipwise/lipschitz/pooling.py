@@ -23,15 +23,15 @@ ADAPTIVE_AVERAGE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPo
 
 
 def averaging_rule(call: Call, norm: float, entry: float = 1.0) -> Rule:
-    """Of a linear map without parameters, whose norm is known: a number is at most `entry` times as large."""
+    """The rule of a linear map with a known norm and no parameters; an entry grows by at most `entry`."""
     slack = 1 + call.rounding.of_sum(math.prod(call.shapes[0]))
     return FixedGainRule(call.out, norm * slack, entry * slack)
 
 
 def average_rule(call: Call) -> Rule:
-    """Average pooling is a Kronecker product of one matrix a dimension, whose norms multiply.
+    """Average pooling is a Kronecker product of one matrix per dimension, and the norms multiply.
 
-    That is so for `count_include_pad=False` and `ceil_mode` too: the divisor of a window is a product over dimensions.
+    This also holds for `count_include_pad=False` and `ceil_mode`: the divisor of a window is a product over dimensions.
     """
     module, sizes = call.target, _image(call)
     each = (_tuple(given, sizes) for given in (module.kernel_size, module.stride, module.padding))
@@ -39,7 +39,7 @@ def average_rule(call: Call) -> Rule:
     override = getattr(module, "divisor_override", None)
     for n, k, s, p in zip(sizes, *each, strict=True):
         pixels = torch.eye(n, dtype=torch.float64).unsqueeze(1)
-        # With a divisor of its own: sums, which padding does not change; then by the divisor once.
+        # With divisor_override: sums, which padding does not change, divided once at the end.
         kept = module.count_include_pad if override is None else True
         pooled = F.avg_pool1d(pixels, k, s, p, module.ceil_mode, kept).squeeze(1)
         matrices.append((pooled > 0).double() if override is not None else pooled)
@@ -51,17 +51,17 @@ def average_rule(call: Call) -> Rule:
 
 
 def adaptive_average_rule(call: Call) -> Rule:
-    """As average pooling, with the windows that the sizes give."""
+    """Average pooling with the windows of the given output sizes."""
     return averaging_rule(call, _norm(_adaptive(call)))
 
 
 def adaptive_maximum_rule(call: Call) -> Rule:
-    """As max pooling, with the windows that the sizes give."""
+    """Max pooling with the windows of the given output sizes."""
     return _maximum(call, math.prod(int((m > 0).sum(1).amax()) for m in _adaptive(call)))
 
 
 def maximum_rule(call: Call) -> Rule:
-    """Counts in how many windows a pixel is."""
+    """Max pooling, from the largest number of windows that contain one pixel."""
     module, sizes = call.target, _image(call)
     kernel, stride, padding, dilation = (
         _tuple(given, sizes) for given in (module.kernel_size, module.stride, module.padding, module.dilation)
@@ -69,13 +69,14 @@ def maximum_rule(call: Call) -> Rule:
     for n, d in zip(sizes, dilation, strict=True):
         if d > n:
             raise UnsupportedModelError(
-                f"{type(module).__name__}: dilation {d} is larger than the image ({n}), so a window can be empty."
+                f"{type(module).__name__}: dilation {d} is larger than the image ({n}), so a window can be "
+                "empty: use a smaller dilation."
             )
     return _maximum(call, Windows(tuple(sizes), kernel, stride, dilation, padding, call.out[1:]).cover)
 
 
 def _maximum(call: Call, windows: int) -> Rule:
-    """The largest of each window. A pixel in m windows sends m copies forward and adds m gradients: sqrt(m)."""
+    """The maximum of each window. A pixel in m windows has m copies and receives m gradients: sqrt(m)."""
     if getattr(call.target, "return_indices", False):
         raise UnsupportedModelError(
             f"{type(call.target).__name__}: return_indices=True has no bound; leave it out."
@@ -84,7 +85,6 @@ def _maximum(call: Call, windows: int) -> Rule:
 
 
 def _adaptive(call: Call) -> list[Tensor]:
-    """One matrix [n, out] a dimension: what each pixel gives to each window."""
     return [
         F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64).unsqueeze(1), o).squeeze(1)
         for n, o in zip(_image(call), call.out[1:], strict=True)
@@ -96,12 +96,12 @@ def _norm(matrices: list[Tensor]) -> float:
 
 
 def _image(call: Call) -> Sequence[int]:
-    """All dimensions but the channels. Without channels torch takes the examples for them, and pools otherwise."""
+    """All dimensions except channels. Without channels torch would use the batch as channels."""
     shape, name = call.shapes[0], type(call.target).__name__
     if len(shape) != int(name[-2]) + 1:
         raise UnsupportedModelError(
-            f"{name}: examples of the shape {tuple(shape)} have no dimension for channels: begin with "
-            "nn.Unflatten(1, (1, -1)), or give the data set one."
+            f"{name}: examples of shape {tuple(shape)} have no channel dimension: begin with "
+            "nn.Unflatten(1, (1, -1)), or add one to the data set."
         )
     return shape[1:]
 

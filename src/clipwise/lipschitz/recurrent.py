@@ -1,9 +1,9 @@
 """Bounds of recurrent layers over a public number of positions.
 
-The way back through time is linear in the gradient that arrives, so it is bounded pulse by pulse: one of
-length 1 at position t gives the gates at position t - j a gradient of at most k_j. All together that is
-the matrix K with K[t - j, t] = k_j, and S = |K| bounds the gradient at all gates. From there on a
-layer is linear: |dx| <= |W| S |g|, |dW| <= S |g| |x|, |dU| <= S |g| |h|, |db| <= sqrt(T) S |g|.
+Backpropagation through time is linear in the incoming gradient, so it is bounded by its impulse response: a gradient of
+norm 1 at position t gives the gates at position t - j a gradient of at most k_j. With the matrix K[t - j, t] = k_j,
+S = |K| bounds the gradient at all gates. From there a layer is linear: |dx| <= |W| S |g|, |dW| <= S |g| |x|,
+|dU| <= S |g| |h|, |db| <= sqrt(T) S |g|.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
 @dataclass(frozen=True)
 class _Pass:
-    """One layer in one direction, with all numbers filled in."""
+    """Bounds of one layer in one direction."""
 
     suffix: str
     gates: float  # S
@@ -34,7 +34,7 @@ class _Pass:
 
 
 class RecurrentRule(Rule):
-    """RNN, GRU and LSTM, with layers and directions. The first state is 0, and only outputs are used.
+    """RNN, GRU and LSTM, with layers and directions. The initial state is 0, and only outputs are used.
 
     Kernels k_j, with u = |U|:
 
@@ -50,7 +50,7 @@ class RecurrentRule(Rule):
     def __init__(self, call: Call) -> None:
         module: nn.RNNBase = call.target
         if len(call.shapes) != 1:
-            raise call.refusal("a first state of its own has no bound here: leave it out, it is 0")
+            raise call.refusal("a given initial state has no bound here: leave it out, so that it is 0")
         if not module.batch_first or module.proj_size:
             raise call.refusal("only batch_first=True without proj_size has a bound")
         if len(list(module.parameters())) < len(module._flat_weights):
@@ -110,11 +110,10 @@ class RecurrentRule(Rule):
         return found
 
     def _gain(self, passes: Sequence[_Pass]) -> float:
-        """Of a layer: two directions have their own pieces of the gradient."""
+        """The gain of a layer: each direction gets its own part of the gradient."""
         return math.hypot(*(one.into * one.gates for one in passes))
 
     def _layers(self, x: Reach, norms: Norms) -> tuple[list[tuple[Reach, list[_Pass]]], Reach]:
-        """Each layer's input and passes, and the reach of the last one's output."""
         found: list[tuple[Reach, list[_Pass]]] = []
         for layer in range(self.module.num_layers):
             if layer > 0:
@@ -129,7 +128,7 @@ class RecurrentRule(Rule):
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether states lie in [-1, 1]: tanh, a mean of a tanh and the state before, or a tanh times a gate."""
+        """Whether states lie in [-1, 1]: tanh, a mean of a tanh and the previous state, or a tanh times a gate."""
         return not (isinstance(self.module, nn.RNN) and self.module.nonlinearity == "relu")
 
     def _pass(self, suffix: str, x: Reach, norms: Norms) -> _Pass:
@@ -148,7 +147,7 @@ class RecurrentRule(Rule):
         return _Pass(suffix, gates, into, states)
 
     def _matrix(self, name: str, norms: Norms) -> float:
-        """The norm of a weight, with the rounding of its products and of one step in time."""
+        """The norm of a weight, including the rounding of its products and of one time step."""
         terms = max(self.module.input_size, 4 * self.module.hidden_size)
         exact = norms[name] + self.rounding.of_sum(terms) * norms[name + ".frobenius"]
         return exact * (1 + 4 * self.rounding.of_elements)

@@ -1,4 +1,4 @@
-"""What a rule, the bounds of one operation, consists of; and how an operation without a rule is refused."""
+"""The interface of a rule, which bounds one operation, and the error for an operation without a rule."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.lipschitz.batched_norms import Wanted
 
-# How much work the norms of the weights may cost: the larger, the smaller the bounds.
+# How the norms of the weights are computed, from fastest to tightest.
 Effort = Literal["frobenius", "spectral", "tight"]
 EFFORTS: tuple[Effort, ...] = ("frobenius", "spectral", "tight")
 
-Shape = tuple[int, ...]  # of one example's value, without the batch
-Norms = Mapping[str, float]  # what was measured of an operation's parameters
-Measurements = dict[str, Tensor | Wanted]  # what is to be measured of them, all together
+Shape = tuple[int, ...]  # of one example's value, without the batch dimension
+Norms = Mapping[str, float]  # measured norms of an operation's parameters
+Measurements = dict[str, Tensor | Wanted]  # norms to measure
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How large a value can be for any example, at one place of the network.
+    """Bounds on a value of the network that hold for any example.
 
     Args:
-        shape: of one example's value, without the batch.
-        norm: L2, of the whole value.
-        row: L2, along the last dimension, at any position.
-        entry: any single number.
+        shape: of one example's value, without the batch dimension.
+        norm: L2 norm of the whole value.
+        row: L2 norm along the last dimension, at any position.
+        entry: absolute value of any entry.
     """
 
     shape: Shape
@@ -43,7 +43,7 @@ class Reach:
     def of(
         cls, shape: Sequence[int], norm: float = math.inf, row: float = math.inf, entry: float = math.inf
     ) -> Reach:
-        """From what is known, with what follows: entry <= row <= norm <= sqrt(rows) row, row <= sqrt(d) entry."""
+        """Complete the given bounds: entry <= row <= norm <= sqrt(rows) row, row <= sqrt(d) entry."""
         entry = min(entry, row, norm)
         row = min(row, norm, math.sqrt(shape[-1] if shape else 1) * entry)
         norm = min(norm, math.sqrt(math.prod(shape[:-1])) * row)
@@ -51,100 +51,99 @@ class Reach:
 
     @property
     def size(self) -> int:
-        """How many numbers one example has here."""
         return math.prod(self.shape)
 
     @property
     def rows(self) -> int:
-        """How many positions: all dimensions but the last."""
+        """The number of positions: the product of all dimensions but the last."""
         return math.prod(self.shape[:-1])
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far the arithmetic of training can err.
+    """Rounding error bounds for the arithmetic of training.
 
     Args:
-        unit: the distance from 1 to the next number of the type that the network computes in.
-        arithmetic: how its products are formed.
+        unit: the distance from 1 to the next number in the network's dtype.
+        arithmetic: how products are computed.
     """
 
     unit: float
     arithmetic: Arithmetic = IEEE
 
     def of_sum(self, terms: int) -> float:
-        """Of a sum of products, relative to its mass sum |a| |b|, in any order: gamma_n = n u / (1 - n u)."""
-        u = min(4 * (terms + 8) * self.unit, 0.5)  # 4: blocked and Winograd convolutions transform first
+        """The error of a sum of products, relative to sum |a| |b|, in any order: gamma_n = n u / (1 - n u)."""
+        u = min(
+            4 * (terms + 8) * self.unit, 0.5
+        )  # 4: for the transforms of blocked and Winograd convolutions
         return u / (1 - u) + self.arithmetic.operand_error
 
     @property
     def of_elements(self) -> float:
-        """Of one elementwise operation; functions such as tanh are right up to a few units."""
+        """The relative error of one elementwise operation; functions such as tanh err by a few units."""
         return 16 * self.unit
 
 
 class Rule(ABC):
-    """The bounds of one operation, for one example. Three methods give all of them:
+    """The bounds of one operation, for one example, in three methods:
 
-    - `largest`: how large its output can be, given how large its inputs can be;
-    - `gains`: by how much a gradient can grow on its way back to each input, |J| in the spectral norm;
-    - `parameter_gains`: the same on the way to each parameter.
+    - `largest`: a bound on the output, from bounds on the inputs;
+    - `gains`: the largest factor from the output's gradient to that of each input, |J| in the spectral norm;
+    - `parameter_gains`: the same for each parameter.
 
-    All hold for every input within the given reach, in the arithmetic of training. A rule with parameters also has
+    They hold for every input within the given reach, in the arithmetic of training. A rule with parameters also has
     `measured`, `allowed` and `limited`.
     """
 
     rounding: Rounding
     has_lengths: bool = (
-        False  # whether it has `lengths` and `scaled`: one measurement then serves clip and bounds
+        False  # whether it has `lengths` and `scaled`, so that one measurement serves clip and bounds
     )
-    splits_gradient: bool = False  # whether its inputs share one gradient, each with a piece of its own
+    splits_gradient: bool = False  # whether each input gets its own part of the gradient
 
     def measured(self, effort: Effort) -> Measurements:
-        """Norms of the current parameters: float64 numbers on their device, or norms that are wanted."""
+        """Norms of the current parameters: float64 scalars on their device, or `Wanted` norms."""
         return {}
 
     def joined(self, found: Norms) -> dict[str, float]:
-        """Norms for the methods below, from what was measured."""
+        """Norms for the methods below, from the measured ones."""
         return dict(found)
 
     def allowed(self, limit: float) -> dict[str, float]:
-        """The same norms for parameters that are only known to be clipped to `limit`."""
+        """The largest possible norms of parameters that are clipped to `limit`."""
         return {}
 
     def limited(self, effort: Effort) -> Measurements:
-        """For each parameter the norm that weight clipping limits; as a tensor it may have one for each row."""
+        """For each parameter the norm that weight clipping limits; a tensor may have one per row."""
         return {}
 
     def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
-        """The norms that weight clipping limits ("spectral" or "frobenius"), out of the measured ones."""
+        """The norms that weight clipping limits ("spectral" or "frobenius"), from the measured ones."""
         raise NotImplementedError
 
     def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
-        """At least the norms after parameters were multiplied by factors, each number up to a relative error."""
+        """Upper bounds on the norms of parameters times factors, with a relative error per entry."""
         raise NotImplementedError
 
     @abstractmethod
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        """How large the output can be."""
+        """A bound on the output."""
 
     @abstractmethod
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        """The most by which a gradient at the output is multiplied at each input."""
+        """The largest factor from the gradient at the output to that at each input."""
 
     def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
-        """The most by which a gradient at the output is multiplied at each parameter of the module."""
+        """The largest factor from the gradient at the output to that of each parameter of the module."""
         return {}
 
 
-DOT_PRODUCTS = (
-    "attention by dot products has no bounded slope: take clipwise.layers.L2Attention, by distances"
-)
-UNKNOWN = "no bound is known for it: take an operation that has one, or another strategy"
+DOT_PRODUCTS = "dot-product attention has no bounded slope: use clipwise.layers.L2Attention"
+UNKNOWN = "no bound is known for it: use an operation that has one, or another strategy"
 
 
 def refusal(name: str, what: Any, reason: str) -> UnsupportedModelError:
-    """The error for an operation without a bound: a module, a function or a name."""
+    """The error for an operation without a bound: a module, a function or a method name."""
     if isinstance(what, nn.Module):
         called = f"{name or 'model'!r} ({type(what).__name__})"
     else:
@@ -154,16 +153,11 @@ def refusal(name: str, what: Any, reason: str) -> UnsupportedModelError:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module, a function or a method, from which its rule is made.
+    """A call of a module, a function or a method, from which its rule is built.
 
-    Args:
-        name: how a message calls it.
-        target: the module, the function, or the name of the method.
-        shapes: of one example's operands.
-        out: of one example's result.
-        rounding: the arithmetic of training.
-        arguments, options: of a function or method, with None in the place of tensors.
-        has_weights: whether it takes a tensor of the model, beside values.
+    `target` is the module, the function or the name of the method. `shapes` and `out` are those of one example's
+    operands and result. `arguments` and `options` of a function or method have None for tensors. `has_weights`: whether
+    an operand is a parameter or buffer of the model.
     """
 
     name: str
@@ -176,27 +170,26 @@ class Call:
     has_weights: bool = False
 
     def option(self, name: str, position: int, default: Any = None) -> Any:
-        """An argument given by name or by place."""
+        """An argument, given by name or by position."""
         by_place = self.arguments[position] if len(self.arguments) > position else default
         return self.options.get(name, by_place)
 
     def refusal(self, reason: str) -> UnsupportedModelError:
-        """The error for this call."""
         return refusal(self.name, self.target, reason)
 
     def own_dimension(self, dim: int, of: Shape | None = None) -> int:
-        """A dimension of the batch as one of an example; that of the examples is refused."""
+        """Convert a dimension of the batch to one of an example; refuse the batch dimension."""
         ndim = len(self.out if of is None else of)
         found = dim if dim >= 0 else dim + ndim + 1
         if not 1 <= found <= ndim:
             raise UnsupportedModelError(
                 f"Lipschitz bounds: {self.name!r} works along dimension {dim}, which holds the examples of the batch: "
-                "each example must be treated by itself."
+                "each example must be processed independently."
             )
         return found - 1
 
     def require_own_padding(self, pad: Sequence[int]) -> None:
-        """Refuse padding of the dimension of the examples: (1, -1) there moves each to the next one's place."""
+        """Refuse padding of the batch dimension: (1, -1) would shift the examples by one."""
         if len(pad) > 2 * len(self.shapes[0]):
             raise UnsupportedModelError(
                 f"Lipschitz bounds: {self.name!r} pads the dimension that holds the examples of the batch: give two "
@@ -204,4 +197,4 @@ class Call:
             )
 
 
-Build = Callable[[Call], Rule]  # a rule's class, or a function that makes one
+Build = Callable[[Call], Rule]  # a rule class, or a function that builds a rule

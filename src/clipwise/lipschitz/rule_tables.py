@@ -1,6 +1,6 @@
-"""Which rule bounds which module, function or method of a tensor. What has none is refused by name.
+"""The tables of rules for modules, functions and tensor methods. Other operations are refused by name.
 
-To bound another operation, write its rule in a file of this folder and name it in one of the tables below.
+To bound another operation, write its rule in a module of this folder and add it to one of the tables below.
 """
 
 from __future__ import annotations
@@ -29,55 +29,53 @@ from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
 from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, refusal
 from clipwise.lipschitz.tensor_operations import JoinRule, MoveRule, ProductRule, SumRule
 
-_GROW = "its slope grows as the deviation shrinks: take clipwise.layers."
-# What people will try, and what they can do instead.
+_GROW = "its slope grows as the deviation shrinks: use clipwise.layers."
+# Common operations without a bound, and their alternatives.
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: DOT_PRODUCTS,
     nn.TransformerEncoderLayer: DOT_PRODUCTS,
     nn.TransformerDecoderLayer: DOT_PRODUCTS,
     nn.LayerNorm: _GROW + "BoundedLayerNorm",
     nn.GroupNorm: _GROW + "BoundedGroupNorm",
-    nn.RMSNorm: "its slope grows as the input shrinks: take clipwise.layers.BoundedLayerNorm",
-    PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: take "
+    nn.RMSNorm: "its slope grows as the input shrinks: use clipwise.layers.BoundedLayerNorm",
+    PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: use "
     "clipwise.layers.BoundedGroupNorm",
-    nn.LogSoftmax: "give the scores themselves to the loss",
-    ReleasedStatisticsNorm: "its slope grows as the released deviation shrinks: take clipwise.layers.BoundedGroupNorm",
-    nn.modules.batchnorm._BatchNorm: "it mixes examples: take clipwise.layers.BoundedGroupNorm",
-    nn.modules.instancenorm._InstanceNorm: _GROW + "BoundedGroupNorm with one group a channel",
+    nn.LogSoftmax: "give the logits to the loss",
+    ReleasedStatisticsNorm: "its slope grows as the released deviation shrinks: use clipwise.layers.BoundedGroupNorm",
+    nn.modules.batchnorm._BatchNorm: "it mixes examples: use clipwise.layers.BoundedGroupNorm",
+    nn.modules.instancenorm._InstanceNorm: _GROW + "BoundedGroupNorm with one group per channel",
 }
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether a module is looked at as a whole, though it may have a Python `forward`."""
+    """Whether a module is traced as a whole although it has a Python `forward`."""
     ours = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, L2Mixture, PublicBatchNorm, BatchStatisticsNorm)
     return isinstance(module, ours)
 
 
 def require_no_hooks(name: str, module: nn.Module) -> None:
-    """Refuse what could change a value or a gradient where no graph shows it."""
+    """Refuse modules that could change a value or a gradient outside the traced graph."""
     if type(module).__name__ == "OptimizedModule":
-        raise refusal(
-            name, module, "no trace shows what a compiled model does: give the model without torch.compile"
-        )
+        raise refusal(name, module, "a compiled model cannot be traced: give the model without torch.compile")
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise refusal(name, module, "its shapes are not known yet: run the model once before make_private")
     if has_code_of_its_own(module):
         raise refusal(
-            name, module, "it has hooks, or a forward of its own, which no bound knows: take them off"
+            name, module, "it has hooks or an overridden forward, which the bounds do not cover: remove them"
         )
 
 
 def require_no_global_hooks() -> None:
-    """The same of hooks that torch calls for every module."""
+    """Refuse hooks that torch calls for every module."""
     if any(getattr(torch_modules, f"_global{hooks}") for hooks in HOOKS):
         raise UnsupportedModelError(
-            "Lipschitz bounds: torch has hooks on all modules (torch.nn.modules.module.register_module_...), which no "
-            "bound knows: take them off."
+            "Lipschitz bounds: torch has hooks on all modules (torch.nn.modules.module.register_module_...), which "
+            "the bounds do not cover: remove them."
         )
 
 
 def require_rule(name: str, module: nn.Module) -> None:
-    """Refuse a module that has no rule, before anything is done with it."""
+    """Refuse a module without a rule."""
     if type(module) not in _MODULE_RULES:
         raise refusal(name, module, next((s for k, s in _REFUSED.items() if isinstance(module, k)), UNKNOWN))
 
@@ -117,7 +115,7 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
     for kind in kinds
 }
 
-_WEIGHTS = "a product with weights is bounded as a layer: take nn."
+_WEIGHTS = "a product with weights has a bound as a layer: use nn."
 
 
 def function_rule(call: Call) -> Rule:
@@ -128,34 +126,33 @@ def function_rule(call: Call) -> Rule:
     if target in _FUNCTION_RULES:
         return _FUNCTION_RULES[target](call)
     if isinstance(target, str) and target.endswith("_"):
-        instead = "write it with an operator" if target.startswith("__") else f"take {target.rstrip('_')}"
-        raise call.refusal(f"it changes a value in place: {instead}, which gives a new one")
+        instead = "write it with an operator" if target.startswith("__") else f"use {target.rstrip('_')}"
+        raise call.refusal(f"it changes a value in place: {instead}, which returns a new one")
     if target is getattr:
-        raise call.refusal(f"what is done to .{call.arguments[1]} no graph shows: use the value itself")
+        raise call.refusal(f"operations on .{call.arguments[1]} are not in the graph: use the value itself")
     raise call.refusal(instead_of(target))
 
 
 def instead_of(target: Any) -> str:
-    """What to take instead of a function that has no bound."""
+    """The alternative to a function without a bound."""
     return _INSTEAD.get(target, UNKNOWN)
 
 
 def _as_module(call: Call) -> Rule:
-    """The rule of the module that does the same."""
     kind, settings = _AS_MODULES[call.target]
     given = dict(zip(settings, call.arguments[1:], strict=False)) | dict(call.options)
-    for ignored in ("input", "inplace", "training", "dtype", "_stacklevel"):  # of no consequence to the bound
+    for ignored in ("input", "inplace", "training", "dtype", "_stacklevel"):  # without effect on the bound
         given.pop(ignored, None)
     if len(call.arguments) > 1 + len(settings) or set(given) - set(settings) or len(call.shapes) != 1:
-        raise call.refusal("only its default arguments are known here: take the module of the same name")
+        raise call.refusal("these arguments have no bound here: use the module of the same name")
     return module_rule(replace(call, target=kind(**given)))
 
 
 def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
-    """x op y of two values, or of one and a number."""
+    """x op y of two values, or of a value and a number."""
 
     def build(call: Call) -> Rule:
-        # torch.add(x, 2, y) is x + 2 y, an old way to give alpha.
+        # torch.add(x, 2, y) is the deprecated form of x + 2 y.
         if call.options or len(call.arguments) != 2:
             raise call.refusal("options such as alpha have no bound here: leave them out")
         if len(call.shapes) == 2:
@@ -180,17 +177,17 @@ def _divide(call: Call) -> Rule:
 
 
 def _move(call: Call) -> Rule:
-    """The examples stay in the first dimension, and all numbers stay: then each example keeps its own."""
+    """Reshaping that keeps the batch dimension and all entries, so each example keeps its own."""
     if math.prod(call.shapes[0]) != math.prod(call.out):
-        raise call.refusal("it does not keep the numbers of each example together")
+        raise call.refusal("it does not keep the entries of each example together")
     return MoveRule(call.out)
 
 
 def _squeeze(call: Call) -> Rule:
-    """With dim, for in a batch of one example the first dimension has size 1 too."""
+    """Requires dim: without it, a batch of one example would lose its batch dimension."""
     dims = call.option("dim", 1)
     if dims is None:
-        raise call.refusal("of a batch of one example it takes the dimension of the examples: give dim")
+        raise call.refusal("it removes the batch dimension of a batch of one example: give dim")
     for dim in [dims] if isinstance(dims, int) else dims:
         call.own_dimension(dim, call.shapes[0])
     return MoveRule(call.out)
@@ -226,7 +223,7 @@ def _join(call: Call) -> Rule:
 
 
 def _reduce(total: bool) -> Build:
-    """The mean of n numbers has the norm 1 / sqrt(n), their sum sqrt(n)."""
+    """The mean of n numbers has norm 1 / sqrt(n), their sum sqrt(n)."""
 
     def build(call: Call) -> Rule:
         dims, shape = call.option("dim", 1), call.shapes[0]
@@ -248,34 +245,34 @@ def _pad(call: Call) -> Rule:
 
 
 def _multiply(call: Call) -> Rule:
-    """Only told apart: values times values are attention, values times weights a layer."""
+    """Refused: a product of values is attention, and a product with weights should be a layer."""
     raise call.refusal(_WEIGHTS + "Linear" if call.has_weights else DOT_PRODUCTS)
 
 
-# What people will try, and what they can do instead.
+# Common operations without a bound, and their alternatives.
 _INSTEAD: dict[Any, str] = {
     target: instead
     for targets, instead in (
         ((F.scaled_dot_product_attention,), DOT_PRODUCTS),
         ((F.linear,), _WEIGHTS + "Linear"),
         ((F.conv1d, F.conv2d, F.conv3d), _WEIGHTS + "Conv1d, 2d or 3d"),
-        ((torch.stack,), "take torch.cat of x.unsqueeze(dim)"),
-        ((torch.clamp, "clamp", torch.clip, "clip"), "take nn.Hardtanh(min, max), which does the same"),
-        ((torch.amax, "amax", torch.max, "max"), "take nn.AdaptiveMaxPool1d, 2d or 3d"),
-        ((torch.chunk, "chunk", torch.split, "split"), "take slices, such as x[:, :4]"),
-        (("detach", torch.detach), "no gradient goes through it: leave it out"),
+        ((torch.stack,), "use torch.cat of x.unsqueeze(dim)"),
+        ((torch.clamp, "clamp", torch.clip, "clip"), "use nn.Hardtanh(min, max), which is equivalent"),
+        ((torch.amax, "amax", torch.max, "max"), "use nn.AdaptiveMaxPool1d, 2d or 3d"),
+        ((torch.chunk, "chunk", torch.split, "split"), "use slices, such as x[:, :4]"),
+        (("detach", torch.detach), "no gradient flows through it: leave it out"),
         (
             (F.layer_norm, F.group_norm),
-            "its slope grows as the deviation shrinks: take clipwise.layers.BoundedLayerNorm or BoundedGroupNorm",
+            "its slope grows as the deviation shrinks: use clipwise.layers.BoundedLayerNorm or BoundedGroupNorm",
         ),
-        ((F.log_softmax, torch.log_softmax, "log_softmax"), "give the scores themselves to the loss"),
+        ((F.log_softmax, torch.log_softmax, "log_softmax"), "give the logits to the loss"),
     )
     for target in targets
 }
 _WINDOWS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _AVERAGES = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 _SIZES = ("output_size", "return_indices")
-# Functions that do what a module does: the module, and the names of the arguments after the input.
+# Functions with an equivalent module, and the names of the arguments after the input.
 _AS_MODULES: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = activations.FUNCTIONS | {
     function: (kind, settings)
     for functions, kinds, settings in (

@@ -1,4 +1,4 @@
-"""Bounds of what moves, sums up, multiplies or joins numbers, and of parameters that are used by themselves."""
+"""Bounds of moves, sums, products and concatenations, and of parameters that a model uses directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clipwise.lipschitz.rule import Effort, Measurements, Norms, Reach, Rounding
 
 
 class FixedGainRule(Rule):
-    """A map whose norm is known: |y| <= gain |x|, and no number grows by more than the factor `entry`."""
+    """A map with a known norm: |y| <= gain |x|, and no entry grows by more than the factor `entry`."""
 
     def __init__(self, out: Sequence[int], gain: float, entry: float = 1.0) -> None:
         self.out, self.gain, self.entry = tuple(out), gain, entry
@@ -27,7 +27,7 @@ class FixedGainRule(Rule):
 
 
 class MoveRule(FixedGainRule):
-    """Flatten, reshape, permute, or take a part: every number goes to one place at most. Or the value itself."""
+    """Flatten, reshape, permute or slice: each entry is used at most once. `is_same`: the value is unchanged."""
 
     def __init__(self, out: Sequence[int], is_same: bool = False) -> None:
         super().__init__(out, gain=1.0)
@@ -38,7 +38,7 @@ class MoveRule(FixedGainRule):
 
 
 class SumRule(Rule):
-    """x + y or x - y. What is broadcast r times is sqrt(r) times as long, and gets r gradients."""
+    """x + y or x - y. A value broadcast r times has sqrt(r) times the norm, and receives r gradients."""
 
     def __init__(self, out: Sequence[int], rounding: Rounding) -> None:
         self.out, self.rounding = tuple(out), rounding
@@ -58,7 +58,7 @@ class SumRule(Rule):
 
 
 class ProductRule(Rule):
-    """x * y, number by number: each is the other's slope. Of what is broadcast r times, |dx_j| <= |g| |y over j|."""
+    """x * y, elementwise: each is the other's slope. If x is broadcast, |dx_j| <= |g| |y over j|."""
 
     def __init__(self, out: Sequence[int], rounding: Rounding) -> None:
         self.out, self.rounding = tuple(out), rounding
@@ -85,7 +85,7 @@ class ProductRule(Rule):
 
 
 class JoinRule(Rule):
-    """Concatenation: |y|^2 = sum |x_i|^2, and each input gets its own piece of the gradient."""
+    """Concatenation: |y|^2 = sum |x_i|^2, and each input gets its own part of the gradient."""
 
     splits_gradient = True
 
@@ -102,7 +102,7 @@ class JoinRule(Rule):
 
 
 class ParameterRule(Rule):
-    """A parameter, or a buffer, that the model uses by itself."""
+    """A parameter or buffer that the model uses outside a module with a rule."""
 
     def __init__(self, tensor: Tensor, shape: Sequence[int]) -> None:
         self.tensor, self.shape = tensor, tuple(shape)
@@ -129,12 +129,12 @@ class ParameterRule(Rule):
 
 
 def _times(out: Sequence[int], x: Reach) -> float:
-    """By what the norm of x grows when it is broadcast."""
+    """The factor by which broadcasting increases the norm of x."""
     return math.sqrt(math.prod(out) / x.size) if x.size else 1.0
 
 
 def _row(out: Sequence[int], x: Reach) -> float:
-    """x.row after broadcasting: along the last dimension a single number is repeated."""
+    """x.row after broadcasting, which may repeat an entry along the last dimension."""
     last = x.shape[-1] if x.shape else 1
     wanted = out[-1] if out else 1
     return x.row if last == wanted else math.sqrt(wanted) * x.entry

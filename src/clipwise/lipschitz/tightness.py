@@ -1,4 +1,4 @@
-"""Certified bounds next to true gradients: how much of the noise is for gradients that no example has."""
+"""Compares certified bounds with true gradient norms, to show how much of the noise is due to loose bounds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from clipwise.validation.arguments import naming, require_module
 
 @dataclass(frozen=True)
 class Tightness:
-    """Of one parameter.
+    """Bound and largest gradient norm of one parameter.
 
     Attributes:
-        bound: what no example's gradient norm passes.
+        bound: the certified bound on an example's gradient norm.
         largest: the largest norm among the given examples.
-        example: which of them has it.
+        example: the index of that example.
     """
 
     bound: float
@@ -32,23 +32,22 @@ class Tightness:
 
     @property
     def ratio(self) -> float:
-        """bound / largest, at least 1; infinite where no example has a gradient."""
+        """bound / largest, at least 1; infinite if every gradient is 0."""
         return self.bound / self.largest if self.largest > 0 else math.inf
 
 
 def tightness(
     model: nn.Module, loss: BoundedLoss, inputs: Tensor, targets: Tensor, *, effort: Effort = "spectral"
 ) -> dict[str, Tightness]:
-    """Bound and largest gradient norm of each trainable parameter, for the weights as they are.
+    """Bound and largest gradient norm of each trainable parameter, at the current weights.
 
-    The largest norm is read from the examples without any noise: give public ones, or keep the result to yourself.
-    Gradients at the outputs are clipped to the loss's constant, as in a private step. Each example takes a backward
-    pass of its own.
+    The largest norm is computed without noise: use public examples, or do not release the result. Gradients at the
+    outputs are clipped to the loss's constant, as in a private step. Each example takes its own backward pass.
 
     Args:
         model: as for `trace`.
-        loss: its constant is that of the bounds.
-        inputs, targets: the examples, in the first dimension.
+        loss: its constant is used for the bounds.
+        inputs, targets: the examples, along the first dimension.
         effort: of the bounds, see `bounds_of`.
     """
     require_module(model)
@@ -90,7 +89,6 @@ def _norms(
     x: Tensor,
     y: Tensor,
 ) -> list[float]:
-    """The gradient norm of each parameter, for one example."""
     with naming("inputs"):
         outputs = model(x)
     with naming("targets", "the loss"):

@@ -1,4 +1,4 @@
-"""A model as a graph of operations that have bounds."""
+"""A model as a graph of operations with bounds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rul
 from clipwise.lipschitz.tensor_operations import MoveRule, ParameterRule
 from clipwise.validation.arguments import plain, require_module
 
-# A prime: no other dimension is likely to have this size, and tensors without data cost nothing.
+# The traced batch size: a prime that is unlikely as another size. Meta tensors hold no data.
 _EXAMPLES = 7919
-# Numbers that differ between the two depend on how many examples there are; remainders of small numbers differ too.
+# A second batch size: numbers that differ between the two depend on it. Remainders by small numbers differ too.
 _MORE_EXAMPLES = 8212
 _TAKE_SIZES = ("view", "reshape")
 
@@ -34,12 +34,7 @@ _TAKE_SIZES = ("view", "reshape")
 class Operation:
     """One operation of the network.
 
-    Args:
-        name: of its value.
-        where: how a message calls it: the module, or the name in the graph.
-        rule: its bounds.
-        inputs: the names of the values that it takes.
-        parameters: the names that its module and the model have for its parameters.
+    `where` names it in messages. `inputs` names its input values. `parameters` maps its module's names to the model's.
     """
 
     name: str
@@ -54,13 +49,13 @@ class Network:
     """A traced model.
 
     Args:
-        graph: the model again, as a module that does exactly what was traced. It shares all parameters.
-        operations: in the order in which they run.
+        graph: a module that computes the traced graph. It shares all parameters with the model.
+        operations: in execution order.
         input: the name of the model's input.
         output: the name of its output.
         input_shape, output_shape: of one example.
         rounding: the arithmetic that the bounds allow for.
-        steps: what the model's forward pass did, also where nobody used it.
+        steps: all traced operations, including unused ones.
     """
 
     graph: fx.GraphModule
@@ -74,29 +69,29 @@ class Network:
 
     @cached_property
     def uses(self) -> Mapping[str, int]:
-        """How many operations have each parameter."""
+        """The number of operations that use each parameter."""
         return Counter(full for op in self.operations for full in op.parameters.values())
 
     def parameter(self, name: str) -> Tensor:
-        """The one that its module has under this name now."""
+        """The current parameter under this name."""
         module, own = self._holders[name]
         found: Tensor = getattr(module, own)
         return found
 
     @cached_property
     def _holders(self) -> Mapping[str, tuple[nn.Module, str]]:
-        """To look it up by its path would take longer than what is done with a parameter."""
+        """Cached, because a lookup by path is slow."""
         names = (name.rpartition(".") for name, _ in self.graph.named_parameters(remove_duplicate=False))
         return {f"{path}{dot}{own}": (self.graph.get_submodule(path), own) for path, dot, own in names}
 
 
 def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
-    """Follow one example through the model; what has no bound, or leaves the example, is refused by name.
+    """Trace a model for one example. Refuses operations that have no bound or mix examples.
 
     Args:
         model: its first operation on the input is a `ClipInput`, or an embedding of ids.
-        input_shape: of one example, without the batch. It is public and the same for all.
-        arithmetic: in which the products of training run.
+        input_shape: of one example, without the batch. It is public and the same for all examples.
+        arithmetic: of the products in training.
     """
     require_module(model)
     shape = example_shape(input_shape)
@@ -106,7 +101,7 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
 
 
 def example_shape(given: object) -> tuple[int, ...]:
-    """An `input_shape` as it was given, or an error."""
+    """Validate an `input_shape`."""
     shape = plain(given)
     if isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in shape):
         return tuple(shape)
@@ -116,18 +111,18 @@ def example_shape(given: object) -> tuple[int, ...]:
 
 
 class _Walk:
-    """Runs the graph on tensors without data, and gives every operation its rule."""
+    """Runs the graph on meta tensors and builds the rule of every operation."""
 
     def __init__(
         self, model: nn.Module, module: fx.GraphModule, input_shape: tuple[int, ...], rounding: Rounding
     ) -> None:
         self._model, self._module, self._rounding = model, module, rounding
         self._input_shape = input_shape
-        self._hollow = copy.deepcopy(module).to("meta")  # shapes without numbers
+        self._hollow = copy.deepcopy(module).to("meta")
         self._values: dict[fx.Node, Any] = {}
         self._with_more: dict[fx.Node, Any] = {}
         self._operations: list[Operation] = []
-        # Tied parameters have several names; bounds are reported under the first, as optimizers know them.
+        # Tied parameters have several names; bounds use the first, as model.named_parameters() does.
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def network(self) -> Network:
@@ -146,7 +141,7 @@ class _Walk:
         if not (isinstance(result, fx.Node) and isinstance(self._values[result], Tensor)):
             raise UnsupportedModelError("Lipschitz bounds: the model must return one tensor.")
         steps = tuple(steps_of(self._module.graph))
-        # Only now: what nobody uses may still have written into what others use.
+        # Only now: an unused operation may have written in place into a used value.
         self._module.graph.eliminate_dead_code()
         self._module.recompile()
         used = {node.name for node in self._module.graph.nodes}
@@ -155,16 +150,16 @@ class _Walk:
         return Network(self._module, operations, input_node.name, result.name, *shapes, self._rounding, steps)
 
     def _require_clipped(self, input_node: fx.Node) -> None:
-        """Whatever sees the input must bound it."""
+        """Every operation on the input must bound it."""
         for user in input_node.users:
-            if not isinstance(self._layer(user), (ClipInput, nn.Embedding)) and not _asks_for_sizes(user):
+            if not isinstance(self._layer(user), (ClipInput, nn.Embedding)) and not _reads_shape(user):
                 raise UnsupportedModelError(
-                    f"Lipschitz bounds: {_where(user)!r} sees inputs of any length. Begin the model with "
-                    "clipwise.layers.ClipInput(input_norm), for instance nn.Sequential(ClipInput(1.0), model)."
+                    f"Lipschitz bounds: {_where(user)!r} gets inputs of unbounded norm. Begin the model with "
+                    "clipwise.layers.ClipInput(input_norm), for example nn.Sequential(ClipInput(1.0), model)."
                 )
 
     def _follow(self, node: fx.Node) -> None:
-        """What the node gives, for two numbers of examples; and its rule, if that is a value of the network."""
+        """Evaluate the node for two batch sizes, and build its rule if it is a value of the network."""
         self._with_more[node] = self._evaluated(node, self._with_more, _MORE_EXAMPLES)
         tensors = [n for n in _operands(node) if isinstance(self._values[n], Tensor)]
         versions = [self._values[n]._version for n in tensors]
@@ -196,7 +191,7 @@ class _Walk:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"Lipschitz bounds: {_where(node)!r} does not take examples of the shape {self._input_shape}, which is "
+                f"Lipschitz bounds: {_where(node)!r} does not accept examples of shape {self._input_shape}, which is "
                 f"input_shape or that of the dataset ({type(error).__name__}: {error})."
             ) from error
 
@@ -205,13 +200,13 @@ class _Walk:
             module = self._hollow.get_submodule(str(node.target))
             require_rule(_where(node), module)
             if isinstance(module, RECURRENT) and arguments[0].ndim != 3:
-                reason = "an example must have the shape (length, width): torch takes rows for time"
+                reason = "an example must have the shape (length, width)"
                 raise refusal(_where(node), module, reason)
             found = module(*arguments, **options)
             return _States(found[0]) if isinstance(module, RECURRENT) else found
         if node.op == "call_method":
             if str(node.target).startswith("register_"):
-                raise refusal(node.name, node.target, "what a hook does has no bound: leave it out")
+                raise refusal(node.name, node.target, "a hook has no bound: leave it out")
             return getattr(arguments[0], str(node.target))(*arguments[1:], **options)
         if node.target is operator.getitem and isinstance(arguments[0], _States):
             return arguments[0].output
@@ -219,13 +214,13 @@ class _Walk:
         return node.target(*arguments, **options)
 
     def _note(self, node: fx.Node, tensors: list[fx.Node]) -> None:
-        """The operation of a node that gives a value of the network."""
+        """Add the operation of a node that returns a value of the network."""
         value, where, target = self._values[node], _where(node), node.target
         arguments, options = _given(node, self._values)
         if target is operator.getitem and isinstance(arguments[0], _States):
             # The first result of a recurrent module is its output at every position.
             if arguments[1] != 0:
-                raise refusal(where, "the last state", "take output[:, -1], the last position, instead")
+                raise refusal(where, "the last state", "use output[:, -1], the last position, instead")
             rule: Rule = MoveRule(value.shape[1:], is_same=True)
             (source,) = node.all_input_nodes
             self._operations.append(Operation(node.name, where, rule, (source.name,), {}))
@@ -234,7 +229,9 @@ class _Walk:
         if not isinstance(value, Tensor):
             if tensors and not _is_public(value):
                 instead = instead_of(target)
-                raise refusal(where, target, "it gives no single tensor" if instead == UNKNOWN else instead)
+                raise refusal(
+                    where, target, "it does not return a single tensor" if instead == UNKNOWN else instead
+                )
             return
         self._require_examples(where, target, value)
         call = Call(where, target, [self._shape(n) for n in tensors], tuple(value.shape[1:]), self._rounding)
@@ -253,38 +250,36 @@ class _Walk:
     def _require_examples(self, where: str, target: Any, value: Tensor) -> None:
         reason = ""
         if value.ndim == 0 or value.shape[0] != _EXAMPLES:
-            reason = (
-                "the first dimension of its result is not that of the examples: treat each example by itself"
-            )
+            reason = "the first dimension of its result does not hold the examples: process each example independently"
         elif value.dtype not in (torch.float32, torch.float64):
-            reason = f"it gives {value.dtype}: half precision rounds too much to bound, leave dtype out"
+            reason = f"it returns {value.dtype}: the rounding of half precision is too large, leave dtype out"
         elif any(n and n % _EXAMPLES == 0 for n in value.shape[1:]):
             reason = (
-                "its result has the examples in a second dimension too, so that each is combined with all others: give "
+                "its result has the examples along a second dimension too, which combines each with all others: give "
                 "operands the same number of dimensions"
             )
         if reason:
             raise refusal(where, target, reason)
 
     def _require_no_count(self, node: fx.Node, where: str) -> None:
-        """How many examples there are is secret: the size of the first dimension, and no number to compute with."""
+        """Refuse to compute with the number of examples, which is secret; it may only be a size."""
         may_size = getattr(node.target, "__name__", node.target) in _TAKE_SIZES
         for n in _operands(node):
             here, more = self._values[n], self._with_more[n]
             if _is_public(here) and here != more and not (may_size and _are_sizes(here, more)):
                 reason = "it computes with the number of examples, which is secret"
                 instead = (
-                    "take a number that is the same for every batch. It may be a size for view or reshape"
+                    "use a number that is the same for every batch. It may be a size for view or reshape"
                 )
                 raise refusal(where, node.target, f"{reason}: {instead}")
 
     def _require_alone(self, node: fx.Node, changed: Any) -> None:
-        """Refuse a change in place of what other operations use, or of the clipped input."""
+        """Refuse in-place changes of values with other uses, or of the clipped input."""
         while isinstance(changed, fx.Node):
-            reason = "what others use too" if len(changed.users) > 1 else "what ClipInput gave"
+            reason = "a value with other uses" if len(changed.users) > 1 else "the output of ClipInput"
             if len(changed.users) > 1 or isinstance(self._layer(changed), ClipInput):
                 raise refusal(node.name, node.target, f"it changes in place {reason}: leave inplace out")
-            # A view is the same memory.
+            # A view shares memory with its base.
             rules = [op.rule for op in self._operations if op.name == changed.name]
             changed = changed.args[0] if any(isinstance(rule, MoveRule) for rule in rules) else None
 
@@ -292,7 +287,7 @@ class _Walk:
         return self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Of one example's value; parameters have no dimension for examples."""
+        """The shape of one example's value; parameters have no batch dimension."""
         value = self._values[node]
         shape = tuple((value.output if isinstance(value, _States) else value).shape)
         return shape if node.op == "get_attr" and shape[:1] != (1,) else shape[1:]
@@ -300,24 +295,22 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _States:
-    """What a recurrent module gives: of its results only the first has bounds."""
+    """The result of a recurrent module; only its first output has bounds."""
 
     output: Tensor
 
 
 def _where(node: fx.Node) -> str:
-    """How a message calls it."""
     return str(node.target) if node.op == "call_module" else node.name
 
 
 def _given(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Its arguments and options, with values in the place of nodes."""
     given: Any = (node.args, node.kwargs)
     return fx.node.map_arg(given, lambda n: values[n])
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that it takes, each as often as it takes it: x + x has two."""
+    """Its input nodes, with repetitions: x + x has two."""
     found: list[fx.Node] = []
     given: Any = (node.args, node.kwargs)
     fx.node.map_arg(given, found.append)
@@ -325,21 +318,21 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_public(value: Any) -> bool:
-    """Sizes and types, which are the same for all examples."""
+    """Sizes and dtypes, which are the same for all examples."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_public, value))
     return isinstance(value, (int, float, bool, str, torch.dtype, torch.device, type(None)))
 
 
-def _asks_for_sizes(node: fx.Node) -> bool:
-    """Whether it looks at the shape of its operand only: what comes of that is checked where it is used."""
+def _reads_shape(node: fx.Node) -> bool:
+    """Whether it only reads the shape of its operand; uses of the result are checked separately."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
     return node.target is getattr and node.args[1] in ("shape", "ndim")
 
 
 def _are_sizes(here: Any, more: Any) -> bool:
-    """Whether what differs is the number of examples itself, and nothing made from it."""
+    """Whether the difference is the batch size itself, not a number computed from it."""
     if isinstance(here, (tuple, list)):
         return len(here) == len(more) and all(map(_are_sizes, here, more))
     return here == more or (here, more) == (_EXAMPLES, _MORE_EXAMPLES)
@@ -350,10 +343,10 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def unit_of(model: nn.Module) -> float:
-    """The distance from 1 to the next number, in the coarsest type among the parameters."""
+    """The machine epsilon of the least precise dtype among the parameters."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not kinds <= {torch.float32, torch.float64}:
         raise UnsupportedModelError(
-            "Lipschitz bounds: the parameters must be float32 or float64; half precision rounds too much to bound."
+            "Lipschitz bounds: the parameters must be float32 or float64; the rounding of half precision is too large."
         )
     return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)

@@ -1,12 +1,12 @@
-"""Whether a model still is what was traced.
+"""Checks that a model still computes what was traced.
 
-Bounds follow from the numbers, the layers and the tensors of the trace. The graph of autograd does not show all of
-them: the 3 of x + 3, or that another frozen tensor took the place of the traced one. So what a forward pass may read
-of the modules is remembered, and compared in every step. Where something differs the model is traced again: the same
-operations of the same layers and tensors have the same bounds, and anything else is refused.
+The bounds depend on the constants, layers and tensors of the trace. The autograd graph does not show all of them, for
+example the 3 of x + 3, or a replaced frozen tensor. So everything that a forward pass may read from the modules is
+recorded and compared in every step. On a difference the model is traced again: the bounds stay valid if the operations,
+layers and tensors are the same, and otherwise the model is refused.
 
-A number may also come from where nobody looks: a global variable, a closure, a tensor in a list. So a model in which
-numbers hide from autograd, or which has frozen layers to choose from, is traced again in every step.
+A constant may also come from a global variable, a closure or a tensor in a list. So a model with constants that
+autograd does not show, or with unused layers that it could switch to, is traced in every step.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, st
 from clipwise.lipschitz.rule_tables import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # what torch keeps of every module, looked at by itself
+_OF_TORCH = frozenset(vars(nn.Module()))  # torch's own attributes, compared separately
 _PLAIN = (numbers.Number, str, type(None), torch.dtype, torch.device)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub")
 _DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _VALUES = operator.methodcaller("values")
-_UNTRACED = "a tensor that no bound follows from"
+_UNTRACED = "a tensor that is not in the trace"
 
-Look = tuple[bool, list[Any]]  # of one module: its mode, and all else
+Look = tuple[bool, list[Any]]  # of one module: its mode, and everything else
 
 
 class AsTraced:
-    """Remembers a model, and refuses it once it would do something else than its trace.
+    """Records the state of a model and refuses the model if it would no longer compute its trace.
 
-    Mostly a glance is enough: all attributes are the very objects that they were, and what can be written to holds the
-    same. Otherwise everything is looked at by what it means, which takes a few microseconds for each module; a trace
-    takes some milliseconds.
+    Usually a comparison of object identities is enough, with the contents of mutable attributes. Otherwise all
+    attributes are compared by value, a few microseconds per module; a new trace takes some milliseconds.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
         self._model, self._network = model, network
         traced = (*network.graph.parameters(), *network.graph.buffers())
-        self._tensors = {id(t) for t in traced}  # the network holds them, so that no other has such an id
+        self._tensors = {id(t) for t in traced}  # the network keeps them alive, so ids stay unique
         names = [str(n.target) for n in network.graph.graph.nodes if n.op == "call_module"]
         self._layers = {name: network.graph.get_submodule(name) for name in names}
         self._first = {name: self._look_at(layer)[1] for name, layer in self._layers.items()}
@@ -57,7 +56,6 @@ class AsTraced:
         self._remember()
 
     def require(self) -> None:
-        """Refuse a model that would not do what was traced."""
         require_no_global_hooks()
         if not self._always_traces:
             if self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced:
@@ -70,7 +68,7 @@ class AsTraced:
         self._remember()
 
     def _has_choices(self) -> bool:
-        """Whether the trace left out layers that autograd would not show: another pass may take one of them."""
+        """Whether the model has layers outside the trace that another pass could use without a sign in autograd."""
         is_taken = {id(layer) for layer in self._layers.values()}
         return any(
             (isinstance(m, _DROPS) and id(m) not in is_taken)
@@ -80,7 +78,7 @@ class AsTraced:
 
     def _remember(self) -> None:
         self._modules = list(self._model.modules())
-        # What is held keeps its id. Tensors are told by those of the network, and may be of a whole batch.
+        # Holding objects keeps their ids unique. Tensors are not held: they may be a whole batch.
         self._held = [v for m in self._modules for v in vars(m).values() if not isinstance(v, Tensor)]
         self._seen = [self._look_at(m) for m in self._modules]
         self._attributes = list(map(vars, self._modules))
@@ -92,7 +90,7 @@ class AsTraced:
         self._glanced = self._glance() if is_held else None
 
     def _glance(self) -> list[Any]:
-        """Names and identities, module after module, by few calls; and what can be written to, by its contents."""
+        """Attribute names and object ids of all modules, and the contents of mutable attributes."""
         found = [list(map(type, self._modules)), [self._key(value) for value in self._writable]]
         for those in (self._attributes, self._owned):
             values = chain.from_iterable(map(_VALUES, those))
@@ -113,7 +111,7 @@ class AsTraced:
         return module.training, found
 
     def _key(self, value: Any) -> Any:
-        """Plain values as they are, what holds others as what it holds, and everything else as itself alone."""
+        """Plain values by value, containers by contents, and other objects by identity."""
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, (Tensor, fx.Proxy)):
@@ -134,8 +132,8 @@ class AsTraced:
             if now != self._first[name]:
                 raise StepError(
                     f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed after "
-                    "make_private, and the bounds are for those before: make a new private run. (Weights are changed "
-                    "in place, under torch.no_grad().)"
+                    "make_private, so the bounds no longer hold: make a new private run. (Change weights in place, "
+                    "under torch.no_grad().)"
                 )
 
     def _require_same_graph(self, again: fx.Graph) -> None:
@@ -147,20 +145,20 @@ class AsTraced:
             return
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
-            "The model's forward pass does something else than when it was traced: "
-            f"{other.words}, where it had {one.words}. The bounds are for the trace: set what it reads back, or make a "
-            "new private run."
+            "The model's forward pass differs from its trace: "
+            f"{other.words}, where it had {one.words}. The bounds hold for the trace only: restore what it reads, or "
+            "make a new private run."
         )
 
 
 def _hides_a_number(step: Step) -> bool:
-    """The 3 of x + 3, and the rate of a dropout: no graph of autograd shows them."""
+    """The 3 of x + 3, and the rate of a dropout: autograd graphs do not show them."""
     adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
     return adds or step.target is F.dropout
 
 
 def _can_be_written_to(value: Any) -> bool:
-    """Whether `_key` may give something else for the very same object."""
+    """Whether `_key` may change for the same object."""
     if isinstance(value, tuple):
         return not all(isinstance(v, _PLAIN) for v in value)
     return isinstance(value, (list, dict)) or (
@@ -169,12 +167,11 @@ def _can_be_written_to(value: Any) -> bool:
 
 
 def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
-    """What is called in a forward or a backward pass."""
     return [getattr(module, hooks) for hooks in HOOKS]
 
 
 def _replaced(what: str) -> StepError:
     return StepError(
-        f"{what} is another one than at make_private, and the bounds are for the one before. Change tensors in place, "
+        f"{what} was replaced after make_private, so the bounds no longer hold. Change tensors in place, "
         "under torch.no_grad() and before a batch is drawn, or make a new private run."
     )

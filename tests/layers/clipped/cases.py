@@ -1,4 +1,4 @@
-"""Layers to clip, each with inputs that it takes: for tests that hold for all of them."""
+"""Layers to clip with suitable inputs, for tests of all clipped layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = 4
 class Case:
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]  # of one example
-    ids: int = 0  # how many ids there are, where inputs are ids
+    ids: int = 0  # the number of ids, if inputs are ids
     axis: int = 0  # of the examples
 
 
@@ -35,7 +35,7 @@ class Attended(nn.Module):
 
 
 class Run(nn.Module):
-    """A recurrent layer, as a function of one input to one output: all it hands out."""
+    """A recurrent layer as a function of one input to one output, the concatenation of all results."""
 
     def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def clipped(case: Case, seed: int = 0, **options: object) -> nn.Module:
 
 
 def bounds(model: nn.Module) -> dict[str, float]:
-    """What one example may add, by parameter."""
+    """The bound per example of each parameter."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, ClippedLayer):

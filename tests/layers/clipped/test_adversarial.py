@@ -1,8 +1,7 @@
-"""An adversary looks for inputs and upstream gradients that pass a bound, by gradient ascent on (true norm / bound).
+"""Adversarial search for inputs and upstream gradients that exceed a bound: ascent on (true norm / bound).
 
-Bounds are written here a second time, in operations that can be differentiated. The clipped layer must then do with
-what was found exactly what these formulas say, so that an error in either of them shows: in mode "normalize" the
-gradient of one example is
+The bounds are implemented here a second time, in differentiable operations. The clipped layer must agree with these
+formulas at the result of the search: in mode "normalize" the gradient of one example is
 
     AIM C1 C2 |dW| / n   (bound "gradient"),     AIM C2 |dW| / n   (bound "upstream").
 
@@ -31,22 +30,22 @@ C2 = 0.7
 
 @dataclass
 class Measured:
-    """Of one example: true norms of gradients, and what bounds them, by parameter."""
+    """True gradient norms of one example and their bounds, by parameter."""
 
     norm: dict[str, Tensor]
     gradient: dict[str, Tensor]  # n >= |dW|
-    upstream: dict[str, Tensor]  # n |x| >= |dW|; of what does not look at the input, as "gradient"
-    times_input: frozenset[str] = frozenset()  # whose bound is C1 C2: of the others it is C2 alone
+    upstream: dict[str, Tensor]  # n |x| >= |dW|; as "gradient" if the bound does not use the input
+    times_input: frozenset[str] = frozenset()  # parameters with bound C1 C2; the others have C2
 
     def with_exact(self, **norms: Tensor) -> Measured:
-        """And parameters that are clipped on their exact norms."""
+        """Add parameters that are clipped by their exact norms."""
         for known in (self.norm, self.gradient, self.upstream):
             known.update(norms)
         return self
 
 
 def of_weights(norm: dict[str, Tensor], gradient: dict[str, Tensor], upstream: dict[str, Tensor]) -> Measured:
-    """Of matrices, whose bound is C1 C2."""
+    """Matrices, with bound C1 C2."""
     return Measured(norm, gradient, upstream, frozenset(norm))
 
 
@@ -72,7 +71,7 @@ def convolution(layer: Any, x: Tensor, g: Tensor) -> Measured:
     g_GcP = g.reshape(layer.groups, -1, windows_GdP.shape[-1])
     dw = torch.einsum("gdp,gcp->gcd", windows_GdP, g_GcP)
     by_window = (windows_GdP.norm(dim=1)[:, None] * g_GcP.abs()).sum(-1).norm()
-    # Which window holds which pixel, counted with one channel.
+    # Which window contains which pixel, from one channel.
     pixels = torch.arange(1.0, 1 + x[0].numel(), dtype=x.dtype).view(1, *x.shape[1:])
     one = type(layer)(
         1, 1, layer.kernel_size, layer.stride, layer.padding, layer.dilation, padding_mode=layer.padding_mode
@@ -87,7 +86,7 @@ def convolution(layer: Any, x: Tensor, g: Tensor) -> Measured:
 
 
 def _windows(layer: Any, x: Tensor) -> Tensor:
-    """[G, d k ..., P]: what each position looks at, group by group."""
+    """[G, d k ..., P]: the window of each position, per group."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = F.pad(x[None], layer._reversed_padding_repeated_twice, mode)
     windows = padded.view(layer.groups, -1, *padded.shape[2:])
@@ -100,7 +99,7 @@ def _windows(layer: Any, x: Tensor) -> Tensor:
 
 
 def recurrent(layer: Any, x_Td: Tensor, g_TH: Tensor) -> Measured:
-    """Step by step, with zeros added to what gates see from the input and from the state: their gradients are dz."""
+    """Step by step, with zeros added to the gates on the input's and the state's side: their gradients are dz."""
     run = layer
     zeros = [
         torch.zeros(len(x_Td), run.weight_hh_l0.shape[0], dtype=x_Td.dtype, requires_grad=True)
@@ -142,7 +141,6 @@ def embedding(layer: Any, ids_T: Tensor, g_Td: Tensor) -> Measured:
 
 
 def normalization(layer: Any, x: Tensor, g: Tensor) -> Measured:
-    """Scale and shift, on exact norms."""
     if isinstance(layer, nn.LayerNorm):
         by_row, g_cP = x.flatten(0, -2), g.flatten(0, -2).T
     else:
@@ -154,7 +152,7 @@ def normalization(layer: Any, x: Tensor, g: Tensor) -> Measured:
 
 
 def attention(layer: Any, x_Td: Tensor, g_Td: Tensor) -> Measured:
-    """Queries, keys and values as one. The projection of the output is a linear layer over positions."""
+    """Queries, keys and values together. The output projection is a linear layer over positions."""
     T, d, H = len(x_Td), layer.embed_dim, layer.num_heads
     zeros = [torch.zeros(T, d, dtype=x_Td.dtype, requires_grad=True) for _ in range(3)]
     thirds = zip(layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3), zeros, strict=True)
@@ -203,7 +201,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Measure]] = {
 
 
 def built(name: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """The layer, an input and an upstream gradient to begin with."""
     build, shape, _ = CASES[name]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -222,7 +219,7 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def ascend(ratio: Ratio, *start: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Where it leads, and the largest ratio on the way."""
+    """The result of the ascent, and the largest ratio."""
     x, g = (t.detach().clone().requires_grad_(t.is_floating_point()) for t in start)  # ids stay
     largest = float(ratio(x, g).detach())
     if math.isclose(largest, 1, rel_tol=1e-12):  # an exact norm
@@ -251,18 +248,18 @@ def ratios(name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str) -> dic
 
 
 def is_upstream(found: Measured, bound: str, parameter: str) -> bool:
-    """Whether the bound is |x| times something: not of states, whose lengths are at hand, nor of vectors."""
+    """Whether the bound is |x| times a factor: not for states, whose norms are known, nor for vectors."""
     return bound == "upstream" and parameter in found.times_input and parameter != "weight_hh_l0"
 
 
 @pytest.mark.parametrize("bound", ["gradient", "upstream"])
 @pytest.mark.parametrize("name", CASES)
-def test_no_ascent_passes_a_bound(name: str, bound: str) -> None:
+def test_no_ascent_exceeds_a_bound(name: str, bound: str) -> None:
     layer, x, g = built(name, seed=len(name))
     for parameter, ratio in ratios(name, layer, x, g, bound).items():
         worst_x, worst_g, largest = ascend(ratio, x, g)
         assert largest <= 1 + 1e-9
-        # Otherwise it was no attack. That it comes so near shows that no smaller constant would do.
+        # The search must come close to the bound, which shows that no smaller constant would be valid.
         assert largest > (0.9 if bound == "gradient" else 0.6), largest
         assert_clipped_as_said(name, layer, worst_x, worst_g, bound, parameter)
 
@@ -271,25 +268,24 @@ def assert_clipped_as_said(
     name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str, parameter: str
 ) -> None:
     build, _, measure = CASES[name]
-    # Nothing is clipped on the way in: for attention, nor on the way out.
+    # No input is clipped; for attention, no output either.
     input_norm = (100 if name == "attention" else 1.001) * float(x.double().norm())
     model = build().double()
     model.load_state_dict(layer.state_dict())
     model = clip_inputs(model, input_norm=input_norm, grad_norm=C2, mode="normalize", bound=bound)
     weights = model.layer.get_parameter(parameter)  # type: ignore[operator]
     (found,) = torch.autograd.grad(output(model, x), [weights], g)
-    told = measure(layer, x, g)
+    measured = measure(layer, x, g)
     most = C2
-    expected = AIM * most * float((told.norm[parameter] / getattr(told, bound)[parameter]).detach())
-    if parameter in told.times_input:
+    expected = AIM * most * float((measured.norm[parameter] / getattr(measured, bound)[parameter]).detach())
+    if parameter in measured.times_input:
         most *= input_norm
-        expected *= 1.0 if is_upstream(told, bound, parameter) else input_norm
+        expected *= 1.0 if is_upstream(measured, bound, parameter) else input_norm
     assert math.isclose(float(found.norm()), expected, rel_tol=1e-6)
     assert float(found.norm()) <= most
 
 
 def main() -> None:
-    """Where each ascent begins and ends."""
     print(
         "| layer | `gradient`, random start | `gradient`, found | `upstream`, random start | `upstream`, found |"
     )

@@ -1,4 +1,4 @@
-"""Queries, keys and values under one clip, as a node of its own: gradients come at its outputs."""
+"""Queries, keys and values with one clip, as a separate graph node with given output gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradients(
 @every_way
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.parametrize("scale", [0.1, 30.0])
-def test_one_of_them_alone_is_a_linear_layer(mode: str, bound: str, third: int, scale: float) -> None:
+def test_one_projection_alone_is_a_linear_layer(mode: str, bound: str, third: int, scale: float) -> None:
     model = attention(mode=mode, bound=bound)
     x, g = scale * random(B, T, D, seed=1), 3 * random(B, T, D, seed=2)
     gs = [g if k == third else torch.zeros_like(g) for k in range(3)]
@@ -65,7 +65,7 @@ def test_one_of_them_alone_is_a_linear_layer(mode: str, bound: str, third: int, 
 
 
 @every_way
-def test_their_squares_add_up(mode: str, bound: str) -> None:
+def test_squares_of_the_projections_add_up(mode: str, bound: str) -> None:
     model = attention(mode=mode, bound=bound)
     inputs = [random(1, t, D, seed=t) for t in (T, 5, 5)]
     gs = [10.0**k * random(1, t, D, seed=7 + k) for k, t in enumerate((T, 5, 5))]
@@ -83,7 +83,7 @@ def test_their_squares_add_up(mode: str, bound: str) -> None:
     torch.testing.assert_close(db, sums * (0.7 / float(sums.norm())), rtol=3e-3, atol=1e-6)
 
 
-def test_what_is_left_of_a_bias_whose_terms_cancel_is_not_scaled_up() -> None:
+def test_a_bias_gradient_whose_terms_cancel_is_not_scaled_up() -> None:
     model = attention(torch.float32, mode="normalize")
     g = torch.ones(1, T, D)
     g[:, T // 2 :] = -1 + 2.0**-20
@@ -93,10 +93,8 @@ def test_what_is_left_of_a_bias_whose_terms_cancel_is_not_scaled_up() -> None:
 
 @pytest.mark.parametrize("bound", ["upstream", "gradient"])
 @pytest.mark.parametrize("third", range(3))
-def test_a_gradient_that_is_not_finite_is_noted(
-    third: int, bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a captured step on a GPU; where rows are cleared, it counts nothing and touches nobody."""
+def test_a_non_finite_gradient_is_recorded(third: int, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a captured step on a GPU. If rows are cleared, the example counts as 0 and affects no other."""
     monkeypatch.setattr(kernels, "usable", lambda t: True)
     model = attention(torch.float32, bound=bound)
     model.layer.in_proj_bias.requires_grad_(False)

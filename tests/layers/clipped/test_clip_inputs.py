@@ -1,4 +1,4 @@
-"""Which layers can be clipped: those that do what their class says, and nothing else."""
+"""Which layers can be clipped: unmodified instances of the supported classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
 
 def weight_normed(layer: nn.Module) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch has a newer one, by parametrization
+        warnings.simplefilter("ignore", FutureWarning)  # torch's newer version is a parametrization
         nn.utils.weight_norm(layer)
 
 
@@ -47,7 +47,7 @@ OWN_CODE: dict[str, Callable[[nn.Module], Any]] = {
 def test_code_that_would_not_be_called_is_refused_by_the_name_of_its_layer(what: str) -> None:
     model = network()
     OWN_CODE[what](model[2])
-    message = r"Layer '2' \(Linear\) has hooks, or a forward of its own"
+    message = r"Layer '2' \(Linear\) has hooks or an overridden forward"
     with pytest.raises(UnsupportedModelError, match=message):
         clip_inputs(model, input_norm=1.0)
     assert type(model[0]) is nn.Linear and type(model[2]) is nn.Linear  # as it was
@@ -67,15 +67,15 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_so_it_is_in_every_kind_of_layer(kind: str) -> None:
+def test_hooks_are_refused_in_every_kind_of_layer(kind: str) -> None:
     layer = LAYERS[kind]()
     layer.register_forward_hook(lambda m, given, out: None)
     with pytest.raises(UnsupportedModelError, match=r"Layer 'model' .* has hooks"):
         clip_inputs(layer, input_norm=1.0)
 
 
-def test_hooks_of_modules_that_stay_are_still_called() -> None:
-    """Those around the layers, and layers that are not trained."""
+def test_hooks_of_other_modules_are_still_called() -> None:
+    """Containers, and layers that are not trained."""
     model = network()
     model[0].requires_grad_(False)
     for module in (model, model[0], model[1]):
@@ -122,12 +122,12 @@ def test_other_classes_are_refused_by_the_name_of_a_parameter(layer: nn.Module, 
 
 
 def test_a_clipped_model_can_be_pickled_and_not_scripted() -> None:
-    """As docs/guides/backprop.md says; should scripts work one day, the page is to be changed."""
+    """As documented in docs/guides/backprop.md; update that page if scripting works."""
     model = clip_inputs(network(), input_norm=1.0)
     x = torch.randn(4, FEATURES)
     again = pickle.loads(pickle.dumps(model))
     assert isinstance(again[0], ClippedLayer) and torch.equal(again(x), model(x))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch will give scripts up
+        warnings.simplefilter("ignore")  # scripting is deprecated in torch
         with pytest.raises(Exception, match=r"nn\.Linear"):
             torch.jit.script(model)

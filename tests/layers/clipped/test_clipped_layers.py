@@ -1,4 +1,4 @@
-"""What holds for every clipped layer: its function, its gradient without clips, its bound, its sums."""
+"""Properties of every clipped layer: function, unclipped gradient, bound and sum over the batch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_without_clips_of_gradients_the_gradient_is_the_derivative(
     import clipwise.layers.clipped as package
 
     for part in ("attention", "layer", "recurrent"):
-        # The way of evaluation is made of plain operations, which torch can differentiate.
+        # The evaluation path uses plain operations, which torch can differentiate.
         monkeypatch.setattr(f"{package.__name__}.{part}.is_plain", lambda: True)
     expected = gradients(model, model(x), g, *with_x)
     for a, b in zip(found, expected, strict=True):
@@ -95,8 +95,7 @@ def test_no_example_adds_more_than_its_bound(
 
 @every_case
 @every_way
-def test_nobody_may_be_drawn(name: str, mode: str, bound: str) -> None:
-    """An empty batch goes through a layer, and comes out empty."""
+def test_a_batch_may_be_empty(name: str, mode: str, bound: str) -> None:
     case = CASES[name]
     model = clipped(case, mode=mode, bound=bound)
     assert model(inputs(case, 0)).shape == (0, *model(inputs(case)).shape[1:])
@@ -117,7 +116,7 @@ def test_a_batch_is_the_sum_of_its_examples(name: str, mode: str, bound: str) ->
 
 @every_case
 @every_way
-def test_an_example_that_is_not_finite_touches_no_other(name: str, mode: str, bound: str) -> None:
+def test_a_non_finite_example_affects_no_other(name: str, mode: str, bound: str) -> None:
     case = CASES[name]
     model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=3.0)
     y = model(x)
@@ -130,7 +129,7 @@ def test_an_example_that_is_not_finite_touches_no_other(name: str, mode: str, bo
         bounds(model).items(), gradients(model, model(x), bad_g), expected, strict=True
     ):
         assert float((a - b).norm()) <= most, parameter  # false for NaN
-        if "both ways" not in name:  # the other direction of that example is finite, and counts
+        if "both ways" not in name:  # the other direction of that example is finite and counts
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     if case.ids:
         return
@@ -146,7 +145,7 @@ def test_an_example_that_is_not_finite_touches_no_other(name: str, mode: str, bo
 
 
 @every_case
-def test_normalize_does_not_see_the_scale_of_a_gradient(name: str) -> None:
+def test_normalize_ignores_the_scale_of_a_gradient(name: str) -> None:
     case = CASES[name]
     model, x = clipped(case, mode="normalize"), inputs(case)
     y = model(x)
@@ -162,8 +161,8 @@ def test_normalize_does_not_see_the_scale_of_a_gradient(name: str) -> None:
 
 @every_case
 @pytest.mark.parametrize("bound", ["upstream", "gradient"])
-def test_what_may_be_rounding_stays_short_where_gradients_are_normalized(name: str, bound: str) -> None:
-    """It is scaled by C2 / 2^-14 and no more, whatever C1 is."""
+def test_rounding_error_stays_small_where_gradients_are_normalized(name: str, bound: str) -> None:
+    """It is scaled by at most C2 / 2^-14, for any C1."""
     case = CASES[name]
     for input_norm, grad_norm in ((1.5, 0.7), (20.0, 0.7), (1.5, 50.0)):
         model = clipped(case, mode="normalize", bound=bound, input_norm=input_norm, grad_norm=grad_norm)
@@ -177,7 +176,7 @@ def test_what_may_be_rounding_stays_short_where_gradients_are_normalized(name: s
 
 @every_case
 def test_a_short_gradient_is_not_clipped(name: str) -> None:
-    """Far inside all bounds it is the derivative, bit for bit or nearly."""
+    """Far below all bounds it is the derivative, nearly bit for bit."""
     case = CASES[name]
     model, x = clipped(case), inputs(case, scale=1e-2)
     y = model(x)
@@ -191,7 +190,7 @@ def test_a_short_gradient_is_not_clipped(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("attention")])
 @pytest.mark.parametrize("bound", ["upstream", "gradient"])
 def test_bounds_are_reached(name: str, bound: str) -> None:
-    """By some input and gradient, so no bound could be smaller by much. (Of recurrent layers fewer are tried.)"""
+    """So no bound could be much smaller. (Fewer candidates are tried for recurrent layers.)"""
     case = CASES[name]
     model = clipped(case, mode="normalize", bound=bound)
     reached = dict.fromkeys(bounds(model), 0.0)
@@ -206,7 +205,7 @@ def test_bounds_are_reached(name: str, bound: str) -> None:
 
 
 def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor, Tensor]]:
-    """Gradients at a single output, equal ones everywhere, random ones; inputs at single places as well."""
+    """Gradients at a single output, constant or random; also inputs at single positions."""
     with torch.no_grad():
         y = model(x)
     single = torch.zeros_like(y)
@@ -225,10 +224,10 @@ def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor,
 
 @every_case
 @every_way
-def test_the_same_where_nobody_may_wait_for_the_device(
+def test_the_same_without_synchronization(
     name: str, mode: str, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU nothing is looked at: rows are cleared and directions taken out whether or not there is need."""
+    """On a GPU rows are cleared and directions removed without checking whether it is needed."""
     case = CASES[name]
     model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=1.0)
     with_x = [] if case.ids else [x.requires_grad_()]
@@ -247,7 +246,7 @@ CONVOLUTIONS = [n for n, case in CASES.items() if isinstance(case.build(), _Conv
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_windows_are_counted(name: str) -> None:
-    """m and cover, from a convolution that sees which windows hold which pixel."""
+    """m and cover, from a convolution that shows which windows contain which pixel."""
     case = CASES[name]
     layer = case.build().double()
     assert isinstance(layer, _ConvNd)
@@ -295,8 +294,8 @@ def test_lengths_of_half_precision_inputs_are_not_too_short(name: str) -> None:
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 
-def test_what_is_nothing_but_rounding_is_not_scaled_up() -> None:
-    """The keys' bias of attention has no gradient: adding a number to all scores changes no softmax."""
+def test_a_gradient_of_rounding_error_is_not_scaled_up() -> None:
+    """The gradient of the keys' bias is 0: adding a number to all scores does not change the softmax."""
     case = CASES["attention"]
     model = clipped(case, mode="normalize").float()
     y = model(inputs(case).float())
@@ -304,8 +303,8 @@ def test_what_is_nothing_but_rounding_is_not_scaled_up() -> None:
     assert float(gradient[1].norm()) < 1e-4 < 0.05 < float(gradient[0].norm())
 
 
-def test_nor_is_what_is_left_of_terms_that_cancel() -> None:
-    """The sum over positions of a bias's gradient: 2^-20 of its terms, and 2^-8 beside a bound of their size."""
+def test_the_sum_of_terms_that_cancel_is_not_scaled_up() -> None:
+    """A bias's gradient over positions: 2^-20 of its terms, and 2^-8 relative to a bound of their size."""
     model = clipped(CASES["linear over positions"], mode="normalize").float()
     g = torch.ones(1, 4, 3)
     g[:, 2:] = -1 + 2.0**-20
@@ -319,12 +318,12 @@ def test_queries_keys_and_values_are_of_the_same_examples(queries: int, keys: in
     q, k = torch.randn(queries, 3, 6), torch.randn(keys, 5, 6)
     with pytest.raises(ConfigurationError, match="different numbers of examples") as refused:
         model(q, k, k)
-    assert not any(c.isdigit() for c in str(refused.value))  # how many were drawn is secret
+    assert not any(c.isdigit() for c in str(refused.value))  # the realised batch size is secret
 
 
 @every_way
 @pytest.mark.parametrize("same", ["all", "keys and values", "none"])
-def test_one_input_that_is_given_several_times_is_as_good_as_copies(mode: str, bound: str, same: str) -> None:
+def test_one_input_given_several_times_equals_copies(mode: str, bound: str, same: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = nn.MultiheadAttention(6, 2, batch_first=True).double()
@@ -348,7 +347,7 @@ def test_messages_name_the_layer() -> None:
 
 
 def test_positions_without_a_gradient_do_not_loosen_the_bound_of_a_table() -> None:
-    """64 words and 64 times padding: no id counts twice, so the bound is exact."""
+    """64 words and 64 padding positions: no id counts twice, so the bound is exact."""
     ids_BT = torch.cat([torch.arange(1, 65), torch.zeros(64, dtype=torch.long)])[None]
     g_BTd = torch.randn(1, 128, 16, dtype=torch.float64)
     g_BTd[:, 64:] = 0
@@ -388,7 +387,7 @@ def test_a_causal_hint_without_its_mask_is_refused_as_torch_does() -> None:
     "name", ["linear", "linear over positions", "conv2d", "padding", "lstm", "attention"]
 )
 def test_an_input_whose_square_is_beyond_float32_is_clipped(name: str, bound: str) -> None:
-    """In training as in evaluation: it does not count as 0 in one of them."""
+    """In training and in evaluation: it counts as 0 in neither."""
     case = CASES[name]
     model, x = clipped(case, bound=bound).float(), inputs(case).float()
     x[1] *= 1e20
@@ -405,10 +404,8 @@ def test_an_input_whose_square_is_beyond_float32_is_clipped(name: str, bound: st
 
 @every_way
 @pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "layer norm", "embedding"])
-def test_no_gradient_is_so_long_that_its_scale_is_rounded_past_the_bound(
-    name: str, mode: str, bound: str
-) -> None:
-    """Below 1e-38 float32 has few digits left: a scale there may be a half too large."""
+def test_no_rounded_scale_exceeds_the_bound(name: str, mode: str, bound: str) -> None:
+    """Below 1e-38 float32 has few digits: a rounded scale may be half too large."""
     case = CASES[name]
     model = clipped(case, mode=mode, bound=bound, grad_norm=1e-10).float()
     x = inputs(case)
@@ -423,8 +420,10 @@ def test_no_gradient_is_so_long_that_its_scale_is_rounded_past_the_bound(
 @every_way
 @pytest.mark.parametrize("constant", [1.0, 1e-10])
 @pytest.mark.parametrize("name", ["linear", "linear over positions"])
-def test_nor_if_the_input_is_as_long(name: str, constant: float, mode: str, bound: str) -> None:
-    """A gradient is scaled by both clips at once, for an input as it came: here by 1e-45 to 1e-42 together."""
+def test_no_rounded_scale_exceeds_the_bound_for_a_long_input(
+    name: str, constant: float, mode: str, bound: str
+) -> None:
+    """Both clips scale a gradient at once: here by 1e-45 to 1e-42 together."""
     case = CASES[name]
     model = clipped(case, mode=mode, bound=bound, input_norm=constant, grad_norm=constant).float()
     x = inputs(case)[:1] / inputs(case)[:1].norm()
@@ -436,8 +435,8 @@ def test_nor_if_the_input_is_as_long(name: str, constant: float, mode: str, boun
             assert float(g.double().norm()) <= most, (parameter, longer, power)
 
 
-def test_a_short_gradient_is_not_rounded_up_next_to_an_endless_input() -> None:
-    """It needs no clip, but times the input's scale it is a number of few digits."""
+def test_a_short_gradient_is_not_rounded_up_next_to_a_huge_input() -> None:
+    """It needs no clip, but its product with the input's scale has few digits."""
     model = clip_inputs(nn.Linear(1, 1, bias=False), input_norm=1.0, grad_norm=1e-10)
     for longer, share in itertools.product((33, 34, 35, 36, 37), torch.arange(0.1, 1.0, 0.05).tolist()):
         y = model(torch.tensor([[10.0**longer]]))
@@ -446,7 +445,7 @@ def test_a_short_gradient_is_not_rounded_up_next_to_an_endless_input() -> None:
 
 
 @pytest.mark.parametrize("bound", ["upstream", "gradient"])
-def test_the_scale_of_an_endless_input_is_not_rounded_up_in_recurrent_layers(bound: str) -> None:
+def test_the_scale_of_a_huge_input_is_not_rounded_up_in_recurrent_layers(bound: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = clip_inputs(nn.RNN(1, 1), input_norm=1e-10, grad_norm=1.0, bound=bound)
@@ -473,7 +472,7 @@ def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(
 
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_a_long_gradient_where_an_image_is_blank_adds_nothing(kernel: int) -> None:
-    """The bound says 0 and does not clip: gradients must be sums of products. (On a GPU: tests/gpu/backprop.py.)"""
+    """The bound is 0, so nothing is clipped, and the gradient must be exactly 0. (GPU: tests/gpu/backprop.py.)"""
     layer = nn.Conv2d(16, 16, kernel, padding=kernel // 2, bias=False)
     model = clip_inputs(layer, input_norm=1.0, grad_norm=0.1, bound="gradient")
     random = torch.Generator().manual_seed(3)
@@ -501,7 +500,7 @@ def test_a_long_gradient_where_an_image_is_blank_adds_nothing(kernel: int) -> No
 def test_a_geometry_that_is_set_by_attributes_is_the_one_that_is_used(
     attributes: dict[str, object], when: str
 ) -> None:
-    """As backbones set it for dilated features."""
+    """Backbones set attributes to get dilated features."""
     layer = nn.Conv2d(2, 3, 3, padding=1).double()
     model = layer if when == "before" else clip_inputs(layer, input_norm=1.0, grad_norm=0.7)
     model(torch.randn(2, 2, 8, 8).double())
@@ -518,7 +517,7 @@ def test_a_geometry_that_is_set_by_attributes_is_the_one_that_is_used(
 
 
 def test_the_kernel_is_that_of_the_weights() -> None:
-    """torch does not ask for `kernel_size`, so neither may the bounds."""
+    """torch ignores `kernel_size`, so the bounds must too."""
     layer = nn.Conv2d(1, 4, 1, padding=1).double()
     layer.weight = nn.Parameter(torch.randn(4, 1, 3, 3).double())
     model = clip_inputs(layer, input_norm=1.0, grad_norm=0.7)

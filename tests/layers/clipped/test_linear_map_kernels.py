@@ -1,6 +1,6 @@
-"""Clipped maps by passes, the same as by torch's operations in float64.
+"""Clipped maps by kernels, compared with torch's operations in float64.
 
-Passes call kernels where Triton works, as in its interpreter (TRITON_INTERPRET=1), and their twins in torch elsewhere.
+Kernels run where Triton works, also in its interpreter (TRITON_INTERPRET=1), and otherwise their torch twins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = ["linear", "linear without bias", "linear over positions", "linear over 
          "replicate", "layer norm over positions", "group norm"]  # fmt: skip
 WAYS = [(mode, bound) for mode in ("clip", "normalize") for bound in ("upstream", "gradient")]
 every_name = pytest.mark.parametrize("name", NAMES)
-# With C1 = 1 the bounds of weights and bias are one number, and their norms are not.
+# With C1 = 1 weights and bias have the same bound but different norms.
 CONSTANTS = [{"input_norm": 1.5, "grad_norm": 0.7}, {"input_norm": 1.0, "grad_norm": 0.7}]
 every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
 every_constant = pytest.mark.parametrize("constants", CONSTANTS, ids=str)
@@ -31,7 +31,7 @@ every_constant = pytest.mark.parametrize("constants", CONSTANTS, ids=str)
 
 @pytest.fixture(autouse=True)
 def _by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Triton worked everywhere; kernels ask for themselves."""
+    """Use the kernel path everywhere; each kernel checks for Triton."""
     monkeypatch.setattr(kernels, "usable", lambda t: True)
 
 
@@ -42,7 +42,7 @@ def gradients(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 
 
 def pair(case: Case, **options: object) -> tuple[nn.Module, nn.Module]:
-    """In float32, where kernels fit, and in float64, where they do not."""
+    """In float32, which kernels support, and in float64, which they do not."""
     exact = clipped(case, **options)
     return copy.deepcopy(exact).float(), exact
 
@@ -75,7 +75,7 @@ def test_the_same_sums(name: str, mode: str, bound: str, constants: dict[str, fl
 @every_name
 @pytest.mark.parametrize("where", ["input", "gradient"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_example_that_is_not_finite_counts_nothing(name: str, where: str, value: float) -> None:
+def test_a_non_finite_example_counts_as_zero(name: str, where: str, value: float) -> None:
     case = CASES[name]
     for mode, bound in (WAYS[0], WAYS[3]):
         ours, exact = pair(case, mode=mode, bound=bound)
@@ -90,7 +90,7 @@ def test_an_example_that_is_not_finite_counts_nothing(name: str, where: str, val
 @pytest.mark.parametrize("name", ["conv2d", "same padding, even kernel", "groups"])
 @every_way
 def test_layouts(name: str, mode: str, bound: str) -> None:
-    """Images with their channels last, and every second image of a batch."""
+    """Channels-last images, and every second image of a batch."""
     case = CASES[name]
     ours, exact = pair(case, mode=mode, bound=bound)
     x = inputs(case)
@@ -108,7 +108,7 @@ def test_layouts(name: str, mode: str, bound: str) -> None:
 
 @pytest.mark.parametrize("name", ["linear over positions", "same padding, even kernel", "conv2d"])
 @every_way
-def test_nothing_is_cleared_where_factors_are_noted(name: str, mode: str, bound: str) -> None:
+def test_nothing_is_cleared_where_factors_are_recorded(name: str, mode: str, bound: str) -> None:
     case = CASES[name]
     ours, exact = pair(case, mode=mode, bound=bound)
     x = inputs(case)
@@ -139,8 +139,8 @@ def test_no_example_adds_more_than_its_bound(
 
 
 @every_way
-def test_in_half_precision_sums_are_those_of_the_weights(mode: str, bound: str) -> None:
-    """As under autocast: input and gradient come in bfloat16."""
+def test_half_precision_sums_use_the_dtype_of_the_weights(mode: str, bound: str) -> None:
+    """As under autocast: input and gradient are bfloat16."""
     case = CASES["linear over positions"]
     ours, _ = pair(case, mode=mode, bound=bound)
     x = inputs(case).bfloat16()
@@ -154,7 +154,7 @@ def test_in_half_precision_sums_are_those_of_the_weights(mode: str, bound: str) 
 
 
 @every_name
-def test_nobody_may_be_drawn(name: str) -> None:
+def test_a_batch_may_be_empty(name: str) -> None:
     case = CASES[name]
     ours, _ = pair(case)
     x = inputs(case, 0).float()
@@ -163,10 +163,10 @@ def test_nobody_may_be_drawn(name: str) -> None:
 
 @pytest.mark.parametrize("by_passes", [True, False])
 @pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "groups", "rnn", "gru"])
-def test_a_long_gradient_that_meets_next_to_no_input_stays_within_its_bound(
+def test_a_long_gradient_with_a_tiny_input_stays_within_its_bound(
     name: str, by_passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To bring C1 C2 / n times g into float32 is not for an infinite sum: n may be small where g is not."""
+    """C1 C2 / n times g must not overflow float32: n may be small where g is not."""
     monkeypatch.setattr(kernels, "usable", lambda t: by_passes)
     case = CASES[name]
     ours, _ = pair(case, mode="normalize", bound="gradient", grad_norm=1e4)

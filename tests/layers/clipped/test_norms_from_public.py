@@ -1,4 +1,4 @@
-"""Constants from public data: about the stated share of examples is clipped, in every kind of layer."""
+"""Constants from public data clip about the stated share of examples, in every kind of layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ SEVERAL_INPUTS = ("attention", "lstm, two layers")
 
 
 def batch(case: Case) -> tuple[Tensor, Tensor]:
-    """Inputs and losses of all sizes, the examples along the first axis."""
     random = torch.Generator().manual_seed(5)
     sizes = torch.randn(2, EXAMPLES, generator=random, dtype=torch.float64).exp()
     x = inputs(case, EXAMPLES)
@@ -42,7 +41,7 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
 
 
 def shares(model: nn.Module, case: Case, x: Tensor, sizes: Tensor) -> dict[str, float]:
-    """Of each parameter: how many examples have a shorter gradient than without clips of gradients."""
+    """Per parameter, the share of examples whose gradient is shorter than without gradient clips."""
     parameters = dict(model.named_parameters())
     found = dict.fromkeys(parameters, 0.0)
     for i in range(EXAMPLES):
@@ -72,12 +71,12 @@ def test_about_the_stated_share_is_clipped(name: str, quantile: float, bound: st
     found = shares(model, case, x, sizes)
     has_weights = any(p.dim() > 1 for p in model.parameters())
     of_interest = [found[n] for n, p in model.named_parameters() if p.dim() > 1 or not has_weights]
-    # C2 is made for the part with the largest norms; the others are clipped less often.
+    # C2 is chosen for the largest norms; other parameters are clipped less often.
     assert abs(max(of_interest) - (1 - quantile)) < 0.1, found
 
 
-def test_later_layers_are_measured_behind_the_clips_of_earlier_ones() -> None:
-    """Otherwise the second layer would clip nearly nobody: the first one has taken the long ones in."""
+def test_later_layers_are_measured_after_the_clips_of_earlier_ones() -> None:
+    """Otherwise the second layer would clip nearly no example, since the first one clips the long ones."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False))
     x = torch.randn(EXAMPLES, 4) * torch.linspace(0.1, 10, EXAMPLES)[:, None]
@@ -90,7 +89,7 @@ def test_later_layers_are_measured_behind_the_clips_of_earlier_ones() -> None:
 
 
 def with_rows_that_are_not_finite(case: Case, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """As many again: a NaN or an infinity among their inputs, or as their loss."""
+    """Double the rows: the new ones have a NaN or an infinity in the input or as loss."""
     bad_x, bad_sizes = x.clone(), sizes.clone()
     if case.ids:
         bad_sizes[:] = math.nan
@@ -115,8 +114,8 @@ def test_examples_that_are_not_finite_are_left_out(name: str, bound: str) -> Non
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-def test_an_example_that_is_not_finite_is_left_out_in_the_layers_behind_too() -> None:
-    """The first layer takes it for 0, and so it is finite further on."""
+def test_a_non_finite_example_is_left_out_in_later_layers_too() -> None:
+    """The first layer replaces it by 0, so it is finite in later layers."""
     model, (x, y) = mlp(), rows()
     x[:5] = math.nan
     few = norms_from_public(model, losses_of, (x[5:], y[5:]))
@@ -140,7 +139,7 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def with_a_silent_head() -> nn.Sequential:
-    """Its weights are 0, so that nothing comes back to the layer before."""
+    """The head's weights are 0, so the previous layer gets no gradient."""
     model = mlp()
     nn.init.zeros_(model[2].weight)  # type: ignore[arg-type]
     return model
@@ -167,7 +166,7 @@ def test_blank_rows_are_refused_only_if_the_quantile_is_one_of_them() -> None:
 
 
 class Folded(nn.Module):
-    """Positions go into the first dimension."""
+    """Merges positions into the first dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ BAD: dict[str, tuple[Given, str]] = {
         "loss must .* with a gradient",
     ),
     "a layer that is detached": ((Idle, losses_of, rows()), "loss: layer 'idle' takes no part"),
-    "rows of something else": ((Folded, losses_of, rows()), "layer 'first' was given more or fewer rows than there are losses"),
+    "rows of something else": ((Folded, losses_of, rows()), "layer 'first' got another number of rows"),
 }
 
 
@@ -227,7 +226,7 @@ def test_numbers_of_numpy_and_a_loop_without_gradients_make_no_difference() -> N
         assert norms_from_public(mlp(), losses_of, rows(), np.float32(0.5)) == expected  # type: ignore[arg-type]
 
 
-def test_of_several_inputs_of_attention_the_longest_counts() -> None:
+def test_the_largest_input_of_attention_counts() -> None:
     class Crossed(nn.Module):
         def __init__(self, times: tuple[float, ...]) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Other constants for clipped layers: as if they had been there from the beginning. Private runs follow."""
+"""Changed constants act as if set from the beginning, and private runs follow."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MORE = {"input_norm": 0.6, "grad_norm": 3.0}
 
 
 def gradients(model: nn.Module, case: Case) -> dict[str, Tensor]:
-    """Of losses that are steep enough for every clip to act."""
+    """Of losses steep enough for every clip to act."""
     losses = 50 * model(inputs(case, scale=3.0)).flatten(1).sin().sum(1)
     found = torch.autograd.grad(losses.sum(), list(model.parameters()))
     return dict(zip(dict(model.named_parameters()), found, strict=True))
 
 
 @every_case
-def test_a_layer_is_as_one_that_was_built_so(case: Case) -> None:
+def test_a_changed_layer_equals_a_new_one(case: Case) -> None:
     model, expected = clipped(case), clipped(case, **MORE)
     before = gradients(model, case)
     layers.set_clips(model, **MORE)
@@ -48,13 +48,13 @@ def test_a_mapping_names_the_layers_that_change() -> None:
     assert (first.constants.input_norm, last.constants.input_norm) == (2.0, 2.0)
 
 
-def test_one_number_is_for_all_layers_also_where_parts_were_clipped_one_by_one() -> None:
+def test_one_number_is_for_all_layers_also_where_parts_were_clipped_separately() -> None:
     model = nn.Sequential(*(layers.clip_inputs(network(), input_norm=2.0) for _ in range(2)))
     layers.set_clips(model, grad_norm=0.3)
     assert {m.constants.grad_norm for m in model.modules() if isinstance(m, ClippedLayer)} == {0.3}
 
 
-def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
+def test_invalid_constants_are_refused_and_change_nothing() -> None:
     model = layers.clip_inputs(network(), input_norm=2.0, grad_norm=0.5)
     before = bounds(model)
     for options, match in (
@@ -68,9 +68,6 @@ def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ConfigurationError, match="call clip_inputs"):
         layers.set_clips(network(), grad_norm=1.0)
     assert bounds(model) == before
-
-
-# ---------------------------------------------------------------- in a private run
 
 
 def run(**options: Any) -> tuple[nn.Module, Any]:
@@ -94,13 +91,13 @@ def test_the_noise_follows_from_the_next_batch_on() -> None:
     assert effective_multiplier(private.parts()) == pytest.approx(1.0)
 
 
-def test_the_ledger_tells_every_change_and_nothing_twice() -> None:
+def test_the_ledger_records_every_change_once() -> None:
     model, private = run()
     train(model, private, 3)
     layers.set_clips(model, grad_norm=0.05)
     train(model, private, 3)
-    told = [about["parts"][1]["sensitivity"] for about in private._context.ledger.about]
-    assert told == [0.5, 0.05]
+    sensitivities = [about["parts"][1]["sensitivity"] for about in private._context.ledger.about]
+    assert sensitivities == [0.5, 0.05]
 
 
 def test_an_epsilon_does_not_depend_on_constants() -> None:
@@ -115,14 +112,14 @@ def test_an_epsilon_does_not_depend_on_constants() -> None:
     assert spent[0] == spent[1]
 
 
-def test_a_batch_that_was_drawn_before_is_not_stepped_on() -> None:
+def test_a_batch_drawn_before_the_change_is_refused() -> None:
     model, private = run()
     batch = next(iter(private.loader))
     layers.set_clips(model, grad_norm=5.0)
     with pytest.raises(StepError, match="Layer '0' was given other constants between the draw of a batch"):
         private.step(losses_of(model, batch))
     assert private.steps == 0
-    train(model, private, 1)  # the next one has its noise
+    train(model, private, 1)  # the next batch has the new noise
 
 
 def test_pieces_of_one_batch_have_the_same_constants() -> None:
@@ -137,7 +134,7 @@ def test_pieces_of_one_batch_have_the_same_constants() -> None:
     assert private.steps == 1
 
 
-def test_a_checkpoint_brings_its_constants() -> None:
+def test_a_checkpoint_restores_its_constants() -> None:
     model, private = run()
     train(model, private, 2)
     layers.set_clips(model, input_norm=1.0, grad_norm={"2": 0.2})
@@ -156,14 +153,14 @@ def test_parts_show_new_clips_at_once_but_not_while_a_batch_is_due() -> None:
     model = layers.clip_inputs(network(), input_norm=2.0, grad_norm=0.5)
     _, private = private_run(model, clipping=Backprop())
 
-    def told() -> list[float]:
+    def sensitivities() -> list[float]:
         return [part.sensitivity for part in private.parts()]
 
-    assert told() == [1.0, 0.5, 1.0, 0.5]
+    assert sensitivities() == [1.0, 0.5, 1.0, 0.5]
     layers.set_clips(model, grad_norm=0.25)
-    assert told() == [0.5, 0.25, 0.5, 0.25]
+    assert sensitivities() == [0.5, 0.25, 0.5, 0.25]
     batch = next(iter(private.loader))
     layers.set_clips(model, grad_norm=0.125)
-    assert told() == [0.5, 0.25, 0.5, 0.25]
+    assert sensitivities() == [0.5, 0.25, 0.5, 0.25]
     with pytest.raises(StepError, match="given other constants between the draw"):
         private.step(losses_of(model, batch))

@@ -1,4 +1,4 @@
-"""A switch that all threads share is turned by one of them at a time."""
+"""Only one thread at a time changes the shared clipping switch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.sites import site
 
 
 @pytest.mark.parametrize("turned", [switch.unclipped, switch.noting])
-def test_a_sum_that_will_be_released_waits_until_nobody_looks_on(turned: object) -> None:
+def test_a_released_sum_waits_until_probes_are_done(turned: object) -> None:
     torch.manual_seed(0)
     model = layers.clip_inputs(network(), input_norm=0.1, grad_norm=0.1)
     clipper = Backprop().attach(site(model))
     x, y = torch.randn(4, 5), torch.randint(0, 3, (4,))
-    x[0, 0] = torch.nan  # without the lock: in the sums of everybody, or nobody clipped
+    x[0, 0] = torch.nan  # without the lock, sums would be unclipped
 
     def losses() -> torch.Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
 
-    # The first ones probe, and turn the switch themselves.
+    # The first steps probe, and change the switch themselves.
     expected = [clipper.clipped_sum(losses()) for _ in range(3)][-1]
     found: list[dict[str, torch.Tensor]] = []
     waiting = losses()

@@ -1,4 +1,4 @@
-"""Layers whose gradients are bounded by what goes into them and what comes back: backpropagation clipping."""
+"""Layers with clipped inputs and upstream gradients, for backpropagation clipping."""
 
 from clipwise.layers.clipped.clip_inputs import clip_inputs, set_clips
 from clipwise.layers.clipped.layer import ClippedLayer

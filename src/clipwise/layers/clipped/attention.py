@@ -1,16 +1,16 @@
-"""Multi-head attention: queries, keys and values under one clip, the output under another. Nothing else is trained.
+"""Multi-head attention with one clip for queries, keys and values and another for the output projection.
 
-Queries, keys and values are three maps whose weights are one tensor:
+Queries, keys and values are three maps of one weight tensor:
 
-    q_i, k_i, v_i   = s W_q x_i + b_q, ...       each input clipped to C1 by itself, as in linear_map.py
-    n_i^2           = sum over the three of what bounds each one's gradient (or, without the input, |g|^2)
+    q_i, k_i, v_i   = s W_q x_i + b_q, ...       each input clipped to C1, as in linear_map.py
+    n_i^2           = the sum over the three maps of their squared gradient bounds (or, without the input, |g|^2)
     h_i             = s nu_i g_i                 one nu_i for all three
 
-so that the gradient of the whole tensor is at most C1 C2 an example, that of the bias at most C2.
+so the gradient of the weight tensor is at most C1 C2 per example, and that of the bias at most C2.
 
-One clip, not three: the gradients of queries and keys are differences that may cancel. Where all positions of a record
-are the same, nothing is left of them but rounding, which depends on the batch, and to "normalize" each by itself would
-make it as long as any gradient. Beside the values' gradient it stays as short as it is.
+The three share one clip because the gradients of queries and keys are differences that may cancel. If all positions of
+a record are equal, only rounding error is left of them, which depends on the batch. mode="normalize" would scale this
+error up to the bound if each map had its own clip. Next to the values' gradient it stays small.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ THIRDS = 3
 
 
 class ClippedProjections(torch.autograd.Function):
-    """The node; see above. Inputs are [B, T, d], with a T for queries and another one for keys and values."""
+    """The autograd function; see above. Inputs are [B, T, d]; T may differ between queries and keys."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class ClippedProjections(torch.autograd.Function):
         role: MapRole,
     ) -> tuple[Tensor, ...]:
         ctx.role, ctx.examples, ctx.axis = role, len(query), 0
-        seen: dict[int, Seen] = {}  # self-attention gives one input three times
+        seen: dict[int, Seen] = {}  # in self-attention the three inputs are one tensor
         for x in (query, key, value):
             if id(x) not in seen:
                 seen[id(x)] = looked_at(x, role, weight.requires_grad)
@@ -77,7 +77,7 @@ class ClippedProjections(torch.autograd.Function):
         each = [Seen(*kept[k * size : (k + 1) * size]) for k in range(THIRDS)]
         *needs_inputs, needs_w, needs_b, _ = ctx.needs_input_grad
         switch.saw(ctx, *gradients)
-        # Under autocast they may come in bfloat16: sums are formed in the type of the weights.
+        # Under autocast gradients may be bfloat16: sums use the dtype of the weights.
         gs = [g.to(weight.dtype) for g in gradients]
         nu_B, db = _projection_factors(role, gs, each, needs_w, needs_b)
         dw = torch.empty_like(weight) if needs_w else None
@@ -95,7 +95,7 @@ class ClippedProjections(torch.autograd.Function):
 def _projection_factors(
     role: MapRole, gs: list[Tensor], each: list[Seen], needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
+    """nu, which bounds each example's part of dW by C1 C2; and the clipped gradient of the bias."""
     c = role.constants
     by_windows = each[0].lengths_BGP is not None
     found = [
@@ -104,7 +104,7 @@ def _projection_factors(
         )
         for g, one in zip(gs, each, strict=True)
     ]
-    if by_windows:  # lengths are those of inputs as they came
+    if by_windows:  # lengths of the unclipped inputs
         weighted = (m.weighted for m in found if m.weighted is not None)
         norms = Norms(_side_by_side(one.scale_B[:, None] * w for one, w in zip(each, weighted, strict=True)))
     else:
@@ -123,16 +123,15 @@ def _projection_factors(
 
 
 def _side_by_side(thirds: Iterable[Any]) -> Tensor:
-    """One row an example."""
     return torch.cat(list(thirds), 1)
 
 
 class ClippedAttention(ClippedLayer):
-    """`nn.MultiheadAttention` with `batch_first=True`, its projections clipped."""
+    """`nn.MultiheadAttention` with `batch_first=True` and clipped projections."""
 
     layer: nn.MultiheadAttention
     batch_first = True
-    # torch's encoder layers read the weights past this module where they think that they may. They may not.
+    # Keeps torch's encoder layers from their fast path, which reads the weights and skips this module.
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -141,8 +140,8 @@ class ClippedAttention(ClippedLayer):
         super().__init__(layer, constants, uses, name)
         own_size = not layer._qkv_same_embed_dim
         for is_there, problem in (
-            (not layer.batch_first, "takes positions first: build it with batch_first=True"),
-            (own_size, "has keys or values of their own size: leave kdim and vdim out"),
+            (not layer.batch_first, "has positions in the first dimension: build it with batch_first=True"),
+            (own_size, "has keys or values of another size: leave kdim and vdim out"),
             (layer.bias_k is not None, "has add_bias_kv set: leave it out"),
             (layer.add_zero_attn, "has add_zero_attn set: leave it out"),
         ):
@@ -155,7 +154,7 @@ class ClippedAttention(ClippedLayer):
 
     @property
     def in_proj_bias(self) -> Tensor | None:
-        """As torch's encoder layers ask for it."""
+        """Read by torch's encoder layers."""
         return self.layer.in_proj_bias
 
     def bounds(self) -> Mapping[str, float]:
@@ -178,7 +177,7 @@ class ClippedAttention(ClippedLayer):
         layer = self.layer
         inputs = [self.require_examples(t, least=3) for t in (query, key, value)]
         q, k, v = map(self._heads, self._projected(inputs))
-        if is_causal and attn_mask is None:  # a hint about the mask, for torch too
+        if is_causal and attn_mask is None:  # is_causal is only a hint about the mask, as in torch
             raise ConfigurationError(
                 f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well."
             )
@@ -193,7 +192,7 @@ class ClippedAttention(ClippedLayer):
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         mixed = mixed.transpose(1, 2).flatten(2)
-        return self._put_out(mixed), weights
+        return self._output(mixed), weights
 
     def _heads(self, x_BTd: Tensor) -> Tensor:
         B, T, d = x_BTd.shape
@@ -214,7 +213,7 @@ class ClippedAttention(ClippedLayer):
         found: tuple[Tensor, ...] = ClippedProjections.apply(*inputs, weight, bias, self._in)  # type: ignore[no-untyped-call]
         return found
 
-    def _put_out(self, x: Tensor) -> Tensor:
+    def _output(self, x: Tensor) -> Tensor:
         weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
         if is_plain():
             return F.linear(clipped_input(x, self.constants.input_norm), weight, bias)
@@ -225,7 +224,7 @@ class ClippedAttention(ClippedLayer):
 def _joined(
     mask: Tensor | None, padding: Tensor | None, like: Tensor, batch: int, heads: int
 ) -> Tensor | None:
-    """Both masks as numbers to add, [B or 1, heads or 1, T or 1, S]."""
+    """The sum of both masks as additive scores, [B or 1, heads or 1, T or 1, S]."""
     found = None
     if mask is not None:
         found = _added(mask, like)
@@ -237,7 +236,7 @@ def _joined(
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """True means that a position is not to be looked at."""
+    """An additive mask. In a boolean mask, True excludes a position."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill(mask, -math.inf)

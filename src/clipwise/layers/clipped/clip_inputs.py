@@ -1,4 +1,4 @@
-"""Put clips around every trainable layer of a model, and give clipped layers other constants."""
+"""Wrap every trainable layer of a model in a clipped layer, and change the constants of clipped layers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from clipwise.validation.arguments import one_of, plain, require_module
 
 Numbers = float | Mapping[str, float]
 
-# By exact type: a class that inherits may compute something else. To clip another layer, write its class in a file of
-# this folder (from `ClippedLayer`, `OneInputLayer` or `ClippedMapLayer`) and name it here.
+# By exact type: a subclass may compute something else. To support another layer, subclass `ClippedLayer`,
+# `OneInputLayer` or `ClippedMapLayer` in this folder and add it here.
 _KINDS: dict[type[nn.Module], Any] = {
     nn.Linear: ClippedLinear,
     nn.Conv1d: ClippedConvolution,
@@ -48,24 +48,24 @@ def clip_inputs(
     bound: str = "gradient",
     uses: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Wrap every trainable layer of a model, in place, in a module that clips what goes into it and what comes back.
+    """Wrap every trainable layer of a model, in place, in a layer that clips its input and its upstream gradient.
 
-    The parameters stay the same objects (an optimizer that holds them stays valid) and get `.layer` into their
-    names. The clips of the inputs stay for evaluation and export: without them the network is another function.
+    The parameters stay the same objects (an optimizer that holds them stays valid); their names get `.layer`. The input
+    clips also apply in evaluation and export: they are part of the function that the network computes.
 
     Args:
         model: its trainable layers may be Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, RNN, LSTM, GRU and
-            MultiheadAttention, without hooks. Layers without trainable parameters stay as they are.
-        input_norm: C1, what each example's input of a layer is clipped to, in L2 over all its positions. One number,
-            or one for each layer by name. Embeddings and normalization layers do not need it.
-        grad_norm: C2, what each example's upstream gradient is clipped to. One number, or one for each layer.
-        mode: "clip" scales down what is longer; "normalize" also scales up what is shorter, so that only directions
-            count and the scale of the losses does not.
-        bound: what the clip of the weights looks at. "gradient": the upstream gradient together with the input that
-            was there. "upstream": a norm of the upstream gradient alone, times C1, as the paper has it: never below
-            the other, so that more is clipped at the same sensitivity.
-        uses: how often a forward pass uses a layer at most, by name, where that is more than once. A public constant:
-            the sensitivity grows with it.
+            MultiheadAttention, without hooks. Layers without trainable parameters are not changed.
+        input_norm: C1, the clipping norm of each example's layer input, in L2 over all positions. One number, or one
+            per layer by name. Embeddings and normalization layers do not use it.
+        grad_norm: C2, the clipping norm of each example's upstream gradient. One number, or one per layer by name.
+        mode: "clip" scales longer gradients down; "normalize" also scales shorter ones up, so that only directions
+            matter and the scale of the losses does not.
+        bound: how the weight gradient is bounded. "gradient": from the upstream gradient together with the input.
+            "upstream": from the norm of the upstream gradient alone, times C1, as in the paper. This bound is never
+            smaller, so more is clipped at the same sensitivity.
+        uses: the maximum number of uses of a layer per forward pass, by name, if above one. A public constant: the
+            sensitivity grows with it.
 
     Returns:
         The model (another object only if the model itself is such a layer).
@@ -75,7 +75,7 @@ def clip_inputs(
     one_of("bound", bound, BOUNDS)
     if uses is not None and not isinstance(uses, Mapping):
         raise ConfigurationError(
-            f"uses must say how often each layer is used, by name, such as {{'decoder': 2}}, not {uses!r}."
+            f"uses must map layer names to their number of uses, such as {{'decoder': 2}}, not {uses!r}."
         )
     found = trainable_layers(model)
     uses = {} if uses is None else plain(uses)
@@ -98,26 +98,26 @@ def clip_inputs(
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder):
-            parent.use_nested_tensor = False  # in evaluation it would read the weights past the clips
+            parent.use_nested_tensor = False  # the fast path of evaluation would skip the clips
     return exchange_modules(model, new)
 
 
 def set_clips(
     model: nn.Module, *, input_norm: Numbers | None = None, grad_norm: Numbers | None = None
 ) -> None:
-    """Give clipped layers other constants, in place. With another C1 the network is another function.
+    """Change the constants of clipped layers, in place. Another C1 changes the function of the network.
 
-    A private run goes on: its noise follows from the next batch on. Between the draw of a batch and its step constants
-    must stay. They cost no privacy as long as they are chosen by what is public (a schedule, public data) or was
-    released (weights, noised gradients, the epsilon that is left); never by private data.
+    A private run continues with noise for the new constants from the next batch on. Constants must not change between
+    the draw of a batch and its step. The choice costs no privacy if it depends only on public values (a schedule,
+    public data) or released ones (weights, noised gradients, the remaining epsilon); never on private data.
 
     Args:
         model: what `clip_inputs` returned.
-        input_norm: C1. One number for all layers, or one for each layer that is to change, by name.
-        grad_norm: C2; the same.
+        input_norm: C1. One number for all layers, or a mapping from layer names for the layers to change.
+        grad_norm: C2, in the same form.
     """
     require_module(model)
-    # Parts of a model that were clipped one by one may share names.
+    # Parts of a model that were clipped separately may share names.
     layers: dict[str, list[ClippedLayer]] = {}
     for module in model.modules():
         if isinstance(module, ClippedLayer):
@@ -141,7 +141,7 @@ def set_clips(
 
 
 def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, each once. What has no bound is refused here."""
+    """The trainable layers by name, each once. Refuses layers without a bound."""
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -150,12 +150,12 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, ClippedLayer):
             raise ConfigurationError(f"Layer {name!r} is clipped already: call clip_inputs once.")
         if type(module) in _KINDS:
-            # A clipped layer computes what the class does, from the weights: it does not call the layer.
+            # A clipped layer computes from the weights and does not call the layer.
             if has_code_of_its_own(module):
                 raise UnsupportedModelError(
-                    f"Layer {name or 'model'!r} ({type(module).__name__}) has hooks, or a forward of its own, which a "
-                    "clipped layer would not call: take them off, and register hooks on the clipped layer instead. "
-                    "(weight_norm and prune of torch.nn.utils are hooks too: take the layer without them, or train "
+                    f"Layer {name or 'model'!r} ({type(module).__name__}) has hooks or an overridden forward, which a "
+                    "clipped layer would not call: remove them, and register hooks on the clipped layer instead. "
+                    "(weight_norm and prune of torch.nn.utils are hooks too: use the layer without them, or train "
                     "with PerExample(max_norm=...).)"
                 )
             found[name] = module
@@ -175,7 +175,7 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
 def require_layers(
     argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool = True
 ) -> None:
-    """A mapping must name layers that there are, and all of them if it is to be complete."""
+    """Require that a mapping names existing layers, and all of them if `complete`."""
     layers = ", ".join(map(repr, found))
     if unknown := [name for name in given if name not in found]:
         raise ConfigurationError(f"{argument}: there is no trainable layer {unknown[0]!r}, only {layers}.")

@@ -1,15 +1,15 @@
-"""Convolutions of any number of dimensions, with any padding, stride, dilation and groups.
+"""Clipped convolutions of any number of dimensions, with any padding, stride, dilation and groups.
 
-An output position p looks at a window x_p of the input, and dW_c = sum_p g_cp x_p for every filter c. With
-m the most often that one window holds a pixel (1, unless padding repeats pixels) and `cover` the most often that all
-windows together do,
+The output at position p depends on a window x_p of the input, and dW_c = sum_p g_cp x_p for every filter c. Let m be
+the largest number of times that one window contains a pixel (1, unless padding repeats pixels), and `cover` the largest
+number of times that all windows together do. Then
 
     |x_p| <= sqrt(m) |x|              so  |dW| <= sqrt(m) |x| |(|g_c|_1)_c|        (L12)
     sum_p |x_p|^2 <= cover |x|^2      so  |dW| <= sqrt(cover) |x| |g|              (L2)
     |dW| <= |(sum_p |x_p| |g_cp|)_c|  which is never above either of them          (windows)
 
-The last follows filter by filter; Minkowski's and Cauchy's inequalities lead from it to L2, |x_p| <= sqrt(m) |x| to
-L12. It takes the lengths of the windows: one number a position, from a sum over the pixels of one channel.
+The last bound holds per filter. It implies L2 by Minkowski's and Cauchy's inequalities, and L12 by
+|x_p| <= sqrt(m) |x|. It needs the norms of the windows: one number per position, from sums of squares over channels.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _PADDED = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-_NOBODY = -1
+_PADDING = -1
 
 
 class Convolution(Map):
-    """x -> W * x, of one module's geometry."""
+    """x -> W * x, with the geometry of one module."""
 
     def __init__(self, module: AnyConvolution) -> None:
         self.mode, self.groups = module.padding_mode, module.groups
-        self.kernel = tuple(module.weight.shape[2:])  # as torch has it: it does not ask for kernel_size
+        self.kernel = tuple(module.weight.shape[2:])  # torch too uses the weight's shape, not kernel_size
         self.stride, self.dilation = (self._each(n) for n in (module.stride, module.dilation))
         self.around = self._padding_of(module)
-        # As torch lists it: from the last dimension on.
+        # In the order of F.pad: last dimension first.
         self.listed = listed = [n for pair in self.around[::-1] for n in pair]
-        # What torch's own operation pads with: zeros, as many before as after.
+        # Whether torch's convolution does the padding: zeros, the same number on both sides.
         self.is_direct = self.mode == "zeros" and all(a == b for a, b in self.around)
         self.inner = tuple(a for a, _ in self.around) if self.is_direct else (0,) * len(self.kernel)
-        # Zeros that torch does not add by itself are added once, and kept: they change neither lengths nor products.
+        # Other zero padding is added once and saved: it changes neither norms nor products.
         self.adds_zeros = self.mode == "zeros" and not self.is_direct
         self.repeats = self.mode != "zeros" and any(listed)
 
     def _each(self, given: int | tuple[int, ...]) -> tuple[int, ...]:
-        """One number a dimension. Who sets attributes of a module may have given one for all."""
+        """One number per dimension; an attribute of the module may be a single number."""
         return (given,) * len(self.kernel) if isinstance(given, int) else tuple(given)
 
     def _padding_of(self, module: AnyConvolution) -> list[tuple[int, int]]:
-        """(before, after) of each dimension, in order, as torch would pad now: zeros by what `padding` says."""
+        """(before, after) per dimension, as torch pads; zero padding follows the attribute `padding`."""
         if self.mode != "zeros":
             listed = module._reversed_padding_repeated_twice
             return [(listed[i], listed[i + 1]) for i in range(0, len(listed), 2)][::-1]
@@ -107,9 +107,9 @@ class Convolution(Map):
             return found.view(len(x), self.groups, *x.shape[2:])
         by_group = at_least_float32(by_group)
         square = _sum_of_channels(by_group.square()).double()
-        if not square.is_cuda and not math.isfinite(float(square.sum())):  # beyond float32
+        if not square.is_cuda and not math.isfinite(float(square.sum())):  # overflow in float32
             square = _sum_of_channels(by_group.double().square())
-        # A square below the smallest number is lost.
+        # Allow for squares that underflow.
         return square.add_(by_group.shape[2] * torch.finfo(by_group.dtype).tiny)
 
     def window_lengths(self, squares: Tensor) -> Tensor:
@@ -136,28 +136,27 @@ class Convolution(Map):
         return bias.view(-1, *[1] * (z.dim() - 2))
 
     def counts(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """m and `cover` on inputs of a size: products over the dimensions."""
+        """m and `cover` for inputs of a size: products over the dimensions."""
         each = zip(size, self.kernel, self.stride, self.dilation, self.around, strict=True)
         found = [_counts(n, k, s, d, *around, self.mode) for n, k, s, d, around in each]
         return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
 
 
 def _sum_of_channels(t_BGc: Tensor) -> Tensor:
-    """Over the third axis; of a single channel there is nothing to sum."""
     return t_BGc.squeeze(2) if t_BGc.shape[2] == 1 else t_BGc.sum(2)
 
 
 @lru_cache(maxsize=1024)
 def _counts(n: int, k: int, s: int, d: int, before: int, after: int, mode: str) -> tuple[int, int]:
-    """The most often that one window, and that all windows, hold a pixel of one dimension."""
-    fill = {"constant_values": _NOBODY} if mode == "zeros" else {}
+    """m and `cover` of one dimension."""
+    fill = {"constant_values": _PADDING} if mode == "zeros" else {}
     pixel_at = np.pad(np.arange(n), (before, after), mode=_PADDED[mode], **fill)  # type: ignore[call-overload]
     windows = max(0, (len(pixel_at) - d * (k - 1) - 1) // s + 1)
     in_all = np.zeros(n, dtype=int)
     most = 0
     for q in range(windows):
         held = pixel_at[q * s : q * s + d * (k - 1) + 1 : d]
-        here = np.bincount(held[held != _NOBODY], minlength=n)
+        here = np.bincount(held[held != _PADDING], minlength=n)
         most = max(most, int(here.max(initial=0)))
         in_all += here
     return most, int(in_all.max(initial=0))
@@ -178,7 +177,7 @@ class ClippedConvolution(ClippedMapLayer):
         return layer.stride, layer.dilation, layer.groups, layer.weight.shape, padding
 
     def _clipped(self, x: Tensor) -> Tensor:
-        if self._geometry != self._geometry_now():  # somebody has set an attribute
+        if self._geometry != self._geometry_now():  # an attribute was set
             self._take(self.constants)
         return super()._clipped(x)
 

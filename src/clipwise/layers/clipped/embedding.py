@@ -1,12 +1,12 @@
-"""Embeddings: ids have no length to clip, so what one example adds is bounded by its upstream gradient alone.
+"""Clipped embeddings. Ids have no norm to clip, so the bound uses the upstream gradient alone.
 
-The gradient of row v of the table is the sum of g_t over the positions t that hold v. With `most` the number of times
-that an example holds its most frequent id (where no gradient comes back, as at padding, it does not count),
+The gradient of row v of the table is the sum of g_t over the positions t with id v. With `most` the count of an
+example's most frequent id (positions with a zero gradient, such as padding, do not count),
 
-    |dW| <= |(sum_t |g_tc|)_c|        channel by channel, whatever the ids are
-    |dW| <= sqrt(most) |g|            row by row, by Cauchy's inequality
+    |dW| <= |(sum_t |g_tc|)_c|        per channel, for any ids
+    |dW| <= sqrt(most) |g|            per row, by Cauchy's inequality
 
-and the smaller one is clipped to C2. It is exact where no id comes twice.
+and the smaller bound is clipped to C2. It is exact if no id repeats.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class ClippedLookup(torch.autograd.Function):
 
 
 def lookup_norm(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
-    """At least the norm of each example's gradient of the table, [B]."""
+    """An upper bound on the norm of each example's gradient of the table, [B]."""
     if ids_BT.shape[1] == 0:
         return torch.zeros(len(ids_BT), dtype=torch.float64, device=ids_BT.device)
     by_sums_B = lengths(g_BTd.abs().sum(1))
-    # Ids of their own for positions that add nothing.
+    # Positions with a zero gradient get unique ids.
     own_T = -1 - torch.arange(ids_BT.shape[1], device=ids_BT.device)
     ids_BT = torch.where((g_BTd != 0).any(2), ids_BT, own_T)
     most_B = (ids_BT == ids_BT.mode(1, keepdim=True).values).sum(1)
@@ -67,7 +67,7 @@ def lookup_norm(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
 
 
 class ClippedEmbedding(OneInputLayer):
-    """`nn.Embedding`, clipped: the table's gradient is at most C2 an example."""
+    """`nn.Embedding`, clipped: the gradient of the table is at most C2 per example."""
 
     layer: nn.Embedding
 
@@ -89,7 +89,7 @@ class ClippedEmbedding(OneInputLayer):
         return 1
 
     def _clipped(self, x: Tensor) -> Tensor:
-        """(B, ...) whole numbers to (B, ..., d)."""
+        """Map ids (B, ...) to (B, ..., d)."""
         padding = _NONE if self.layer.padding_idx is None else self.layer.padding_idx
         z: Tensor = ClippedLookup.apply(x, self.layer.weight, padding, self._role)  # type: ignore[no-untyped-call]
         return z

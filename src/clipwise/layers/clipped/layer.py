@@ -1,4 +1,4 @@
-"""What all clipped layers share."""
+"""The base classes of clipped layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class ClippedLayer(nn.Module, ABC):
-    """A layer with its input and its upstream gradient clipped, example by example.
+    """A layer with input and upstream gradient clipped per example.
 
-    The input clip is a part of the function: it is there in training, in evaluation and in an exported model. The
-    upstream clip is there in backward passes, and bounds what one example adds to the gradient of each parameter.
+    The input clip is part of the function, in training, evaluation and an exported model. The upstream clip applies in
+    backward passes, and bounds one example's contribution to the gradient of each parameter.
 
     Attributes:
-        layer: the layer itself, with its parameters.
-        constants: what it clips to. Others may be set, see `set_clips`.
-        uses: how often a forward pass may use it, at most. What one example adds grows with it.
-        name: how messages call it.
+        layer: the wrapped layer, with its parameters.
+        constants: the clipping constants; `set_clips` changes them.
+        uses: the maximum number of uses per forward pass. The sensitivity grows with it.
+        name: the name used in messages.
     """
 
     def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
@@ -35,7 +35,7 @@ class ClippedLayer(nn.Module, ABC):
 
     @property
     def constants(self) -> Constants:
-        """What it clips to."""
+        """The clipping constants."""
         return self._constants
 
     @constants.setter
@@ -44,20 +44,21 @@ class ClippedLayer(nn.Module, ABC):
         self._take(constants)
 
     def get_extra_state(self) -> Tensor:
-        """What it clips to, for `state_dict`: a tensor, so that it can be kept where only tensors can."""
+        """The constants, for `state_dict`: a tensor, for formats that hold only tensors."""
         c = self.constants
         numbers = [c.input_norm, c.grad_norm, MODES.index(c.mode), BOUNDS.index(c.bound)]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Clip to what was saved with the weights: with another input clip the network is another function."""
+        """Restore the constants saved with the weights: the input clip is part of the network's function."""
         try:
             input_norm, grad_norm, mode, bound = state.tolist()
             mode, bound = MODES[int(mode)], BOUNDS[int(bound)]
         except (AttributeError, ValueError, TypeError, IndexError):
             raise ConfigurationError(
-                f"Layer {self.name!r}: the clips in this state_dict are damaged, or of another version. Load it with "
-                "strict=False and without its '_extra_state', and give clip_inputs the constants of that model."
+                f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
+                "Load it with strict=False and without its '_extra_state', and give clip_inputs the constants of that "
+                "model."
             ) from None
         has = self.constants
         if (mode, bound) != (has.mode, has.bound):
@@ -70,11 +71,11 @@ class ClippedLayer(nn.Module, ABC):
 
     @abstractmethod
     def _take(self, constants: Constants) -> None:
-        """Make the roles that nodes of the next forward passes have. Earlier nodes keep theirs."""
+        """Create the roles for graph nodes of the next forward passes. Earlier nodes keep theirs."""
 
     @abstractmethod
     def bounds(self) -> Mapping[str, float]:
-        """The most that one use adds for one example to the gradient of each parameter of `layer`, in L2."""
+        """The largest L2 norm of one example's gradient of each parameter of `layer`, for one use."""
 
     def extra_repr(self) -> str:
         c = self.constants
@@ -84,7 +85,7 @@ class ClippedLayer(nn.Module, ABC):
         )
 
     def require_examples(self, x: object, least: int) -> Tensor:
-        """A batch with the examples along its first axis: an example alone has no axis for them."""
+        """Require a tensor with examples along the first axis."""
         if not isinstance(x, Tensor):
             raise UnsupportedModelError(
                 f"Layer {self.name!r} got {type(x).__name__}: backpropagation clipping takes tensors with the "
@@ -92,8 +93,8 @@ class ClippedLayer(nn.Module, ABC):
             )
         if x.dim() < least:
             raise ConfigurationError(
-                f"Layer {self.name!r} got an input with {x.dim()} dimensions, where the first one must count "
-                f"examples: it takes at least {least}."
+                f"Layer {self.name!r} got an input with {x.dim()} dimensions: it needs at least {least}, with "
+                "the examples along the first."
             )
         return x
 
@@ -102,33 +103,26 @@ class OneInputLayer(ClippedLayer):
     """A clipped layer with one input and one output, which is one node of the graph."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Examples along the first axis, to the same; see the layer itself for the shapes."""
+        """Shapes as for the wrapped layer, with examples along the first axis."""
         x = self.require_examples(x, least=self._least_dimensions())
         return self._plain(x) if is_plain() else self._clipped(x)
 
     def _plain(self, x: Tensor) -> Tensor:
-        """Without gradients."""
         y: Tensor = self.layer(x)
         return y
 
     @abstractmethod
     def _clipped(self, x: Tensor) -> Tensor:
-        """As a node of the graph."""
+        """The forward pass as a node of the graph."""
 
     @abstractmethod
     def _least_dimensions(self) -> int:
-        """Of an input, with the axis of examples."""
+        """The smallest number of input dimensions, including the examples."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a node of the graph is to a layer.
-
-    Args:
-        layer: whose node it is.
-        constants: what it clips to.
-        name: of this role in the layer, where it has several.
-    """
+    """The layer of a graph node, its constants when the node was created, and the name of the node in the layer."""
 
     layer: ClippedLayer
     constants: Constants
@@ -136,12 +130,12 @@ class Role:
 
     @property
     def is_present(self) -> bool:
-        """Whether the layer still clips as it did when this role was made."""
+        """Whether the constants of the layer are still the same."""
         return self.constants == self.layer.constants
 
 
 def trainable_clips(model: nn.Module) -> ClippedLayer | None:
-    """A clipped layer that is trained, if there is one."""
+    """A clipped layer with trainable parameters, or None."""
     for module in model.modules():
         if isinstance(module, ClippedLayer) and any(p.requires_grad for p in module.parameters()):
             return module
@@ -149,10 +143,10 @@ def trainable_clips(model: nn.Module) -> ClippedLayer | None:
 
 
 def has_code_of_its_own(module: nn.Module) -> bool:
-    """Whether a call of this module does not do what its class says: it has hooks, or a new `forward`."""
+    """Whether a module has hooks or an overridden `forward`, so that its class does not define what a call does."""
     return any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module)
 
 
 def is_plain() -> bool:
-    """Whether nobody will ask for gradients: in evaluation, and while torch writes down what a model does."""
+    """Whether no gradients are needed: in evaluation, and while torch traces or compiles a model."""
     return not torch.is_grad_enabled() or torch.compiler.is_compiling() or bool(torch._C._is_tracing())

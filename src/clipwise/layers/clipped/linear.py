@@ -1,4 +1,4 @@
-"""Linear layers, over any number of positions."""
+"""Clipped linear layers, over any number of positions."""
 
 from __future__ import annotations
 

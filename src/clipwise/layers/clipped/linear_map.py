@@ -1,18 +1,17 @@
-"""z = W x, with everything that clips it: a matrix or a convolution, one node of the graph.
+"""A clipped linear map z = W x, a matrix or a convolution, as one node of the graph.
 
     forward    z_i = s_i W x_i + b,           s_i = min(1, C1 / |x_i|)
     backward   h_i = s_i nu_i g_i             g_i the upstream gradient, nu_i from a bound on the weights' gradient
-               dW  = sum_i h_i x_i^T          at most C1 C2 an example
-               db  = sum_i nu'_i sum_p g_ip   at most C2 an example, on its exact norm
+               dW  = sum_i h_i x_i^T          at most C1 C2 per example
+               db  = sum_i nu'_i sum_p g_ip   at most C2 per example, by its exact norm
                dx_i = (I - u_i u_i^T) W^T h_i u_i = x_i / |x_i| where the input was clipped, else 0
 
-The input is clipped by scaling the *output*, which is the same, since the map is linear: so the clipped input is never
-written, and the node keeps the input that the layer before it keeps anyhow (or the padded one, as torch does).
+The map is linear, so the input is clipped by scaling the *output*: the clipped input is never stored, and the node
+saves the input that the previous layer saves anyway (or the padded input, as torch does).
 
-Weights and bias have different clips. What is passed on to the layer before is, with mode "clip", the gradient with the
-weights' clip, as if it had been clipped on its way. With mode "normalize" it is the gradient as it came: h / nu, for
-else the branches of a network that meet would do so at scales that have nothing to do with each other. Each layer
-bounds its own gradient, so any choice is sound.
+Weights and bias have separate clips. In mode "clip" the gradient passed to the previous layer includes the weights'
+clip. In mode "normalize" it is h / nu, without that scale: otherwise parallel branches would add gradients of unrelated
+scales. Each layer bounds its own gradient, so either choice is sound.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from clipwise.layers.clipped.scales import (
     weighted_rows,
 )
 
-_TOGETHER = 2**20  # bytes of unit vectors: they stay in a cache
-_scratch = Scratch(most_bytes=256 * 2**20)  # for gradients that are scaled, one after another
+_TOGETHER = 2**20  # bytes of unit vectors per chunk: they fit in a cache
+_scratch = Scratch(most_bytes=256 * 2**20)  # for scaled gradients, reused by all layers
 
 
 class Map(ABC):
-    """A map that is linear in its input and in its weights. Inputs are [B, ...], outputs have c channels."""
+    """A map that is linear in its input and in its weights. Inputs are [B, ...]; outputs have c channels."""
 
     def seen(self, x: Tensor) -> Tensor:
-        """What the map looks at: the input, or a new tensor with zeros around it. It is what is kept of the input."""
+        """The input, or a zero-padded copy of it. This tensor is saved for the backward pass."""
         return x
 
     def of_input(self, seen: Tensor) -> Tensor:
@@ -67,35 +66,35 @@ class Map(ABC):
     def pull_back(
         self, h: Tensor, seen: Tensor, weight: Tensor, of_input: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """W^T h, laid out as `seen`, and sum_i h_i x_i^T."""
+        """W^T h, in the layout of `seen`, and sum_i h_i x_i^T."""
 
     def upstream_norm(self, g: Tensor, mass_Bc: Tensor | None, x_shape: torch.Size) -> Tensor:
-        """n_i such that |dW_i| <= |x_i| n_i, [B]. `mass_Bc` is sum_p |g_cp|, where there are positions."""
+        """n_i with |dW_i| <= |x_i| n_i, [B]. `mass_Bc` is sum_p |g_cp|, if there are positions."""
         a, b = self.upstream_times(x_shape)
         norm_B = b * lengths(g)
         return norm_B if a is None or mass_Bc is None else torch.minimum(a * lengths(mass_Bc), norm_B)
 
     def upstream_times(self, x_shape: torch.Size) -> tuple[float | None, float]:
-        """a and b such that n_i is the smaller of a |mass_i| and b |g_i|; None for a where only |g_i| counts."""
+        """a and b with n_i = min(a |mass_i|, b |g_i|); a is None if only |g_i| is used."""
         return None, 1.0
 
     @abstractmethod
     def squares(self, x: Tensor) -> Tensor:
-        """Of every place of the input, summed over a group of channels: [B, G, ...] in float64."""
+        """Squares of the input, summed over each group of channels: [B, G, ...] in float64."""
 
     @abstractmethod
     def window_lengths(self, squares: Tensor) -> Tensor:
-        """From these: the length of what each output position looks at, in each group of channels: [B, G, P]."""
+        """From `squares`, the norm of the window of each output position and group of channels: [B, G, P]."""
 
     @abstractmethod
     def channels(self, z: Tensor) -> Tensor:
-        """Outputs, or their gradients, as [B, c, P]: a view wherever there can be one."""
+        """Outputs, or their gradients, as [B, c, P]; a view if possible."""
 
     @abstractmethod
     def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
         """n_i = |(sum_p l_ip |g_icp|)_c| >= |dW_i|, [B]; never above |x_i| times `upstream_norm`.
 
-        `sizes` is |g|, and may be written over.
+        `sizes` is |g|, and may be overwritten.
         """
 
     @abstractmethod
@@ -108,18 +107,18 @@ class Map(ABC):
 
     @abstractmethod
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
-        """The bias, ready to be added to the output."""
+        """The bias, broadcastable to the output."""
 
 
 @dataclass(frozen=True)
 class MapRole(Role):
-    """Which map it computes."""
+    """A role with the map that the node computes."""
 
     map: Map = field(kw_only=True)
 
 
 class Seen(NamedTuple):
-    """What a map keeps of its input: the input (or the padded one), |x|, s, and lengths of what positions look at."""
+    """What a node saves of its input: the input (or the padded one), |x|, s, and the norms of the windows."""
 
     x: Tensor
     norm_B: Tensor
@@ -128,14 +127,14 @@ class Seen(NamedTuple):
 
 
 class ClippedMap(torch.autograd.Function):
-    """The node; see above."""
+    """The autograd function; see above."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole) -> Tensor:
         ctx.role, ctx.examples, ctx.axis, ctx.x_shape = role, len(x), 0, x.shape
         seen = looked_at(x, role, weight.requires_grad)
         z = mapped(seen, weight, bias, role)
-        ctx.is_clean = seen.x is not x  # then it is ours
+        ctx.is_clean = seen.x is not x  # a copy, which may be changed
         if ctx.is_clean:
             clean = kernels.cleared if fits(seen.x) else cleaned
             seen = seen._replace(x=clean(seen.x, seen.scale_B))
@@ -151,18 +150,18 @@ class ClippedMap(torch.autograd.Function):
         _, needs_w, needs_b, _ = ctx.needs_input_grad
         needs_x = switch.goes_on(ctx)
         switch.saw(ctx, g)
-        # Under autocast it may come in bfloat16: sums are formed in the type of the weights.
+        # Under autocast the gradient may be bfloat16: sums use the dtype of the weights.
         g = g.to(weight.dtype)
         factors_of = kernels.upstream_factors if fits(g) else _upstream_factors
         nu_B, db = factors_of(role, g, ctx.x_shape, seen, switch.is_clipping() and needs_w, needs_b)
         dx, dw = pulled_back(role, g, seen, weight, nu_B, needs_x, needs_w, ctx.is_clean)
-        if not needs_x:  # the first layer is the last one here: the next forward pass needs the memory more
+        if not needs_x:  # the first layer ends the backward pass: free the memory for the next forward pass
             _scratch.clear()
         return dx, dw, db, None
 
 
 class ClippedMapLayer(OneInputLayer):
-    """A layer that is one map. The weights' gradient is at most C1 C2 an example, the bias's at most C2."""
+    """A layer that is one map. The weights' gradient is at most C1 C2 per example, the bias's at most C2."""
 
     layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     _role: MapRole
@@ -179,7 +178,7 @@ class ClippedMapLayer(OneInputLayer):
 
 
 def looked_at(x: Tensor, role: MapRole, is_trained: bool) -> Seen:
-    """What the map looks at, measured: |x| and s of each example, and lengths of what positions look at."""
+    """The input with |x| and s per example, and the norms of its windows."""
     c = role.constants
     squares = role.map.squares(x) if c.bound == "gradient" and is_trained and len(x) > 0 else None
     if fits(x):
@@ -212,7 +211,7 @@ def pulled_back(
     needs_w: bool,
     is_clean: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dW, with h = s nu g. `is_clean` says that examples which count as 0 are 0 in `seen` already."""
+    """dx and dW, with h = s nu g. `is_clean`: examples that count as 0 are 0 in `seen` already."""
     if not (needs_x or needs_w):
         return None, None
     is_fused, total_B = fits(g), nu_B * seen.scale_B
@@ -237,11 +236,11 @@ def pulled_back(
 def _upstream_factors(
     role: MapRole, g: Tensor, x_shape: torch.Size, seen: Seen, clips_weights: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """nu, so that no example's part of dW is longer than C1 C2; and the bias's gradient, clipped."""
+    """nu, which bounds each example's part of dW by C1 C2; and the clipped gradient of the bias."""
     of, c = role.map, role.constants
     by_windows = clips_weights and seen.lengths_BGP is not None
     has_mass = of.has_positions(g) and (needs_bias or (clips_weights and not by_windows))
-    # New memory costs more than what is done in it.
+    # Reuse memory: an allocation costs more than the operation.
     sizes = torch.abs(g, out=_scratch.like(g)) if has_mass or by_windows else None
     mass_Bc = of.over_positions(sizes) if sizes is not None and has_mass else None
     db = weighted_rows(of.over_positions(g), mass_Bc, c) if needs_bias else None
@@ -251,21 +250,21 @@ def _upstream_factors(
         nu_B = upstream_scales(of.upstream_norm(g, mass_Bc, x_shape), c.grad_norm, c.most)
     else:
         assert sizes is not None
-        # Lengths are those of the input as it came.
+        # Lengths are those of the unclipped input.
         norm_B = of.gradient_norm(sizes, seen.lengths_BGP) * seen.scale_B
         nu_B = upstream_scales(norm_B, c.weight_norm, c.most)
     return nu_B, db
 
 
 def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
-    """What goes on to the layer before: with the weights' clip, or as it came where gradients are normalized."""
+    """The gradient for the previous layer: with the weights' clip in mode "clip", without it in mode "normalize"."""
     if mode == "clip":
         return dx
     return dx.mul_(along(torch.where(nu_B > 0, 1 / nu_B, 0.0), dx))
 
 
 def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> Tensor:
-    """Where the input was clipped, take out what is along it: s x keeps its length C1 when x grows."""
+    """Where the input was clipped, remove the component along it: s x keeps its norm C1 when x grows."""
     clipped_B = (scale_B < 1) & (scale_B > 0)
     if surely_none(clipped_B):
         return dx

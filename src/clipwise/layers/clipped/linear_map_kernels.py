@@ -1,11 +1,11 @@
-"""The passes of a clipped linear map over inputs, outputs and gradients, by kernels: each reads what it needs once.
+"""Triton kernels for clipped linear maps: each pass reads its tensor once.
 
-Where `scales.fits` says no (on a CPU, in float64, without Triton) linear_map.py does the same with torch's operations.
+If `scales.fits` is False (on a CPU, in float64, without Triton), linear_map.py does the same with torch operations.
 
-    forward    |x|^2                       one reading of x (of squares a pixel, where these are wanted anyhow)
+    forward    |x|^2                       one read of x (or of squares per pixel, where these are needed anyway)
                z <- s z + b                in place
-    backward   sums over positions of g    one reading of g
-               h = s nu g                  one reading, one writing: g belongs to autograd
+    backward   sums over positions of g    one read of g
+               h = s nu g                  one read and one write: autograd owns g
                dx <- (I - u u^T) dx / nu   in place
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def input_scales_of(x: Tensor, squares_BGP: Tensor | None, input_norm: float) -> tuple[Tensor, Tensor]:
-    """|x| and s of each example, and a note of s."""
+    """|x| and s of each example. Records s for a compiled step."""
     square_B = row_squares(x.reshape(len(x), -1)) if squares_BGP is None else squares_BGP.flatten(1).sum(1)
     norm_B, scale_B = input_factors(square_B, input_norm, LIMITS)
     switch.noted(scale_B)
@@ -45,7 +45,7 @@ def scaled_output(of: Map, z: Tensor, scale_B: Tensor, bias: Tensor | None) -> T
 
 
 def cleared(t: Tensor, factor_B: Tensor) -> Tensor:
-    """0 in rows whose factor is 0, in place: t is ours. It costs nothing where there are none."""
+    """Set rows with factor 0 to 0, in place: `t` is a copy."""
     if switch.noted(factor_B):
         return t
     t = _with_entries_in_place(t)
@@ -56,7 +56,7 @@ def cleared(t: Tensor, factor_B: Tensor) -> Tensor:
 def upstream_factors(
     role: MapRole, g: Tensor, x_shape: torch.Size, seen: Seen, clips_weights: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """nu of the weights' gradient, and the bias's gradient, clipped; see linear_map.py for the formulas."""
+    """nu of the weights' gradient, and the clipped gradient of the bias; formulas as in linear_map.py."""
     of, c, lengths_BGP = role.map, role.constants, seen.lengths_BGP if clips_weights else None
     g_BKR, by_windows, has_positions = of.channels(g), lengths_BGP is not None, of.has_positions(g)
     if not has_positions:
@@ -90,26 +90,25 @@ def upstream_factors(
 def scaled_gradient(of: Map, g: Tensor, factor_B: Tensor) -> Tensor:
     """f g, a new tensor."""
     h = torch.empty_like(g)
-    if not _is_view(of.channels(h), h):  # some other order of the axes
+    if not _is_view(of.channels(h), h):  # another memory format
         h = torch.empty_like(g, memory_format=torch.contiguous_format)
     scaled(of.channels(g), factor_B, out=of.channels(h))
     return h
 
 
 def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor, nu_B: Tensor | None) -> Tensor:
-    """dx without what is along a clipped input, and without nu where that is given; in place: dx is new."""
+    """dx without the component along a clipped input, divided by nu if given; in place: dx is new."""
     dx = _with_entries_in_place(dx)
     to_tangent_(_entries(dx), _entries(x), norm_B, scale_B, nu_B)
     return dx
 
 
 def _entries(t: Tensor) -> Tensor:
-    """All entries of each example, as [B, K, R]."""
     return t.unsqueeze(1) if t.dim() == 2 else t.flatten(2)
 
 
 def _with_entries_in_place(t: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose entries can be seen so without another one."""
+    """The tensor, or a contiguous copy for which `_entries` is a view."""
     return t if _is_view(_entries(t), t) else t.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""Scale and shift of LayerNorm and GroupNorm.
+"""Clipped scale and shift of LayerNorm and GroupNorm.
 
-Both gradients are vectors: each example's is written, and clipped on its exact norm. So no bound on the input is
-needed, the input is not clipped, and what is passed on is what came.
+Each example's gradient is a vector, which is formed and clipped by its exact norm. This needs no bound on the input, so
+the input is not clipped, and the gradient of the input is not changed.
 
     dgamma_i = sum_p g_ip x_ip,  dbeta_i = sum_p g_ip      x the normalized input, p positions
 """
@@ -76,7 +76,7 @@ class _GroupNorm(torch.autograd.Function):
             dx = dx.to(ctx.dtype)
         shift_Bc, mass_Bc = _sum_and_mass(g.reshape(B, c, p))
         if ctx.needs_input_grad[1]:
-            # sum_p g (x - mean) rstd, without writing the normalized input.
+            # sum_p g (x - mean) rstd, without forming the normalized input.
             sum_Bc, sizes_Bc = _sum_and_mass((g * x).reshape(B, c, p))
             of_channels = (B, ctx.groups, c // ctx.groups)
             mean_Bc, rstd_Bc = (t.view(B, -1, 1).expand(of_channels).reshape(B, c) for t in (mean, rstd))
@@ -89,9 +89,9 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def _arrived(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What came back and what was kept on the way there, with 0 for examples that are not finite.
+    """The gradient and the saved tensors, with 0 for examples that are not finite.
 
-    Under autocast they may be in bfloat16: sums are formed in the type of the weights.
+    Under autocast they may be bfloat16: sums use the dtype of the weights.
     """
     switch.saw(ctx, g)
     x, mean, rstd, weight = ctx.saved_tensors
@@ -110,7 +110,7 @@ def _sum_and_mass(terms_BnR: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _ClippedNorm(OneInputLayer):
-    """A normalization with scale and shift clipped: each gradient is at most C2 an example."""
+    """A normalization layer whose scale and shift gradients are at most C2 per example."""
 
     function: ClassVar[type[torch.autograd.Function]]
 

@@ -1,4 +1,4 @@
-"""Constants for clipped layers, measured on public data."""
+"""Clipping constants measured on public data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from clipwise.validation.arguments import naming, number, one_of, require_module
 
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped
-_SMALLEST = 1e-10  # that `clip_inputs` takes; norms are upper bounds, and that of 0 may show as 1e-18
+_SMALLEST = 1e-10  # constant that `clip_inputs` accepts; norms are upper bounds, and that of 0 may be 1e-18
 
 
 class Norms(TypedDict):
-    """What `clip_inputs` takes, layer by layer."""
+    """Arguments for `clip_inputs`, per layer."""
 
     input_norm: dict[str, float]
     grad_norm: dict[str, float]
@@ -37,21 +37,20 @@ def norms_from_public(
     quantile: float = 0.5,
     bound: str = "gradient",
 ) -> Norms:
-    """C1 and C2 of every layer: a quantile of the norms that public examples have there, at the present weights.
+    """C1 and C2 of every layer: a quantile of the norms of public examples at the current weights.
 
     `clip_inputs(model, **norms_from_public(model, loss, batch))` then clips about half of such examples. C1 is measured
-    with the input clips of the layers before, C2 with all input clips, by the very norms that will be clipped: those of
-    the weights, and of scale and shift where there are no weights. A layer with several of them takes the largest. (In
-    mode "clip" a layer clips fewer, as far as later layers have clipped what comes back already.) Examples
-    that are not finite, in a layer's input, their loss or a gradient, are left out. The model itself stays as
-    it is.
+    with the input clips of the previous layers, C2 with all input clips. C2 uses the norms that are clipped later:
+    those of the weights, or of scale and shift if there are no weights. A layer with several of them takes the largest.
+    (In mode "clip" a layer clips fewer examples, because later layers have already clipped the gradient.) Examples with
+    a non-finite layer input, loss or gradient are left out. The model is not changed.
 
     Args:
         model: not clipped yet.
-        loss: `loss(model, *batch)` gives one loss an example.
-        batch: public or synthetic rows, never private ones: what is measured is not noised.
-        quantile: of the norms of the examples, between 0 and 1.
-        bound: as `clip_inputs` will have it: what C2 is measured by.
+        loss: `loss(model, *batch)` returns one loss per example.
+        batch: public or synthetic rows, never private ones: the measured norms get no noise.
+        quantile: of the examples' norms, between 0 and 1.
+        bound: the same as for `clip_inputs`; it decides which norms C2 is measured from.
     """
     one_of("bound", bound, BOUNDS)
     quantile = number("quantile", quantile, least=0)
@@ -63,10 +62,10 @@ def norms_from_public(
             f"batch must be a tuple of the loss's further arguments, such as (x, y), not {type(batch).__name__}."
         )
     require_takes("loss", loss, "loss(model, *batch)", model, *batch)
-    trainable_layers(model)  # refused before it is copied: what hooks keep may not go into a copy
+    trainable_layers(model)  # validates before the copy: the state of hooks may not be copyable
     probe = clip_inputs(copy.deepcopy(model), input_norm=_NO_LIMIT, grad_norm=_NO_LIMIT, bound=bound)
     names = [m.name for m in probe.modules() if isinstance(m, ClippedLayer)]
-    # The inputs of a layer depend on the clips before it: they settle from the first layer to the last.
+    # The inputs of a layer depend on the clips of previous layers: they converge from the first layer to the last.
     input_norm = dict.fromkeys(names, _NO_LIMIT)
     for _ in names:
         inputs = _measured(probe, loss, batch).inputs
@@ -86,10 +85,7 @@ def norms_from_public(
 
 
 class _Measured(NamedTuple):
-    """Of every layer, in a pass through the network: |x| of its inputs, and norm / bound of what comes back.
-
-    Both have one number for each example that is finite.
-    """
+    """Per layer, |x| of its inputs and norm / bound of its upstream gradients, for each finite example."""
 
     inputs: dict[str, list[Tensor]]
     ratios: dict[str, list[Tensor]]
@@ -108,10 +104,10 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
         nonlocal at
         at = node.role.layer.name
         if node.examples != len(losses):
-            # Otherwise its norms are those of something else, and `Backprop` would refuse it too.
+            # Otherwise its norms are not per example, and `Backprop` would refuse it too.
             raise ConfigurationError(
-                f"batch: layer {at!r} was given more or fewer rows than there are losses, and its norms must be those of "
-                "examples: keep the examples along the first dimension of everything that goes into a layer."
+                f"batch: layer {at!r} got another number of rows than there are losses, and norms are measured per "
+                "example: keep the examples along the first dimension of every layer input."
             )
         inputs[at] += [lengths(x) for x in _inputs(node)]
 
@@ -122,18 +118,18 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
         losses = _losses(probe, loss, batch)
         with measured(watch, compare):
             torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
-    # Biases are clipped to C2 as well. Where there are weights it is made for them.
+    # Biases are clipped to C2 too, but if a layer has weights, C2 is chosen for them.
     ratios = {name: of_kind[WEIGHTS][name] or of_kind[VECTORS][name] for name in names}
     for name, each in ratios.items():
         if not each:
             raise ConfigurationError(
-                f"loss: layer {name!r} takes no part in the losses, so that its norms cannot be measured. "
+                f"loss: layer {name!r} takes no part in the losses, so its norms cannot be measured. "
                 "Freeze it with requires_grad_(False), or use it in the forward pass, without detach()."
             )
     finite_B = _finite(losses, factors)
     if not bool(finite_B.any()):
         raise ConfigurationError(
-            "batch: every example is not finite, in its inputs, its loss or a gradient, so that the norms of "
+            "batch: no example has finite inputs, loss and gradients, so the norms of "
             f"layer {names[0]!r}, and of all others, cannot be measured: look at the rows, the loss and the "
             "weights."
         )
@@ -145,22 +141,22 @@ def _losses(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any])
         losses = loss(probe, *batch)
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         raise ConfigurationError(
-            "loss must give one loss an example, without a mean or a sum over the batch: use reduction='none'."
+            "loss must return one loss per example, without a mean or a sum over the batch: use reduction='none'."
         )
     if not len(losses):
         raise ConfigurationError("batch holds no example: give public rows to measure norms on.")
     if not losses.requires_grad:
         raise ConfigurationError(
-            "loss must give losses with a gradient: leave out detach() and torch.no_grad() on the way there."
+            "loss must return losses with a gradient: leave out detach() and torch.no_grad()."
         )
     return losses
 
 
 def _finite(losses: Tensor, factors: list[Tensor]) -> Tensor:
-    """Which examples have a finite loss, and no layer scales by 0: so layers treat what is not finite."""
+    """Which examples have a finite loss and no layer factor of 0, which marks what is not finite."""
     finite_B = torch.isfinite(losses.detach()).cpu()
     for factor_B in factors:
-        if len(factor_B) == len(finite_B):  # layers off the way to the losses may have had other rows
+        if len(factor_B) == len(finite_B):  # layers that do not lead to the losses may have other rows
             finite_B &= factor_B.cpu() > 0
     return finite_B
 
@@ -170,7 +166,7 @@ def _chosen(found: dict[str, list[Tensor]], which_B: Tensor) -> dict[str, list[T
 
 
 def _inputs(node: Any) -> list[Tensor]:
-    """What is clipped on the way in, examples first; nothing of embeddings and normalization layers."""
+    """The clipped inputs of a node, examples first; none for embeddings and normalization layers."""
     if isinstance(node.role, MapRole):
         return [node.role.map.of_input(x) for x in node.saved_tensors[: -1 : len(Seen._fields)]]
     if isinstance(node.role.layer, ClippedRecurrent):
@@ -179,14 +175,14 @@ def _inputs(node: Any) -> list[Tensor]:
 
 
 def _constant(each: list[Tensor], quantile: float, of: str, times: float = 1.0) -> float:
-    """Of a layer that is used several times, or has several maps, the largest quantile; `of` says of what."""
+    """The quantile of the norms; the largest one if a layer has several uses or maps. `of` is for messages."""
     if not each:
         return _UNUSED
     found = max(times * float(norm_B.quantile(quantile)) for norm_B in each)
     if found < _SMALLEST:
         raise ConfigurationError(
-            f"batch: {of} is 0, or next to it, in too many examples: the quantile {quantile:g} of its norms "
-            f"is below {_SMALLEST:g}, the least that can be clipped to. Look at the rows, the loss and the "
+            f"batch: {of} is 0 or nearly 0 in too many examples: the quantile {quantile:g} of its norms "
+            f"is below {_SMALLEST:g}, the smallest possible constant. Look at the rows, the loss and the "
             "weights, give a larger quantile, or choose constants for clip_inputs yourself."
         )
     return min(_NO_LIMIT, found)

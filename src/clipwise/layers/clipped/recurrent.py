@@ -1,12 +1,12 @@
-"""RNN, LSTM and GRU. A weight is used at every step, and all its uses are bounded together:
+"""Clipped RNN, LSTM and GRU layers. All uses of a weight over time are bounded together:
 
     dW_ih = sum_t dz_t x_t^T,   dW_hh = sum_t dz'_t h_{t-1}^T,   db = sum_t dz_t
 
-with dz_t, dz'_t the gradients of the pre-activations on the input's and on the hidden side. The pass back through time
-runs unclipped inside the layer and gives all of them (gradients/rules/recurrence.py). Then W_ih is clipped as a
-linear layer over T positions, whose input is clipped to C1; W_hh on |(sum_t |h_{t-1}| |dz'_tc|)_c|, with the lengths of
-the states, at most C1 C2 as well; the biases on their exact norms, at most C2. No number of steps is in any of
-these. What is passed on to the layer before is as in linear_map.py, with the clip of W_ih.
+with dz_t, dz'_t the gradients of the pre-activations on the input's and on the hidden side. Backpropagation through
+time runs unclipped inside the layer and gives all of them (gradients/rules/recurrence.py). W_ih is then clipped as a
+linear layer over T positions, with its input clipped to C1. W_hh is clipped by |(sum_t |h_{t-1}| |dz'_tc|)_c|, with the
+norms of the states, also to C1 C2. The biases are clipped to C2 by their exact norms. No bound depends on the number of
+time steps. The gradient for the previous layer is as in linear_map.py, with the clip of W_ih.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TIMES_FIRST = 1  # the axis of the examples in [T, B, ...]
 
 
 class ClippedRecurrence(torch.autograd.Function):
-    """One layer and direction, in the order of its own time; see above."""
+    """One layer and direction, in its own time order; see above."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class ClippedRecurrence(torch.autograd.Function):
         *kept, w_ih, w_hh, b_ih, b_hh, norm_B, scale_B = ctx.saved_tensors
         c, clips = ctx.role.constants, switch.is_clipping()
         switch.saw(ctx, torch.cat([g_TBH, g_last[None], g_cell[None]]))
-        # Under autocast they may be in bfloat16: sums are formed in the type of the weights.
+        # Under autocast tensors may be bfloat16: sums use the dtype of the weights.
         x, h, h0, c0, g_TBH, g_last, g_cell = (t.to(w_ih.dtype) for t in (*kept, g_TBH, g_last, g_cell))
         x_in = scaled(x, scale_B, _TIMES_FIRST)
         layer = Layer(x_in, h, h0, c0 if ctx.kind == "LSTM" else None, w_ih, w_hh, b_ih, b_hh)
@@ -91,11 +91,11 @@ class ClippedRecurrence(torch.autograd.Function):
         found = _BACKWARD[ctx.kind](layer, g_TBH, g_last, g_cell)
         inputs, hidden = (t.transpose(0, 1) for t in (found.input_TNG, found.hidden_TNG))
         x_BTd, before = x_in.transpose(0, 1), layer.before.transpose(0, 1)
-        before = cleaned(before, torch.isfinite(lengths(before)))  # states of a ReLU may grow without end
+        before = cleaned(before, torch.isfinite(lengths(before)))  # states of a ReLU may overflow
         matrix = Matrix()
 
         def weighted(g: Tensor, over: Tensor | None) -> tuple[Tensor, Tensor]:
-            """nu of a weight's gradient, with what it is multiplied by where that is given; and nu g."""
+            """nu of a weight's gradient, bounded with the input `over` if given; and nu g."""
             if over is None or not clips:
                 nu_B = upstream_scales(lengths(g), c.grad_norm if clips else None, c.most)
             else:
@@ -108,7 +108,7 @@ class ClippedRecurrence(torch.autograd.Function):
         dx, dw_ih = matrix.pull_back(into_x, x_BTd, w_ih, switch.goes_on(ctx), True)
         if dx is not None:
             dx = passed_on(dx, nu_B, c.mode)
-            # The clipped input is s x: of x itself, the chain rule has one more s.
+            # The clipped input is s x: the chain rule to x adds one more s.
             dx = dx * along(scale_B, dx)
             dx = along_the_sphere(dx, cleaned(x.transpose(0, 1), scale_B), norm_B, scale_B)
             dx = dx.transpose(0, 1).to(kept[0].dtype)
@@ -124,7 +124,6 @@ class ClippedRecurrence(torch.autograd.Function):
 def _layer_forward(
     kind: str, x: Tensor, h0: Tensor, c0: Tensor, weights: list[Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All states, the last one, and the last cell of an LSTM."""
     state: Any = (h0[None], c0[None]) if kind == "LSTM" else h0[None]
     given = [w for w in weights if w is not None]
     found = _FORWARD[kind](x, state, given, len(given) > 2, 1, 0.0, False, False, False)
@@ -132,14 +131,14 @@ def _layer_forward(
 
 
 def _finite(g_TBH: Tensor, g_last: Tensor, g_cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """0 for examples with a gradient that is not finite: the pass through time would keep it to its own rows."""
+    """Set the gradients of examples with a non-finite gradient to 0."""
     sizes = [lengths(g_TBH.transpose(0, 1)), lengths(g_last), lengths(g_cell)]
     counts_B = torch.isfinite(torch.stack(sizes)).all(0)
     return cleaned(g_TBH, counts_B, _TIMES_FIRST), cleaned(g_last, counts_B), cleaned(g_cell, counts_B)
 
 
 class ClippedRecurrent(ClippedLayer):
-    """`nn.RNN`, `nn.LSTM` or `nn.GRU`, clipped: weights at most C1 C2 an example, biases at most C2, each."""
+    """`nn.RNN`, `nn.LSTM` or `nn.GRU`, clipped: each weight to C1 C2 and each bias to C2 per example."""
 
     layer: nn.RNNBase
 
@@ -156,8 +155,10 @@ class ClippedRecurrent(ClippedLayer):
             )
 
     def _take(self, constants: Constants) -> None:
-        ways = ("", "_reverse") if self.layer.bidirectional else ("",)
-        suffixes = [f"l{level}{way}" for level in range(self.layer.num_layers) for way in ways]
+        directions = ("", "_reverse") if self.layer.bidirectional else ("",)
+        suffixes = [
+            f"l{level}{direction}" for level in range(self.layer.num_layers) for direction in directions
+        ]
         self._roles = {suffix: Role(self, constants, suffix) for suffix in suffixes}
 
     def bounds(self) -> Mapping[str, float]:
@@ -168,7 +169,7 @@ class ClippedRecurrent(ClippedLayer):
         }
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """As the layer: (B, T, d), or (T, B, d) without `batch_first`; the first state must need no gradient."""
+        """Shapes as for the layer: (B, T, d), or (T, B, d) without `batch_first`. The state needs no gradient."""
         layer = self.layer
         x = self.require_examples(x, least=3)
         x = x.transpose(0, 1) if layer.batch_first else x
@@ -178,11 +179,11 @@ class ClippedRecurrent(ClippedLayer):
         directions = 1 + layer.bidirectional
         for level in range(layer.num_layers):
             outputs = []
-            for way in range(directions):
-                k = level * directions + way
-                own = x.flip(0) if way else x
-                y, h, c = self._run(own, h0[k], c0[k], f"l{level}{'_reverse' if way else ''}")
-                outputs.append(y.flip(0) if way else y)
+            for direction in range(directions):
+                k = level * directions + direction
+                own = x.flip(0) if direction else x
+                y, h, c = self._run(own, h0[k], c0[k], f"l{level}{'_reverse' if direction else ''}")
+                outputs.append(y.flip(0) if direction else y)
                 last_h.append(h)
                 last_c.append(c)
             x = torch.cat(outputs, -1) if directions > 1 else outputs[0]
@@ -210,7 +211,7 @@ class ClippedRecurrent(ClippedLayer):
         h0, c0 = state if layer.mode == "LSTM" else (state, zeros)
         if h0.requires_grad or c0.requires_grad:
             raise UnsupportedModelError(
-                f"Layer {self.name!r} ({type(layer).__name__}) got a first state that needs a gradient, which has no "
-                "bound here: give one without, or none."
+                f"Layer {self.name!r} ({type(layer).__name__}) got an initial state that needs a gradient, which has "
+                "no bound here: detach it, or leave it out."
             )
         return h0, c0
