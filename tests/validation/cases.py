@@ -148,7 +148,7 @@ COUPLED: dict[str, Case] = {
         lambda: Words(lambda is_padding: bool(is_padding.any())), losses_of, padded
     ),
     "a loop until all have converged": Case(Equilibrium, losses_of, vectors),
-    "the place in the batch": Case(ByPlace, losses_of, vectors),
+    "the index in the batch": Case(ByPlace, losses_of, vectors),
     "a gate at zero": Case(Gated, losses_of, vectors),
     "a head at zero": Case(zero_head, losses_of, vectors),
     "scaled gradients": Case(perceptron, scaled_gradients, vectors),

@@ -147,11 +147,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "the number of examples": (
         (perceptron, lambda m, x, y: cross_entropy(m, x, y) / len(x), vectors),
-        "taken out",
+        "removed from the batch",
     ),
     "the number of examples, with dropout": (
         (lambda: perceptron(nn.Dropout(0.5)), lambda m, x, y: cross_entropy(m, x, y) / len(x), vectors),
-        "taken out",
+        "removed from the batch",
     ),
     # What a first step would refuse:
     "a mean": ((perceptron, lambda m, x, y: cross_entropy(m, x, y).mean(), vectors), "single number"),

@@ -79,7 +79,7 @@ def test_a_sound_loss_trains(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["the place in the batch", "a gate at zero", "a loop until all have converged"]
+    "name", ["the index in the batch", "a gate at zero", "a loop until all have converged"]
 )
 def test_a_compiled_step_tests_its_loss(name: str) -> None:
     torch.manual_seed(0)

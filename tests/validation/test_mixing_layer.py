@@ -118,7 +118,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_the_first_place_where_examples_meet_is_named(name: str) -> None:
     build, loss, words = CASES[name]
     report = check(build(), loss, batch())
-    assert len(report.problems) == 1 and f"meet first in {words}" in report.problems[0], report
+    assert len(report.problems) == 1 and f"first mixed in {words}" in report.problems[0], report
 
 
 def test_random_numbers_that_are_shared_couple_nothing() -> None:

@@ -187,7 +187,7 @@ APART: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("strategy", [PerExample, Batch])
 def test_private_records_are_no_public_data(case: str, policy: Any, strategy: Any) -> None:
     dataset, public = SHARED[case]
-    with pytest.raises(ConfigurationError, match=r"Public\(mine\).*private data set.*Hold records out"):
+    with pytest.raises(ConfigurationError, match=r"Public\(mine\).*private data set.*Hold these records out"):
         make(dataset, strategy(parts=policy(Public(public, loss, name="mine"))))
 
 

@@ -41,10 +41,10 @@ def test_rounding_and_random_numbers_are_no_coupling(name: str) -> None:
     [
         ("causal if any is padded", "The loss of an example moved when"),
         ("a loop until all have converged", "The loss of an example moved when"),
-        ("the place in the batch", "order of the batch"),
-        ("the number of examples", "taken out"),
-        ("scaled gradients", "The gradient of an example moved (with weights drawn at random"),
-        ("a gate at zero", "drawn at random"),
+        ("the index in the batch", "order of the batch"),
+        ("the number of examples", "removed from the batch"),
+        ("scaled gradients", "The gradient of an example moved (with random weights"),
+        ("a gate at zero", "with random weights"),
     ],
 )
 def test_a_refusal_says_what_moved_and_when(name: str, words: str) -> None:

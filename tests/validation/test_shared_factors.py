@@ -41,7 +41,7 @@ def test_two_sizes_show_a_factor_that_follows_them(how: str) -> None:
     lint = SharedFactors()
     for size in (4, 4):
         lint.examine(DIVIDED[how](losses_of(size)), [])
-    with pytest.raises(CoupledExamplesError, match="leave the division out"):
+    with pytest.raises(CoupledExamplesError, match="Remove the division"):
         lint.examine(DIVIDED[how](losses_of(6)), [])
     lint.examine(DIVIDED[how](losses_of(4)), [])
     with pytest.raises(CoupledExamplesError):  # also on the next try
@@ -66,7 +66,7 @@ STRATEGIES: dict[str, Callable[[], tuple[nn.Module, Strategy]]] = {
 def test_every_strategy_refuses_a_mean_in_disguise(strategy: str) -> None:
     model, clipping = STRATEGIES[strategy]()
     _, private = private_run(model, clipping=clipping)
-    with pytest.raises(CoupledExamplesError, match="leave the division out"):
+    with pytest.raises(CoupledExamplesError, match="Remove the division"):
         for _ in range(20):
             for x, y in private.loader:
                 outputs = model(x)

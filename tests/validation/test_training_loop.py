@@ -86,7 +86,7 @@ def test_a_gradient_that_was_cleared_before_the_update_is_warned_of_once(set_to_
 )
 def test_a_released_gradient_that_is_made_smaller_is_warned_of_once(change: Callable[[Any], Any]) -> None:
     model, private = private_run(sampling="fixed-size")
-    with pytest.warns(PrivacyWarning, match=r"already clipped and noised.*Leave it out") as caught:
+    with pytest.warns(PrivacyWarning, match=r"already clipped and noised.*Remove it") as caught:
         for batch in private.loader:
             private.optimizer.zero_grad()
             private.backward(losses_of(model, batch))

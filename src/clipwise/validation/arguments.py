@@ -85,7 +85,12 @@ def number(
     """Return `value` as a float. Raise if it is not finite or outside of the limits."""
     try:
         found = math.nan if isinstance(value, (bool, np.bool_, str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several entries
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # RuntimeError: a tensor with several entries
         found = math.nan
     limits = [
         (above, "greater than", operator.gt),

@@ -89,7 +89,6 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
 
 @dataclass(frozen=True)
 class _Subject:
-
     model: nn.Module
     loss: Loss
     batch: tuple[Any, ...]

@@ -151,7 +151,9 @@ class IndependenceProbe:
             for node, place in places.items():
                 hooks.callback(node.register_prehook(partial(_note, arrived, place)).remove)
             is_proof = _require_apart(losses, torch.ones_like(losses), inputs, marked, weights_B, _COUPLED)
-        for seen, output in observations(losses):  # the statistics of a row may depend on its own example only
+        for seen, output in observations(
+            losses
+        ):  # the statistics of a row may depend on its own example only
             if seen.shape[0] == len(losses):
                 random = torch.randn(seen.shape, generator=private_generator())
                 random = random.to(seen.mean_BC.device, seen.dtype)

@@ -107,7 +107,9 @@ class ReplacementTest:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        with_smaller_pieces(tested, size)  # outside of `except`, so that the tensors of the error's frames are freed
+        with_smaller_pieces(
+            tested, size
+        )  # outside of `except`, so that the tensors of the error's frames are freed
 
     def _run(self, batch: Any) -> Tensor:
         device = next(self._model.parameters()).device

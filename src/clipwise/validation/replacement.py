@@ -46,9 +46,9 @@ _ADVICE = (
     "more noise."
 )
 _REFUSALS: Mapping[str, str] = {
-    "replaced": "only another example was replaced. Usual causes: a loss divided by a quantity of the whole batch (such "
-    "as its number of valid tokens), batch statistics, mixup, selection of hard examples",
-    "reversed": "only the order of the batch was changed. Usual cause: an output that depends on the index in the batch",
+    "replaced": "only another example was replaced. Usual causes: a loss divided by a quantity of the whole batch (for "
+    "instance its number of valid tokens), batch statistics, mixup, selection of hard examples",
+    "reversed": "only the order of the batch was changed. Usual cause: an output that depends on the batch index",
     "fewer": "other examples were removed from the batch. Usual causes: a loss divided by the number of examples "
     "(private.step already divides by a constant), a branch on any example of the batch, a loop that stops when the "
     "whole batch has converged",
