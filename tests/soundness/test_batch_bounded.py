@@ -170,7 +170,7 @@ ANY_PARTS: list[Any] = ["all", "layer", "tensor", RandomLayer(), RandomLayer("te
     st.sampled_from(SCALES),
     st.integers(0, 10**6),
 )
-def test_no_neighbour_passes_the_bound(
+def test_no_neighbour_exceeds_the_bound(
     draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
 ) -> None:
     assume(k != "user" or draw in ONE_BY_ONE)

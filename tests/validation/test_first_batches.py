@@ -303,9 +303,7 @@ def test_records_mixed_in_collate_fn_are_refused(name: str) -> None:
     model = build()
     loss = partial(losses_of, model)
     refused(run_of(model, records, loss, collate_fn=collate), loss)
-    passed = run_of(
-        model, records, None, collate_fn=collate
-    )  # a compiled step gets the loader's batches
+    passed = run_of(model, records, None, collate_fn=collate)  # a compiled step gets the loader's batches
     with pytest.raises(CoupledExamplesError):
         passed.compiled(loss)(*next(iter(passed.loader)))
     assert passed.steps == 0

@@ -105,7 +105,9 @@ def test_a_released_gradient_that_is_made_smaller_is_warned_of_once(change: Call
         lambda model: [p.grad.data.add_(0.1) for p in model.parameters()],
     ],
 )
-def test_gradients_that_are_no_multiple_of_the_release_need_a_declaration(change: Callable[[Any], Any]) -> None:
+def test_gradients_that_are_no_multiple_of_the_release_need_a_declaration(
+    change: Callable[[Any], Any],
+) -> None:
     model, private = private_run(sampling="fixed-size")
     private.backward(losses_of(model, next(iter(private.loader))))
     change(model)
