@@ -31,10 +31,10 @@ def damaged_ledger(choice: Choice) -> list[str]:
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.ledger"
-        with FileLedger(path, block=choice.dice.choice((1, 4))) as ledger:
+        with FileLedger(path, block=choice.dice.choice((1, 4))) as opened:
             for _ in range(choice.dice.randint(0, 6)):
-                ledger.charge(event)
-            made = ledger.position
+                opened.charge(event)
+            made = opened.position
         data = bytearray(path.read_bytes())
         last = data[:-1].rfind(b"\n") + 1  # start of the last line
         place = choice.dice.randrange(len(data))
@@ -56,10 +56,10 @@ def damaged_ledger(choice: Choice) -> list[str]:
             # Missing whole lines at the end cannot be detected; a torn last line can.
             gone = how in ("cut", "zeros") and place <= last
             require(found >= made or gone, f"{made} releases read as {found} after {how}")
-            with FileLedger(path) as ledger:
-                require(ledger.position >= found, "opening it has lost releases")
-                ledger.charge(event)
-                require(ledger.position == found + 1, "a charge was not counted once")
+            with FileLedger(path) as opened:
+                require(opened.position >= found, "opening it has lost releases")
+                opened.charge(event)
+                require(opened.position == found + 1, "a charge was not counted once")
         except ClipwiseError as refusal:
             refusals.append(type(refusal).__name__)
             require(str(path) in str(refusal), f"the message does not name the file: {refusal}")
