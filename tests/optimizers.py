@@ -1,4 +1,4 @@
-"""Optimizers that write weights in ways of their own."""
+"""Optimizers that write weights in unusual ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class ThroughData(torch.optim.Optimizer):
-    """Writes as old optimizers do: torch does not count it."""
+    """Writes through `.data`, which torch does not count."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {})

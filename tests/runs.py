@@ -1,4 +1,4 @@
-"""A small private run, and what it must compute, written down a second time and as plainly as possible."""
+"""A small private run, and a simple independent computation of its results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def private_run(
     dataset: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, Private]:
-    """A run on the small data, Poisson with 5 steps an epoch unless told otherwise."""
+    """Return a run on the small data, by default with Poisson subsampling and 5 steps per epoch."""
     model = network() if model is None else model
     defaults: dict[str, Any] = {"clipping": PerExample(max_norm=1.0)}
     if options.get("sampling") != "full" and "sample_rate" not in options:
@@ -67,7 +67,7 @@ def losses_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def train(model: nn.Module, private: Private, steps: int) -> None:
-    """So many updates, over as many epochs as that takes."""
+    """Train for a number of updates, over as many epochs as needed."""
     while steps > 0:
         for batch in private.loader.pieces():
             steps -= private.step(losses_of(model, batch))
@@ -84,14 +84,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether both are bitwise equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def clipped_sum_by_hand(
     model: nn.Module, dataset: TensorDataset, indices: Sequence[int], norms: Mapping[tuple[str, ...], float]
 ) -> dict[str, Tensor]:
-    """sum_i min(1, C_k / |g_ik|) g_ik: a forward pass of its own for each example, in float64.
+    """sum_i min(1, C_k / |g_ik|) g_ik, with one forward pass per example, in float64.
 
     `norms` gives C_k for each group of parameter names.
     """

@@ -1,4 +1,4 @@
-"""Where tests attach a strategy: ten of a thousand records, whatever the model."""
+"""Sites to which tests attach a strategy: ten of a thousand records, for any model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def site(
     unit: Unit = Unit.RECORD,
     sampling: Sampling | None = None,
 ) -> Site:
-    """The site of a model, or of parameters without one; by default with a sampling that suits the adjacency."""
+    """Return the site of a model or of parameters; by default with a sampling that fits the adjacency."""
     model = on if isinstance(on, nn.Module) else nn.Module()
     parameters = (
         {name: p for name, p in on.named_parameters() if p.requires_grad} if isinstance(on, nn.Module) else on

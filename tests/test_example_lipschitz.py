@@ -1,4 +1,4 @@
-"""The examples of bounded weights run, and the figures that they give are those of the documentation."""
+"""The examples of bounded weights run, and their results agree with the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The algebra of parts and events: what every room relies on."""
+"""The algebra of parts and events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_optimal_split_adds_no_more_noise_than_equal(sizes: list[tuple[float
 def test_no_other_split_of_the_same_multiplier_adds_less_noise(
     sizes: list[tuple[float, int]], z: float, factors: list[float]
 ) -> None:
-    """Move the optimum by any factors, scale back to the same z: the expected squared noise only grows."""
+    """Any other split with the same z has a larger expected squared noise."""
     optimal = parts_of(sizes, z, "optimal")
     moved = [Part(p.name, (), p.sensitivity, p.noise_std * f) for p, f in zip(optimal, factors, strict=False)]
     scale = z / effective_multiplier(moved)
@@ -97,7 +97,7 @@ def test_a_subset_of_the_parts_is_more_private(
 
 def test_the_joint_multiplier_gives_the_true_privacy_curve() -> None:
     """A neighbour moves every part by its sensitivity. delta(epsilon) = E max(0, 1 - e^(epsilon - loss)), drawn
-    here part by part, is that of one Gaussian mechanism with mu = 1 / z."""
+    here for each part, is that of one Gaussian mechanism with mu = 1 / z."""
     random = np.random.default_rng(0)
     z, epsilon = 0.8, 1.0
     parts = parts_of([(1.0, 1), (2.0, 4), (0.5, 9)], z, "optimal")
@@ -117,7 +117,7 @@ def test_a_part_without_noise_leaves_nothing_private() -> None:
     assert split_noise([1, 2], [3, 4], 0.0, "optimal") == [0, 0]
     assert (
         effective_multiplier([with_noise, Part("c", (), 0.0, 0.0)]) == 1
-    )  # what nobody can move needs no noise
+    )  # a part of sensitivity 0 needs no noise
     assert effective_multiplier([]) == math.inf
 
 
@@ -207,7 +207,7 @@ def test_the_words_are_those_of_the_interface() -> None:
 
 
 def test_of_parts_that_are_moved_alone_the_worst_one_counts() -> None:
-    """Beside a part that every unit moves: 1 / z^2 = (1 / 2)^2 + max(1, 1 / 4)^2."""
+    """Together with a part that every unit moves: 1 / z^2 = (1 / 2)^2 + max(1, 1 / 4)^2."""
     alone = [Part("a", ("a",), 1.0, 1.0, alone=True), Part("b", ("b",), 1.0, 4.0, alone=True)]
     for parts in (alone, alone[::-1]):
         assert effective_multiplier(parts) == 1

@@ -1,4 +1,4 @@
-"""The wheel holds the library alone: no experiments, benchmarks or tests, and no import of them."""
+"""The wheel holds only the library: no experiments, benchmarks or tests, and no import of them."""
 
 import ast
 from pathlib import Path

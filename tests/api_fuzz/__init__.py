@@ -1,1 +1,1 @@
-"""Random uses of the public API: every one gives a right result, or an error of clipwise that names what is wrong."""
+"""Random calls of the public API: each returns a correct result, or a clipwise error that names the cause."""

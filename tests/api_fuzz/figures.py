@@ -1,4 +1,4 @@
-"""Accounting without training: figures that are finite, monotone and in agreement."""
+"""Accounting without training: results are finite, monotone and consistent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.api_fuzz.outcome import require
 from tests.api_fuzz.values import Choice
 
 SCHEMES = ("poisson", "fixed-size", "partition", "shuffled", "full", "truncated-poisson")
-SLACK = 1e-6  # of two figures from two grids
+SLACK = 1e-6  # between results from two grids
 
 
 def play(choice: Choice) -> list[str]:
-    """One figure, and a neighbouring one that must not be smaller."""
+    """Compare one result with a neighbouring one that must not be smaller."""
     sampling = choice.of("sampling", *SCHEMES)
     arguments: dict[str, Any] = {
         "noise_multiplier": choice.of("noise_multiplier", 0.7, 1.0, 2.0, 5.0),

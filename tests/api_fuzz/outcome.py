@@ -1,4 +1,4 @@
-"""What came of one use of the API."""
+"""The outcome of one use of the API."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ TOO_LONG = 30  # seconds; a case takes a few milliseconds
 
 
 class WrongAnswerError(AssertionError):
-    """A call gave a result that is not right."""
+    """A call returned a wrong result."""
 
 
 class HangError(BaseException):
-    """A call did not come back."""
+    """A call did not return."""
 
 
 @dataclass
 class Outcome:
-    """One case: what was called, and how that ended.
+    """One case and its result.
 
     Args:
-        game: which part of the API.
-        seed: from which all of it follows.
-        problem: what is wrong; empty if nothing is.
-        refusals: the errors of clipwise, by their type.
-        accepted: spoiled arguments that were taken all the same.
+        game: the part of the API.
+        seed: determines the case.
+        problem: the error found, or "".
+        refusals: clipwise errors by type.
+        accepted: invalid arguments that were accepted.
     """
 
     game: str
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def played(game: str, seed: int, play: Callable[[Choice], list[str]], choice: Choice) -> Outcome:
-    """Play a game; whatever it raises is a finding, but for a refusal that names what is wrong."""
+    """Run a case. Every exception is a finding, except for a refusal that names the cause."""
     outcome = Outcome(game, seed)
     try:
         with _limited(), warnings.catch_warnings():
@@ -66,7 +66,7 @@ def played(game: str, seed: int, play: Callable[[Choice], list[str]], choice: Ch
 
 
 def unnamed(refusal: ClipwiseError, choice: Choice) -> str:
-    """A refusal must name an argument: the spoiled one, or one that does not go with the others."""
+    """A refusal must name an argument: the invalid one, or one that conflicts with others."""
     text = str(refusal)
     if len(text) < 20:
         return f"a message that explains nothing: {text!r}"

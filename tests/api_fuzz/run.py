@@ -1,4 +1,4 @@
-"""Many cases, and what came of them."""
+"""Run many cases and report the outcomes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tests.api_fuzz import books, figures, runs
+from tests.api_fuzz import damaged_files, figures, runs
 from tests.api_fuzz.outcome import Outcome, played
 from tests.api_fuzz.values import Choice
 
 GAMES: dict[str, tuple[Callable[[Choice], list[str]], int]] = {
     "run": (runs.play, 70),
     "figure": (figures.play, 12),
-    "ledger": (books.damaged_ledger, 8),
-    "checkpoint": (books.damaged_checkpoint, 4),
-    "check": (books.checked, 6),
+    "ledger": (damaged_files.damaged_ledger, 8),
+    "checkpoint": (damaged_files.damaged_checkpoint, 4),
+    "check": (damaged_files.checked, 6),
 }
 
 
 def game_of(seed: int) -> str:
-    """Which part of the API the case of a seed is about."""
+    """Return the part of the API that the case of a seed tests."""
     return random.Random(seed).choices(list(GAMES), [weight for _, weight in GAMES.values()])[0]
 
 
 def case(seed: int) -> Outcome:
-    """The case of a seed, whatever ran before."""
+    """Run the case of a seed, independent of earlier cases."""
     name, dice = game_of(seed), random.Random(f"case {seed}")
     choice = Choice(dice, odds=dice.choice((0.0, 0.02, 0.1)))
     with torch.random.fork_rng():
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the fuzzer. Returns the exit code: 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.api_fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=10000, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
-    parser.add_argument("--only", type=int, help="run the case of this seed alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case; the others count up")
+    parser.add_argument("--only", type=int, help="run only the case of this seed")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(outcomes: Sequence[Outcome], seconds: float) -> None:
-    """How many cases of each game there were, and how they ended."""
+    """Print the number of cases of each game and their outcomes."""
     print(f"{len(outcomes)} cases, {seconds:.0f} s")
     print(f"{'game':<14}{'cases':>8}{'refused':>9}{'wrong':>8}")
     for game in GAMES:

@@ -1,4 +1,4 @@
-"""Private runs: random models, data, schemes, strategies, and loops that call things in any order."""
+"""Private runs: random models, data, schemes and strategies, and loops with calls in random order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HUGE = 1e15  # from 1.8e19 on the square is infinite in float32, and such a rec
 
 @dataclass
 class Subject:
-    """A model and data for it, private and public; `loss` gives one loss an example."""
+    """A model with private and public data; `loss` returns one loss per example."""
 
     kind: str
     model: nn.Module
@@ -111,7 +111,7 @@ def _records(kind: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(kind: str, model: nn.Module, choice: Choice) -> None:
-    """What a strategy needs of its model."""
+    """Convert the model as the strategy requires."""
     if kind == "clipped":
         layers.clip_inputs(
             model,
@@ -124,7 +124,7 @@ def _prepare(kind: str, model: nn.Module, choice: Choice) -> None:
 
 
 def _policy(choice: Choice, on: Subject) -> Any:
-    """Parts by the typical norms of layers."""
+    """A policy of parts from typical norms of layers."""
     public = Public(on.public, lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"))
     source = choice.of("public", public, public, Released())
     kind = choice.dice.choice((Adaptive, Multipliers, ByNorm))
@@ -145,7 +145,7 @@ def _local(model: nn.Module, batch: Any) -> None:
 
 
 def strategy(choice: Choice, on: Subject) -> Any:
-    """A strategy, whose constructor may refuse."""
+    """Return a random strategy; its constructor may raise."""
     if on.kind == "bounded" and choice.is_likely(0.8):
         return Lipschitz(
             choice.of("max_weight_norm", 1.0, 3.0),
@@ -240,7 +240,7 @@ def begin(choice: Choice, on: Subject) -> Private:
 
 
 class Loop:
-    """Calls things in any order, and keeps count of what must come out."""
+    """Makes calls in random order, and tracks the expected results."""
 
     def __init__(self, choice: Choice, on: Subject, private: Private) -> None:
         self.choice, self.on, self.private = choice, on, private
@@ -355,7 +355,7 @@ class Loop:
             self.private.close()
 
     def _require_right(self, model: nn.Module, before: list[Tensor]) -> None:
-        """A step without noise is the clipped sum over a constant: by a forward pass for each example."""
+        """Compare a step without noise with the clipped sum of one forward pass per example, over a constant."""
         clipping = self.private._context.strategy
         plain = isinstance(clipping, PerExample) and isinstance(clipping.max_norm, (int, float))
         if not (plain and clipping.parts == "all" and clipping.mode == "clip" and self.private.views == 1):
@@ -391,7 +391,7 @@ def play(choice: Choice) -> list[str]:
     on = subject(choice)
     private = begin(choice, on)
     if "dataset" in choice.spoiled:
-        return []  # the loss below knows nothing of such records
+        return []  # the loss below does not support such records
     loop = Loop(choice, on, private)
     loop.play()
     return loop.refusals

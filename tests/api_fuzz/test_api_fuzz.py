@@ -1,4 +1,4 @@
-"""The fuzzer of the public API finds nothing in clipwise, and does find what is planted."""
+"""The API fuzzer finds no errors in clipwise, and finds planted ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_game_is_played_and_a_case_can_be_repeated() -> None:
 
 
 def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Division by the number drawn is right where that is the expected number, and wrong elsewhere."""
+    """Division by the realised batch size is right only if it equals the expected one."""
     honest = step.gather
 
     def planted(context: Any, piece: Any, clipped: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Arguments, most of them good, and some that nobody should give."""
+"""Random arguments, most of them valid."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ AWKWARD: tuple[Any, ...] = (
 
 @dataclass
 class Choice:
-    """Draws arguments, and remembers which of them were spoiled."""
+    """Draws arguments, and records the invalid ones."""
 
     dice: random.Random
-    odds: float  # that an argument is spoiled
+    odds: float  # of an invalid argument
     spoiled: dict[str, Any] = field(default_factory=dict)
     given: set[str] = field(
         default_factory=lambda: {"model", "dataset", "optimizer", "every=", "count_noise"}
     )
 
     def of(self, name: str, *good: Any) -> Any:
-        """A good value, or now and then an awkward one."""
+        """Return a valid value, or sometimes an invalid one."""
         self.given.add(name)
         if self.dice.random() < self.odds:
             value = self.dice.choice(AWKWARD)
@@ -67,7 +67,7 @@ class Choice:
         return self.dice.choice(good)
 
     def among(self, options: dict[str, tuple[Any, ...]], least: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Some of the named arguments: those of `least`, and others at random."""
+        """Return some of the named arguments: those of `least`, and others at random."""
         names = [name for name in options if name in least or self.dice.random() < 0.4]
         return {name: self.of(name, *options[name]) for name in names}
 

@@ -82,7 +82,7 @@ def test_check_accepts(target):
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [("coupled", "inputs of another"), ("normalized", "BatchNorm1d"), ("averaged", "one loss an example")],
+    [("coupled", "inputs of another"), ("normalized", "BatchNorm1d"), ("averaged", "one loss per example")],
 )
 def test_check_refuses(target, function, reason):
     result = clipwise("check", f"{target}.py:{function}")

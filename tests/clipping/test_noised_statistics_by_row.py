@@ -168,7 +168,7 @@ def test_the_probe_sees_rows_that_are_not_their_own_example() -> None:
         if is_apart:
             probe.examine(losses)
         else:
-            with pytest.raises(CoupledExamplesError, match="A row that a layer of"):
+            with pytest.raises(CoupledExamplesError, match="An input row of a layer of"):
                 probe.examine(losses)
 
 

@@ -1,10 +1,10 @@
-"""The code blocks of the pages in docs/: run them in order, and compare their output with what the page shows.
+"""Run the code blocks of the pages in docs/ in order, and compare their output with the page.
 
-`python -m tests.docs.documented [PAGE ...]` writes the pages again, with what the examples print now.
+`python -m tests.docs.documented [PAGE ...]` rewrites the pages with the current output.
 
 - `console`: a command after "$ " and its output.
-- `python`: run as it is. With `title="NAME.py"` it is saved as that file instead. A `text` block right after it is
-  what it prints.
+- `python`: is run. With `title="NAME.py"` it is saved as that file instead. A `text` block right after it is
+  its output.
 - `bash` and other `text` blocks are not run.
 
 The blocks of a page share one folder, and the Python blocks their names. Numbers may differ by 0.5%, those on a line
@@ -38,7 +38,7 @@ FEWER = {"runs=100)": "runs=2)", "models=16)": "models=6)", "canaries=500)": "ca
 
 
 def rerun(text: str, *, in_full: bool = True) -> Iterator[tuple[str, str]]:
-    """Each block as the page has it, and as it would be written now."""
+    """Yield each block as in the page, and with its current output."""
     names: dict[str, Any] = {}
     printed, end = "", 0
     for block in BLOCK.finditer(text):
@@ -75,12 +75,12 @@ def _python(content: str, names: dict[str, Any], in_full: bool) -> str:
 
 
 def _without_ids(text: str) -> str:
-    """The id of a run is random."""
+    """Remove the random id of a run."""
     return re.sub(r"\b[0-9a-f]{32}\b", "0123456789abcdef0123456789abcdef", text)
 
 
 def main(pages: list[Path]) -> None:
-    """Write the pages again."""
+    """Rewrite the pages."""
     sys.path.insert(0, "")
     for page in pages:
         text = page.read_text()

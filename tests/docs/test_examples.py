@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs, and prints what its page shows."""
+"""Every code block of the documentation runs and prints the output on its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FENCE = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 
 
 def comparable(block: str) -> list[str]:
-    """The lines but those that name versions, with columns as wide as they are elsewhere."""
+    """Return the lines without versions, with normalised column widths."""
     return [re.sub(r"[\s─━]+", " ", line) for line in block.splitlines() if "python 3." not in line]
 
 
@@ -37,7 +37,7 @@ def test_every_example_prints_what_the_page_shows(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_block_has_a_known_language(page: Path) -> None:
-    """So that no Python code escapes the test above (a block without a language is not run)."""
+    """The test above does not run blocks without a language."""
     begins = FENCE.findall(page.read_text())[::2]
     for fence in begins:
         assert re.match(r"```((console|python|text|bash)\b|$)", fence), f"{page.relative_to(DOCS)}: {fence}"

@@ -1,4 +1,4 @@
-"""Tables and commands of the pages that are about the repository agree with it."""
+"""Tables and commands in the documentation agree with the repository."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_table_of_models_is_true() -> None:
 
 
 def _norms_of(name: str) -> set[str]:
-    """Which norms a model may have."""
+    """The supported norms of a model."""
     found = set()
     for norm in models.NORMS:
         with contextlib.suppress(ConfigurationError, TypeError):

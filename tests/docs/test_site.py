@@ -1,4 +1,4 @@
-"""The documentation site builds, has every page and every public name, and its links lead somewhere."""
+"""The documentation site builds, has every page and every public name, and has no broken links."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_a_batch_of_another_size_is_refused(
         assert replays(recorded) > 0
     before, steps = parameters(model), private.steps
     batch = next(iter(private.loader))
-    with pytest.raises(StepError, match="handed out last"):
+    with pytest.raises(StepError, match="last batch of private.loader"):
         step(*change[1](*batch))
     assert same(parameters(model), before) and private.steps == steps
     assert step(*batch)

@@ -1,1 +1,1 @@
-"""Faults put into private runs at named places, and what must hold whatever happens."""
+"""Fault injection in private runs, with checks of the ledger, checkpoints and noise."""

@@ -1,6 +1,6 @@
-"""How each kind of fault is put into a run. All of this happens in a process that lives for one fault.
+"""Inject one fault of each kind into a run. Each fault has its own process.
 
-A function here takes a plan and gives the run with the fault in place. It writes "fault" just before it happens.
+A function takes a plan and returns a run with the fault in place. It logs "fault" just before the fault.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BOOKKEEPING = {
 
 
 class At:
-    """Does something at the n-th time that the run comes to a place: a point, or a line of the code."""
+    """Acts when the run reaches a place, a point or a line of code, for the n-th time."""
 
     def __init__(self, plan: Plan, files: Files, act: Callable[[], None], lines: int) -> None:
         self._plan, self._act = plan, act
@@ -85,7 +85,7 @@ class At:
 
 
 def count_lines(plan: Plan, files: Files) -> int:
-    """How many lines a first life without a fault goes through."""
+    """Return the number of lines that a first life without a fault executes."""
     seen = 0
 
     def traced(frame: FrameType, event: str, argument: object) -> Any:
@@ -102,7 +102,7 @@ def count_lines(plan: Plan, files: Files) -> int:
 
 
 def killed(plan: Plan, files: Files, lines: int) -> Run:
-    """SIGKILL: memory is lost, what was written stays."""
+    """SIGKILL: memory is lost, written data stays."""
 
     def act() -> None:
         files.say("fault")
@@ -116,7 +116,7 @@ def killed(plan: Plan, files: Files, lines: int) -> Run:
 
 
 def without_power(plan: Plan, files: Files, lines: int) -> Run:
-    """SIGKILL, and what was not yet made durable is lost but for a torn piece."""
+    """SIGKILL, and unsynced data is lost except for a torn piece."""
     durable, honest = {}, os.fsync
 
     def sync(handle: int) -> None:
@@ -137,7 +137,7 @@ def without_power(plan: Plan, files: Files, lines: int) -> Run:
 
 
 def interrupted(plan: Plan, files: Files, lines: int) -> Run:
-    """Ctrl-C. The user looks at what there is and runs the loop again."""
+    """Ctrl-C. The user inspects the run and starts the loop again."""
 
     def act() -> None:
         files.say("fault")
@@ -149,7 +149,7 @@ def interrupted(plan: Plan, files: Files, lines: int) -> Run:
 
 
 def without_space(plan: Plan, files: Files, lines: int) -> Run:
-    """The disk is full: a write fails after a part of it, or a sync does."""
+    """The disk is full: a write fails after a part of its data, or a sync fails."""
     if plan.at == "limit":
         return _on_a_small_disk(plan, files)
 
@@ -163,21 +163,21 @@ def without_space(plan: Plan, files: Files, lines: int) -> Run:
 
 
 def _on_a_small_disk(plan: Plan, files: Files) -> Run:
-    """A line of the ledger gets written in part, and then there is no more room."""
+    """The disk fills up while a line of the ledger is written."""
     crash_points.reached = make_visible(files)
 
     class Small(io.FileIO):
-        room = 1200 + int(
+        free = 1200 + int(
             100 * plan.turn * plan.share
         )  # header, description and the first events take about 1,200
 
         def write(self, data: Any) -> int:
-            if len(data) <= self.room:
-                Small.room -= len(data)
+            if len(data) <= self.free:
+                Small.free -= len(data)
                 return super().write(data)
             files.say("fault")
-            if self.room:
-                rest, Small.room = self.room, 0
+            if self.free:
+                rest, Small.free = self.free, 0
                 return super().write(data[:rest])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -210,11 +210,11 @@ def read_only(plan: Plan, files: Files, lines: int) -> Run:
     except clipwise.LedgerError as error:
         files.say(f"caught {type(error).__name__}")
         durable_files.FileIO = honest  # type: ignore[misc]
-        return Run(plan, files)  # somebody has mounted the disk again
+        return Run(plan, files)  # the disk is mounted again
 
 
 def with_a_second_writer(plan: Plan, files: Files, lines: int) -> Run:
-    """Somebody else opens the same ledger, and a forked copy of the run tries to charge."""
+    """Another process opens the same ledger, and a forked copy of the run tries to charge."""
     run = Run(plan, files)
 
     def act() -> None:
@@ -239,7 +239,7 @@ def with_a_second_writer(plan: Plan, files: Files, lines: int) -> Run:
 
 
 def with_a_mad_clock(plan: Plan, files: Files, lines: int) -> Run:
-    """From some step on every look at a clock gives another century."""
+    """From some step on the clock returns another century."""
     jumps = itertools.cycle([0.0, 4e9, -1e9, 1e18])
 
     def act() -> None:
@@ -265,16 +265,14 @@ def on_records_that_are_not_finite(plan: Plan, files: Files, lines: int) -> Run:
 
 
 def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
-    """No memory for more than two examples at once, or none for the noise of one step."""
+    """There is no memory for more than two examples at once, or for the noise of one step."""
     run = Run(plan, files)
     crash_points.reached = make_visible(files)
     is_armed = True
 
     def fail() -> None:
         nonlocal is_armed
-        is_armed = (
-            plan.is_compiled and plan.at != "noise"
-        )  # the shortage lasts where the run can live with it
+        is_armed = plan.is_compiled and plan.at != "noise"  # the shortage lasts if the run can handle it
         files.say("fault")
         raise torch.OutOfMemoryError("out of memory (a fault of the test)")
 

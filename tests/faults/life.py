@@ -1,7 +1,7 @@
-"""The run that faults are put into: it writes down, unbuffered, all that can be seen of it.
+"""The run for fault injection. It logs, unbuffered, everything that is visible.
 
-A run may have two lives, each in a process of its own: the first has the fault, the second goes on from the last good
-checkpoint, or, if there is none, as a new run in the same ledger.
+A run may have two lives, each in its own process: the first has the fault, the second continues from the last good
+checkpoint or, if there is none, as a new run in the same ledger.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from clipwise.errors import PrivacyWarning
 from tests.faults.plan import COMPARED, SAVE_EVERY, STEPS, STEPS_AFTER, Plan
 from tests.soundness.crash_child import Files, TearableSGD
 
-ATTEMPTS = 4  # of a stubborn user, who begins the rest of the epoch again after an error
+ATTEMPTS = 4  # of a user to continue the epoch after an error
 EXAMPLES, FEATURES, CLASSES = 20, 3, 2
 
-# What may reach the user. Anything else is a crash from deep inside.
+# Errors that users may see. Any other is a crash.
 EXPECTED = (ClipwiseError, KeyboardInterrupt, OSError, torch.OutOfMemoryError)
 
 
 class Run:
-    """A model, its private run, and the file in which everything is written down."""
+    """A model, its private run, and the log file."""
 
     def __init__(
         self, plan: Plan, files: Files, *, join: bool = False, dataset: Dataset[Any] | None = None
@@ -65,7 +65,7 @@ class Run:
         return self.private.step(self.loss(x, y))
 
     def _watched(self, noised: Callable[..., Any]) -> Callable[..., Any]:
-        """Write down which key meets which sum."""
+        """Log each pair of noise key and sum."""
 
         def watched(context: StepContext, total: dict[str, Tensor]) -> Any:
             if context is self.private._context:
@@ -77,7 +77,7 @@ class Run:
         return watched
 
     def train(self, steps: int) -> None:
-        """So many updates, with a checkpoint every few of them."""
+        """Train for a number of updates, with regular checkpoints."""
         done = 0
         while done < steps:
             for batch in self.private.loader.pieces():
@@ -97,13 +97,13 @@ class Run:
         self.files.say(f"saved {self.private.steps}")
 
     def train_stubbornly(self, steps: int) -> None:
-        """After an error begin the rest of the epoch again, until all is done or the run refuses to go on."""
+        """Continue the epoch after each error, until it is done or the run refuses."""
         before = self.files.said().count("update")
         for _ in range(ATTEMPTS):
             try:
                 return self.train(steps - (self.files.said().count("update") - before))
             except (*EXPECTED, RuntimeError) as error:
-                # Torch tells of a dead worker from a signal handler, wherever the run is.
+                # Torch reports a dead worker from a signal handler, at any line of the run.
                 if isinstance(error, EXPECTED) or "DataLoader worker" in str(error):
                     self.files.say(f"caught {type(error).__name__}")
                     self.private.optimizer.zero_grad()
@@ -121,7 +121,7 @@ class Run:
 
 
 class _Watched(TearableSGD):
-    """Writes down when an update begins to be visible."""
+    """Logs when an update becomes visible."""
 
     def __init__(self, *arguments: Any, files: Files, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -157,7 +157,7 @@ def second_life(plan: Plan, files: Files) -> None:
 
 
 def make_visible(files: Files) -> Callable[[str], None]:
-    """What to do at every point before any fault: from "step.before-grad" on nothing can hide a release."""
+    """Log at every point before any fault: from "step.before-grad" on a release is visible."""
 
     def visible(point: str) -> None:
         if point == "step.before-grad":

@@ -1,4 +1,4 @@
-"""Which fault happens, where, and in which kind of run. Everything follows from a seed."""
+"""A fault, its place and its run, determined by a seed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Plan:
     """One run and its fault.
 
     Args:
-        kind: what goes wrong; one of `KINDS`.
-        at: a point of `clipwise.ledger.crash_points`, "line" for any line of the code that keeps the books, or a
-            place that only this kind has.
-        turn: it happens at the so-many-th time there; for "line", at this share (in thousandths) of all lines.
-        share: how much of what was not yet durable is left after a power cut, or how much of a line gets written.
+        kind: the fault, one of `KINDS`.
+        at: a point of `clipwise.ledger.crash_points`, "line" for any line of the ledger's code, or a
+            place of this kind only.
+        turn: the visit of the place at which it happens; for "line", the share (in thousandths) of all lines.
+        share: the share of unsynced data left after a power cut, or of a line that is written.
         block: the most releases that the ledger reserves at once.
         sampling: the scheme of the run.
-        physical: the largest piece of a batch that is handed out.
-        is_compiled: whether the run makes its steps by `private.compiled`.
+        physical: the largest physical batch.
+        is_compiled: whether the run uses `private.compiled`.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Plan:
         return f"{self.kind} at {self.at}, turn {self.turn} ({self.sampling}, blocks of {self.block})"
 
 
-# How often each kind is drawn. A crash of a worker costs a second, and two of them tell all.
+# Relative frequencies. A crash of a worker costs a second, and two are enough.
 KINDS = {
     "kill": 22,
     "power cut": 18,
@@ -58,7 +58,7 @@ KINDS = {
     "out of memory": 6,
     "worker crash": 1,
 }
-# Faults that may change nothing: the run is compared with one that had none, and takes its randomness from a seed.
+# Faults that must not change the result: a seeded run is compared with one without a fault.
 COMPARED = ("clock jump", "two writers", "out of memory")
 _PLACES: dict[str, tuple[str, ...]] = {
     "kill": (*crash_points.POINTS, "line", "line"),
@@ -75,7 +75,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
 
 
 def plans(seed: int) -> Iterator[Plan]:
-    """Plans without end. Every kind comes up at once, and then in shares as in `KINDS`."""
+    """Yield plans without end: first every kind once, then with the frequencies of `KINDS`."""
     dice = random.Random(seed)
     yield from (_plan(kind, dice) for kind in KINDS)
     while True:

@@ -1,4 +1,4 @@
-"""Many faults, one after another, and a report."""
+"""Run many faults and report."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from tests.faults.plan import COMPARED, Plan, plans
 from tests.faults.verdict import Facts, broken
 from tests.soundness.crash_child import Files, in_a_child, position, saved_position, warm_up
 
-TOO_LONG = 60  # seconds for a life that takes a tenth of one
+TOO_LONG = 60  # seconds; a life takes about 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the faults. Returns the exit code: 1 if a promise was broken."""
+    """Run the faults. Returns the exit code: 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument(
-        "--count", type=int, default=1000, help="how many faults, not counting those not come to"
-    )
+    parser.add_argument("--count", type=int, default=1000, help="number of faults that happen")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--only", type=int, help="only the fault of this number")
-    parser.add_argument("--planted", help="put this bug into clipwise first: 'late charge' or 'no fsync'")
+    parser.add_argument("--only", type=int, help="run only the fault of this number")
+    parser.add_argument("--planted", help="plant this bug in clipwise first: 'late charge' or 'no fsync'")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warm_up()
@@ -63,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class World:
-    """Where runs live and die."""
+    """Runs the lives of each plan."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,7 +69,7 @@ class World:
         self._references: dict[Plan, list[object]] = {}
 
     def facts_of(self, plan: Plan, name: str) -> Facts:
-        """Both lives of a run."""
+        """Run both lives of a plan."""
         files = self._files(name)
         end = _in_a_child(files, lambda: first_life(INJECT[plan.kind](plan, files, self._lines)))
         said, at, saved = files.said(), position(files), saved_position(files)
@@ -90,7 +88,7 @@ class World:
         )
 
     def _reference(self, plan: Plan) -> list[object]:
-        """The weights of a run of this kind without a fault. (The pieces of a batch change no result.)"""
+        """Return the weights of such a run without a fault. (Physical batches do not change them.)"""
         key = replace(plan, at="none", turn=0, share=0.0, block=1)
         if key not in self._references:
             files = self._files(f"reference {len(self._references)}")
@@ -100,7 +98,7 @@ class World:
         return self._references[key]
 
     def _count_lines(self) -> int:
-        """How many lines there are to interrupt a run at."""
+        """Return the number of lines at which a run can be interrupted."""
         files = self._files("lines")
         plan = Plan("kill", "line", 0)
         _in_a_child(files, lambda: files.say(f"lines {count_lines(plan, files)}"))
@@ -125,7 +123,7 @@ def _undisturbed(plan: Plan, files: Files) -> Run:
 
 
 def report(outcomes: Sequence[tuple[Facts, list[str]]], seconds: float) -> None:
-    """How many faults of each kind happened, and what came of them."""
+    """Print the number of faults of each kind and their outcomes."""
     happened = [facts for facts, _ in outcomes if facts.happened]
     print(f"{len(happened)} faults happened in {len(outcomes)} runs, {seconds:.0f} s")
     print(f"{'kind':<20}{'place':<28}{'faults':>8}{'broken':>8}")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a run, its ledger does not understate, its checkpoint is whole, and it can go on."""
+"""After every fault the ledger does not understate, the checkpoint is complete, and the run can continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT, MANY = 50, 300
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a fresh process, from which others can be forked."""
+    """Run in a fresh process that can fork others."""
     root = Path(__file__).parents[2]
     return subprocess.run(
         [sys.executable, "-m", "tests.faults", *arguments],

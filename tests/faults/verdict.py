@@ -1,4 +1,4 @@
-"""What must hold after a fault, whichever it was."""
+"""Checks after a fault of any kind."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from clipwise.ledger.file_format import LEAST_BLOCK
 from tests.faults.plan import STEPS, STEPS_AFTER, Plan
 
 DEADLY = ("kill", "power cut")
-# Faults that a run lives through: nothing is lost, and nothing is counted twice.
+# Faults that a run survives: nothing is lost, and nothing is counted twice.
 HARMLESS = ("two writers", "clock jump", "not finite")
 ROUNDING = 1e-4  # a sum in smaller pieces is added in another order
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was seen of the two lives of a run.
+    """Observations of the two lives of a run.
 
     Args:
         plan: the run, and its fault.
         end: how the first life ended: an exit code, or minus a signal.
-        said: what it wrote down.
-        position: what its ledger says was released, read before anybody opened it again.
+        said: its log.
+        position: its ledger's number of releases, before the second life.
         checkpoint: the position in the last checkpoint, if there is one.
         end_after, said_after, position_after, is_clean_after: the same of the second life.
-        reference: the weights of a run without a fault, where they must be the same.
+        reference: the weights of a run without a fault, if they must be equal.
     """
 
     plan: Plan
@@ -44,12 +44,12 @@ class Facts:
 
     @property
     def happened(self) -> bool:
-        """Whether the run came to the place of the fault at all."""
+        """Whether the run reached the place of the fault."""
         return "fault" in self.said
 
     @property
     def seen(self) -> int:
-        """How many releases anybody can have seen."""
+        """Return the number of visible releases."""
         return max(map(self.said.count, ("release", "touch", "update")))
 
     def numbers(self, word: str, said: Sequence[str] | None = None) -> list[int]:
@@ -58,7 +58,7 @@ class Facts:
 
 
 def broken(facts: Facts) -> list[str]:
-    """The promises that were not kept."""
+    """Return the failed checks."""
     return [
         *_understated(facts),
         *_ended_wrongly(facts),
@@ -73,7 +73,7 @@ def _understated(facts: Facts) -> list[str]:
     found = []
     if facts.position < facts.seen:
         found.append(f"the ledger says {facts.position}, and {facts.seen} releases were seen")
-    # What is left of a reservation, what a torn line may stand for, and a release that was charged and not seen.
+    # The rest of a reservation, a torn line, and a release that was charged and is not visible.
     most = min(facts.plan.block, LEAST_BLOCK)
     if facts.position > facts.seen + (2 if most == 1 else 2 * most + 1):
         found.append(f"the ledger says {facts.position}, far above the {facts.seen} releases that were seen")
@@ -94,14 +94,14 @@ def _ended_wrongly(facts: Facts) -> list[str]:
 
 
 def _told_anywhere(facts: Facts) -> bool:
-    """Torch tells of a dead worker from a signal handler: as Ctrl-C does, that may end a run at any line."""
+    """Torch reports a dead worker from a signal handler: like Ctrl-C, this may end a run at any line."""
     return facts.plan.kind == "worker crash" and any(
         line.startswith("error RuntimeError('DataLoader worker (pid") for line in facts.said
     )
 
 
 def _lost_checkpoint(facts: Facts) -> list[str]:
-    """It is the one that was saved last, or the one that was being saved."""
+    """The checkpoint must be the last saved one, or the one being saved."""
     saved, saving = facts.numbers("saved"), facts.numbers("saving")
     if facts.checkpoint in {saved[-1] if saved else None, saving[-1] if saving else None}:
         return []
@@ -109,7 +109,7 @@ def _lost_checkpoint(facts: Facts) -> list[str]:
 
 
 def _same_noise_twice(facts: Facts) -> list[str]:
-    """A key may meet the same sum again, after a release that failed; never another sum."""
+    """After a failed release a key may be used for the same sum again, never for another sum."""
     met: dict[str, str] = {}
     for line in facts.said + facts.said_after:
         if line.startswith("key "):
@@ -139,11 +139,11 @@ def _changed_what_it_may_not(facts: Facts) -> list[str]:
     plan, found = facts.plan, []
     is_retried = plan.kind == "out of memory" and plan.is_compiled and plan.at != "noise"
     if _told_anywhere(facts) or (plan.kind == "worker crash" and "caught LedgerError" in facts.said):
-        return []  # it was told in the middle of a write: as with Ctrl-C, the ledger must be opened again
+        return []  # reported during a write: as after Ctrl-C, the ledger must be opened again
     if plan.kind in (*HARMLESS, "worker crash") or is_retried:
         extra = 0
     elif plan.kind == "out of memory":
-        extra = int(plan.at == "noise" and facts.happened)  # it was charged, and stays so
+        extra = int(plan.at == "noise" and facts.happened)  # the charge stays
     else:
         return []
     if "closed" not in facts.said or facts.said.count("update") != STEPS:

@@ -1,1 +1,1 @@
-"""Random models of every layer that clipwise promises, against a forward pass per example."""
+"""Random models of all supported layers, compared with one forward pass per example."""

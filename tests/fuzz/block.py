@@ -1,7 +1,7 @@
-"""What every block of a random model has: a shape in, a shape out, and traits.
+"""The base class of the blocks of random models.
 
-A block takes a state [B, length, width] and gives another one. Its *traits* say what is special about it
-(a stride, a bias that is missing), so that a run can tell what it has really tried.
+A block maps a state [B, length, width] to another one. Its *traits* name its options
+(a stride, a missing bias), so that a run can report its coverage.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 
 class Shape(NamedTuple):
-    """Of a state, without its examples."""
+    """The shape of a state, without its examples."""
 
     length: int
     width: int
 
 
 class Block(nn.Module, ABC):
-    """One small piece of a model; the dice decide its options."""
+    """One small piece of a model, with random options."""
 
     always: ClassVar[tuple[str, ...]] = ()  # the traits of every block of this kind
-    maybe: ClassVar[tuple[str, ...]] = ()  # traits that the dice decide on
-    refusable: ClassVar[str] = ""  # why clipwise may refuse a model with this block; empty: it may not
+    maybe: ClassVar[tuple[str, ...]] = ()  # random traits
+    refusable: ClassVar[str] = ""  # why clipwise may refuse this block; "" if it may not
 
     def __init__(self, dice: random.Random, shape: Shape) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def build(self, shape: Shape) -> None:
-        """Make the layers, and set `out` where the state changes its shape."""
+        """Build the layers, and set `out` if the shape of the state changes."""
 
     @abstractmethod
     def forward(self, h: Tensor) -> Tensor:
-        """A state [B, length, width] to another one."""
+        """Map a state [B, length, width] to another one."""
 
     def sometimes(self, trait: str, chance: float = 0.5) -> bool:
-        """Throw the dice for a trait, and take note of it."""
+        """Draw a trait at random, and record it."""
         if trait not in self.maybe:
             raise ValueError(f"{type(self).__name__} does not declare the trait {trait!r}")
         happened = self.dice.random() < chance
@@ -52,7 +52,7 @@ class Block(nn.Module, ABC):
         return happened
 
     def divisor(self, n: int) -> int:
-        """Any divisor of n."""
+        """Return a random divisor of n."""
         return self.dice.choice([k for k in range(1, n + 1) if n % k == 0])
 
 
@@ -61,7 +61,7 @@ WEIGHTS: list[float] = []
 
 
 def block(weight: float = 1.0) -> Callable[[type[Block]], type[Block]]:
-    """Enter a kind of block that models may be made of, and how often."""
+    """Register a kind of block with its frequency."""
 
     def enter(kind: type[Block]) -> type[Block]:
         KINDS.append(kind)
@@ -72,6 +72,6 @@ def block(weight: float = 1.0) -> Callable[[type[Block]], type[Block]]:
 
 
 def any_block(dice: random.Random, shape: Shape) -> Block:
-    """A block of any kind for this shape."""
+    """Return a random block for this shape."""
     kind = dice.choices(KINDS, WEIGHTS)[0]
     return kind(dice, shape)

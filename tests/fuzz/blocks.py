@@ -1,4 +1,4 @@
-"""All kinds of blocks that a model may be made of, by name in `KINDS`."""
+"""All kinds of blocks of random models, by name in `KINDS`."""
 
 from tests.fuzz import layers, moved, parameters
 from tests.fuzz.block import KINDS, Block, Shape, any_block

@@ -1,4 +1,4 @@
-"""One random model: clipwise's per-example gradients beside those of a forward pass per example."""
+"""Compare clipwise's per-example gradients of one random model with one forward pass per example."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the longes
 
 @dataclass
 class Outcome:
-    """What one model showed. `problem` is empty if all was well."""
+    """The result for one model. `problem` is empty if there is none."""
 
     seed: int
     traits: frozenset[str]
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def check(seed: int) -> Outcome:
-    """Compose the model of a seed and compare; nothing that it does depends on other seeds."""
+    """Build the model of a seed and compare. The result does not depend on other seeds."""
     composed = compose(seed)
     method = random.Random(f"method {seed}").choice(METHODS)
     outcome = Outcome(seed, composed.traits, method)
@@ -48,7 +48,7 @@ def check(seed: int) -> Outcome:
     except (CoupledExamplesError, UnsupportedModelError) as error:
         outcome.refused = True
         outcome.problem = "" if composed.refusable else f"refused: {error}"
-    except Exception as error:  # a crash is a finding too, and the other seeds go on
+    except Exception as error:  # a crash is a finding too, and the other seeds continue
         outcome.problem = f"crashed: {type(error).__name__}: {error}"
     return outcome
 
@@ -77,7 +77,7 @@ def _compare(composed: Composed, outcome: Outcome) -> str:
     norms = {name: g.reshape(batch, -1).norm(dim=1) for name, g in truth.items()}
     whole_B = torch.stack([n.square() for n in norms.values()]).sum(0).sqrt()
     nu_B = (max_norm / whole_B).clamp(max=1)
-    # The second term is for gradients that are 0 but for the rounding of numbers around 1.
+    # The second term is for gradients that are 0 up to the rounding of numbers around 1.
     bound = TOLERANCE[dtype] * float(whole_B.max()) + 100 * torch.finfo(dtype).eps
     for what, ours, expected in (
         ("gradient", written, truth),
@@ -87,7 +87,7 @@ def _compare(composed: Composed, outcome: Outcome) -> str:
     ):
         for name, g in expected.items():
             error = float((ours[name].detach().double() - g).abs().max())
-            if not error <= bound:  # NaN is no agreement
+            if not error <= bound:  # also true for NaN
                 return f"{what} of {name} is off by {error:.1e}, more than {bound:.1e}"
     return ""
 
@@ -98,7 +98,7 @@ def _weighted(weights_B: Tensor, gradients: Mapping[str, Tensor]) -> dict[str, T
 
 @contextmanager
 def spied_rules(seen: set[str]) -> Iterator[None]:
-    """Put the names of the rules that give forms into `seen`."""
+    """Add the names of the rules that return forms to `seen`."""
 
     def spied(name: str, rule: Any) -> Any:
         def begin(*read: Any) -> Any:

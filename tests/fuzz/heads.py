@@ -1,4 +1,4 @@
-"""What a model begins with: how its inputs are drawn, and how they become a state [B, length, width]."""
+"""The heads of random models: they draw inputs and map them to a state [B, length, width]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Head(Block):
     """A block that takes the inputs themselves."""
 
     def draw(self, batch: int, generator: torch.Generator) -> Tensor:
-        """The inputs of a batch; ids unless the head says otherwise."""
+        """Return the inputs of a batch, by default ids."""
         return torch.randint(0, VOCABULARY, (batch, self.drawn), generator=generator)
 
     def build(self, shape: Shape) -> None:
@@ -60,7 +60,7 @@ class IndexedTable(Head):
 
 
 class Bags(Head):
-    """EmbeddingBag: a bag an example, several bags an example, or bags of any size by offsets."""
+    """EmbeddingBag with one bag per example, several bags per example, or bags of any size by offsets."""
 
     always = ("embedding bag",)
     maybe = (
@@ -89,7 +89,7 @@ class Bags(Head):
         return self.table(rows, None, self.weights(rows)).unflatten(0, (len(x), -1))
 
     def weights(self, ids: Tensor) -> Tensor | None:
-        """A weight a word."""
+        """Return one weight per word."""
         return (ids + 0.5).to(self.table.weight.dtype).sin() if self.weighted else None
 
 
@@ -97,6 +97,6 @@ HEADS: dict[type[Head], float] = {Vectors: 0.4, Embedded: 0.2, IndexedTable: 0.1
 
 
 def any_head(dice: random.Random, shape: Shape) -> Head:
-    """A head of any kind."""
+    """Return a random head."""
     kind = dice.choices(list(HEADS), list(HEADS.values()))[0]
     return kind(dice, shape)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tests.fuzz.block import Block, Shape, block
 
-# A norm of one number, or of equal numbers, multiplies rounding by 1 / sqrt(eps): not what is looked for.
+# A norm of one number, or of equal numbers, multiplies rounding by 1 / sqrt(eps), which is not tested here.
 EPS = 1e-2
 
 
 def image(h: Tensor, channels: int, axes: int) -> Tensor:
-    """[B, T, w] -> [B, channels, *image_size]: one to three axes of space, at least two points in all."""
+    """[B, T, w] -> [B, channels, *image_size] with one to three spatial axes and at least two points."""
     h = torch.cat([h, h.cos()], 1).transpose(1, 2)
     if axes == 1:
         h = h.mean(1)
@@ -25,12 +25,12 @@ def image(h: Tensor, channels: int, axes: int) -> Tensor:
 
 
 def image_size(shape: Shape, axes: int) -> tuple[int, ...]:
-    """The axes of space that `image` makes."""
+    """The spatial axes of `image`."""
     return (2 * shape.length,) if axes == 1 else (shape.width, 2 * shape.length, 2)[:axes]
 
 
 def randomized(norm: nn.Module) -> nn.Module:
-    """Random scale and shift. With a shift of 0, a norm of a single number would silence the whole model."""
+    """Draw scale and shift. With a shift of 0, the norm of a single number would be 0."""
     for p in norm.parameters():
         nn.init.normal_(p)
     return norm
@@ -58,7 +58,7 @@ class Linear(Block):
 
 
 class AnyConvolution(Block):
-    """Options for every axis of space."""
+    """Options for every spatial axis."""
 
     axes: int
 
@@ -167,7 +167,7 @@ class RMSNorm(Block):
 
 @block()
 class GroupNorm(Block):
-    """On two positions at least: torch refuses to normalise a single number of a single example."""
+    """At least two positions: torch refuses to normalise a single number."""
 
     always = ("group norm",)
 
@@ -209,7 +209,7 @@ class FrozenBatchNorm(Block):
 
 
 class Recurrent(Block):
-    """Some layers of a recurrent network, and what they may be given."""
+    """Recurrent layers with random options and initial states."""
 
     kind: type[nn.RNNBase]
     maybe = (
@@ -240,7 +240,7 @@ class Recurrent(Block):
         self.out = Shape(shape.length, width * (2 if both else 1))
 
     def extra(self, hidden: int) -> dict[str, Any]:
-        """Options that only this kind knows."""
+        """Options of this kind only."""
         return {}
 
     def initial(self, h: Tensor) -> Any:
@@ -287,7 +287,7 @@ class GRU(Recurrent):
 
 @block()
 class UnrolledCell(Block):
-    """A recurrent cell called by hand, once a position."""
+    """A recurrent cell, called once per position."""
 
     always = ("unrolled cell",)
 
@@ -412,7 +412,7 @@ class TimeFirst(Block):
 
 @block(2)
 class Normalized(Block):
-    """A layer whose weight is made by a parametrization of torch's."""
+    """A layer with a torch parametrization of its weight."""
 
     always = ("parametrized",)
     maybe = ("weight norm", "spectral norm")
@@ -424,7 +424,7 @@ class Normalized(Block):
             self.layer = nn.utils.parametrizations.weight_norm(layer)
         else:
             self.traits.add("spectral norm")
-            # In training its power iteration would move with every forward pass.
+            # In training mode every forward pass would change its power iteration.
             self.layer = nn.utils.parametrizations.spectral_norm(layer, n_power_iterations=3).eval()
 
     def forward(self, h: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ WHOLE_MODEL = (
 
 
 class Model(nn.Module):
-    """A head, structures with and without a nonlinearity, and for a tied model the head's own table again."""
+    """A head, structures with and without a nonlinearity, and for a tied model the head's table again."""
 
     def __init__(self, dice: random.Random, shape: Shape) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Composed:
-    """One random model; the last batch is the one to compare on, those before it are to be remembered."""
+    """One random model. The last batch is compared; the earlier ones fill the clipper's caches."""
 
     seed: int
     model: Model
@@ -62,7 +62,7 @@ def all_traits() -> frozenset[str]:
 
 
 def compose(seed: int) -> Composed:
-    """The same seed gives the same model and the same inputs, whatever ran before."""
+    """Return the model and inputs of a seed, independent of earlier calls."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, shape = dice.randint(2, 5), Shape(dice.randint(1, 4), dice.choice([1, 2, 2, 3, 4, 4, 5, 6]))
     with torch.random.fork_rng(devices=[]):
@@ -102,7 +102,7 @@ def compose(seed: int) -> Composed:
 
 
 def _freeze(dice: random.Random, model: nn.Module) -> bool:
-    """Freeze some parameters, but not all; whether there were enough for that."""
+    """Freeze some parameters, but not all. Returns whether there were enough."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     for p in dice.sample(trainable, len(trainable) // 3):
         p.requires_grad_(False)

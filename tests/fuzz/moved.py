@@ -1,4 +1,4 @@
-"""Blocks in which the data decide which rows a layer sees, and in what order."""
+"""Blocks in which the data choose the rows of a layer and their order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ THRESHOLD = 0.123  # not 0, where paddings put whole rows
 
 
 def scores_of(h: Tensor) -> Tensor:
-    """A number for each position, by its own values: [B, T].
+    """Return a score for each position from its values: [B, T].
 
-    Rounding must not decide between two positions: the weights differ, since a layer norm makes plain sums 0,
-    and so does what is added for the place, since two positions may hold the same.
+    Rounding must not decide between two positions. So the weights differ, since a layer norm makes plain sums 0,
+    and each position adds a different constant, since two positions may be equal.
     """
     weights, places = (torch.arange(n, dtype=h.dtype) for n in (h.shape[2], h.shape[1]))
     return (h.detach() * weights.cos()).sum(2) + 0.017 * places

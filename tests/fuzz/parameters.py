@@ -1,4 +1,4 @@
-"""Blocks of bare parameters, functional calls, and weights that are made or shared."""
+"""Blocks of bare parameters, functional calls, and computed or shared weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClassToken(Block):
 
 @block()
 class RepeatedToken(Block):
-    """One token laid out for every example by repeat."""
+    """One token, repeated for every example."""
 
     always = ("repeated token",)
 
@@ -67,7 +67,7 @@ class PositionIds(Block):
 
 @block()
 class Chosen(Block):
-    """Parameters where the data say so."""
+    """Parameters at positions that the data choose."""
 
     always = ("chosen by the data",)
 
@@ -259,7 +259,7 @@ class Adapted(Block):
 
 @block()
 class MaskedWeight(Block):
-    """A weight made of a parameter and a constant."""
+    """A weight computed from a parameter and a constant."""
 
     always = ("masked weight",)
 
@@ -274,7 +274,7 @@ class MaskedWeight(Block):
 
 @block()
 class PackedWeight(Block):
-    """One weight, cut into pieces that are used apart."""
+    """One weight, split into pieces that are used separately."""
 
     always = ("packed weight",)
 

@@ -1,4 +1,4 @@
-"""Many random models, and what they were made of."""
+"""Run many random models and report their coverage."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.fuzz.check import Outcome, check
 from tests.fuzz.models import all_traits
 from tests.soundness.test_complete import EXEMPT
 
-ENOUGH_MODELS = 2000  # from here on a run must have seen everything often enough
+ENOUGH_MODELS = 2000  # from here on a run must cover everything
 LEAST_OF_A_RULE, LEAST_OF_A_TRAIT = 50, 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fuzzer. Returns the exit code: 1 on a mismatch or where something was seen too rarely."""
+    """Run the fuzzer. Returns the exit code: 1 on a mismatch or too little coverage."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--models", type=int, default=ENOUGH_MODELS, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
-    parser.add_argument("--only", type=int, help="run the model of this seed alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first model; the others count up")
+    parser.add_argument("--only", type=int, help="run only the model of this seed")
     given = parser.parse_args(arguments)
     seeds = range(given.seed, given.seed + given.models) if given.only is None else [given.only]
     outcomes = []
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(outcomes: Sequence[Outcome]) -> list[str]:
-    """Print how often everything occurred; returns what occurred too rarely."""
+    """Print the coverage. Returns what occurred too rarely."""
     rules = Counter({name: 0 for name in registered() if name not in EXEMPT})
     traits = Counter(dict.fromkeys(all_traits(), 0))
     fallbacks: Counter[str] = Counter()

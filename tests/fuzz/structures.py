@@ -1,4 +1,4 @@
-"""How blocks are put together: residuals, branches, reuse, folds. Each is a block around other blocks."""
+"""Structures of blocks: residuals, branches, reuse, folds. Each is a block around other blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.fuzz.blocks import Block, Shape, any_block
 
-LONGEST, WIDEST = 5, 6  # what a state may grow to
+LONGEST, WIDEST = 5, 6  # limits of a state
 
 
 class Plain(Block):
@@ -31,7 +31,7 @@ class Residual(Plain):
 
 
 class CalledTwice(Plain):
-    """One module, several calls: one behind the other or side by side."""
+    """One module with several calls, in sequence or in parallel."""
 
     always = ("module called twice",)
 
@@ -55,7 +55,7 @@ class Concatenation(Block):
 
 
 class Branches(Block):
-    """Two ways, one of which is a gate for the other."""
+    """Two branches, one of which gates the other."""
 
     always = ("branches",)
 
@@ -68,7 +68,7 @@ class Branches(Block):
 
 
 class Folded(Plain):
-    """B*k rows where the block expects examples, those of one example together or far apart."""
+    """A batch of B*k rows, with the rows of one example adjacent or strided."""
 
     maybe = ("folded batch", "folded batch, example last")
 
@@ -106,7 +106,7 @@ STRUCTURES: dict[type[Block], float] = {
 
 
 def any_structure(dice: random.Random, shape: Shape) -> list[Block]:
-    """One structure around random blocks, and what keeps its state small."""
+    """Return one structure around random blocks, with a limit on its state."""
     kind = dice.choices(list(STRUCTURES), list(STRUCTURES.values()))[0]
     made = kind(dice, shape)
     if made.out.length <= LONGEST and made.out.width <= WIDEST:

@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing in clipwise, and does find what is planted."""
+"""The fuzzer finds no errors in clipwise, and finds planted ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_random_models_are_exact() -> None:
 
 
 class AddedUp:
-    """A form whose squared norm is the sum of the squared norms of its uses: without cross terms."""
+    """A form with a wrong norm: the sum of squared norms of its uses, without cross terms."""
 
     def __init__(self, whole: Any, uses: list[Any]) -> None:
         self._whole, self._uses = whole, uses
@@ -58,7 +58,7 @@ def test_a_missing_cross_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(": norm of " in problem for problem in problems(SEEDS))
 
 
-def test_the_same_seed_gives_the_same_model_whatever_ran_before() -> None:
+def test_the_same_seed_gives_the_same_model() -> None:
     for seed in range(10):
         first = compose(seed)
         compose(seed + 1)
@@ -112,11 +112,11 @@ def test_the_command_fails_on_a_mismatch_and_names_the_seed(
     assert run.main(["--only", "8"]) == 0
 
 
-def test_a_long_run_fails_on_what_it_has_hardly_seen(
+def test_a_long_run_fails_on_too_little_coverage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "check", lambda seed: checking.Outcome(seed, frozenset()))
     assert run.main(["--models", str(run.ENOUGH_MODELS)]) == 1
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert "AddmmBackward0" in told and "folded batch" in told
+    report = capsys.readouterr().out.splitlines()[-1]
+    assert "AddmmBackward0" in report and "folded batch" in report
     assert run.main(["--models", str(run.ENOUGH_MODELS - 1)]) == 0

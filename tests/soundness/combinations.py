@@ -43,7 +43,7 @@ STRATEGIES = ("PerExample", "Lipschitz", "Backprop", "Batch", "Batch(mini_sets=N
 
 
 class Combination(NamedTuple):
-    """What is accepted or refused, as the table names it."""
+    """A combination in the table's names."""
 
     sampling: str
     adjacency: str
@@ -52,7 +52,7 @@ class Combination(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the table says of a combination."""
+    """The table's entries for a combination."""
 
     sensitivity: str
     event: str
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Size:
-    """How large a run is: its units, and the arguments of `make_private` that say how many are drawn."""
+    """The size of a run: its units, and the arguments of `make_private` that set the batch size."""
 
     units: int = 6
     options: Mapping[str, Any] | None = None  # by default two units, or all of them
@@ -79,7 +79,7 @@ def documented() -> dict[Combination, Row]:
 
 
 def documented_options() -> dict[str, dict[str, bool]]:
-    """For each option, which strategies take it."""
+    """Return for each option the strategies that accept it."""
     header = ["PerExample", "Batch", "Lipschitz", "Backprop"]
     found = {}
     for cells in _table("| option | " + " | ".join(f"`{name}`" for name in header)):
@@ -122,7 +122,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def small(combination: Combination, size: Size | None = None, option: str = "", z: float = 1.0) -> Private:
-    """A run of a combination, or the refusal of `make_private`."""
+    """Return a run of a combination, or raise the error of `make_private`."""
     sampling, adjacency, unit, clipping = combination
     size = Size() if size is None else size
     every = clipping == "Batch(mini_sets=N)"
@@ -178,7 +178,7 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def bound_of(combination: Combination) -> float:
-    """C, the most that one clipped vector can be."""
+    """Return C, the largest norm of one clipped vector."""
     if combination.clipping not in ("Lipschitz", "Backprop"):
         return 1.0
     alone = combination._replace(sampling="full", adjacency="zero-out")

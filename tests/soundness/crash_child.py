@@ -1,11 +1,11 @@
-"""Lets private runs die at chosen moments, and writes down what was seen of them and what their ledgers say.
+"""Kill private runs at chosen points, and record their visible releases and their ledgers.
 
     python crash_child.py FOLDER < plans.json > facts.json
 
-One warm process forks a child for each plan. The child trains a tiny model and writes a line, unbuffered, for
-every release that can be seen. At the n-th time that it comes to a point of `clipwise.ledger.crash_points` it dies by
-SIGKILL; with `power_cut`, after the ledger has lost what was not yet made durable by fsync, but for a torn
-piece. A second child then goes on from the last good checkpoint.
+One warm process forks a child for each plan. The child trains a tiny model and writes an unbuffered line for
+every visible release. At the n-th visit of a point of `clipwise.ledger.crash_points` it is killed by
+SIGKILL. With `power_cut`, the ledger first loses all data that was not synced, except for a torn piece.
+A second child then continues from the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4
 
 
 class TearableSGD(torch.optim.SGD):
-    """An optimizer that can be stopped between two parameters."""
+    """SGD that can be killed between two parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -45,7 +45,7 @@ class TearableSGD(torch.optim.SGD):
 
 
 class Files:
-    """Where a run keeps what outlives it."""
+    """The files of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.ledger, self.checkpoint, self.log = folder / "run.ledger", folder / "run.pt", folder / "seen.log"
@@ -84,7 +84,7 @@ class Death:
     def _reached(self, point: str) -> None:
         self._hits[point] += 1
         if point == "step.before-grad":
-            self._files.say("release")  # nothing can keep it from being seen any more
+            self._files.say("release")  # from here on the release is visible
         if point == self._plan["point"] and self._hits[point] == self._plan["n"]:
             if self._plan.get("power_cut") is not None:
                 lost = self._files.ledger.stat().st_size - self._durable
@@ -93,7 +93,7 @@ class Death:
 
 
 def charge_late(private: Private) -> None:
-    """A planted fault: the ledger learns of a release when everybody has seen it."""
+    """A planted fault: the ledger charges a release after it is visible."""
     charge, release = private._context.ledger.charge, step.release
 
     def released(*arguments: Any) -> None:
@@ -160,7 +160,7 @@ def first_life(plan: dict[str, Any], files: Files) -> None:
 
 
 def second_life(plan: dict[str, Any], files: Files) -> None:
-    """Go on from the last good checkpoint, or, if there is none, as a new run in the same ledger."""
+    """Continue from the last good checkpoint or, if there is none, as a new run in the same ledger."""
     saved = files.checkpoint.exists()
     model, private = begin(plan, files, join=not saved)
     files.say(f"opened {private._context.ledger.position}")
@@ -176,7 +176,7 @@ def second_life(plan: dict[str, Any], files: Files) -> None:
 
 
 def in_a_child(life: Any, plan: dict[str, Any], files: Files) -> int:
-    """Run a life in a process of its own; how that ended."""
+    """Run a life in a child process. Returns its exit status."""
     child = os.fork()
     if child == 0:
         try:
@@ -189,7 +189,7 @@ def in_a_child(life: Any, plan: dict[str, Any], files: Files) -> int:
 
 
 def position(files: Files) -> int:
-    """What the ledger says was released, without changing it."""
+    """Return the ledger's number of releases, without changing it."""
     return ledger.read(files.ledger).position if files.ledger.stat().st_size else 0
 
 
@@ -209,7 +209,7 @@ def facts_of(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def warm_up() -> None:
-    """Import what an optimizer needs before forking; no backward pass, whose threads would not be forked."""
+    """Import what an optimizer needs before forking. No backward pass: its threads would not be forked."""
     model = nn.Linear(1, 1)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

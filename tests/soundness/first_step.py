@@ -1,4 +1,4 @@
-"""The first step of a run on a small data set, for neighbours: the same weights, the same draw, one unit changed."""
+"""The first step of runs on neighbouring data sets: the same weights and draw, one unit changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clipwise.noise.key import NoiseKey
 from clipwise.sampling import ByUser, Cut
 from clipwise.sampling.base import Indices
 
-N, D, C = 40, 6, 0.7  # records, half the length of one, and the norm that is clipped to
+N, D, C = 40, 6, 0.7  # records, half the length of one, clipping norm
 BATCH = 20
 DRAWS = [
     ("poisson", "zero-out"),
@@ -28,7 +28,7 @@ DRAWS = [
     ("full", "zero-out"),
     ("full", "replace-one"),
 ]
-# A partition is for blocks that are clipped as a whole, and not for single records or users.
+# A partition is for blocks that are clipped as a whole, not for single records or users.
 ONE_BY_ONE = [draw for draw in DRAWS if draw[0] != "partition"]
 OF_BATCH = [(*draw, "record") for draw in DRAWS] + [(*draw, "user") for draw in ONE_BY_ONE]
 SCALES = [0.0, 1e-30, 1e-3, 1.0, 1e3, 1e18, 1e30, math.inf, math.nan]
@@ -46,7 +46,7 @@ class Two(nn.Module):
 
 
 class Without(Cut):
-    """Another cut, of a draw from which some records are removed beforehand. A user without records adds nothing."""
+    """A cut of a draw without some records. A user without records adds nothing."""
 
     def __init__(self, inner: Cut, records: Indices) -> None:
         self._inner, self._records = inner, records
@@ -59,7 +59,7 @@ class Without(Cut):
 
 @dataclass(frozen=True)
 class Setting:
-    """A run, up to its data."""
+    """A run without its data."""
 
     strategy: Batch
     sampling: str
@@ -68,7 +68,7 @@ class Setting:
     batch_size: int = BATCH
 
     def begin(self, rows: Tensor, model: nn.Module) -> Private:
-        """On the same draws for every data set."""
+        """Return a run with the same draws for every data set."""
         size = {} if self.sampling == "full" else {"batch_size": self.batch_size}
         private = make_private(
             model,
@@ -85,7 +85,7 @@ class Setting:
         return private
 
     def largest_piece(self, model: nn.Module) -> Indices:
-        """Who is in the largest mini-set of the first step."""
+        """Return the records of the largest microbatch of the first step."""
         private = self.begin(torch.zeros(N, 2 * D), model)
         return max(
             private.loader._cut(private._context.scheme.draw(*next(private._context.secrets_ahead()))),
@@ -93,7 +93,7 @@ class Setting:
         )
 
     def unit_of(self, record: int) -> Indices:
-        """All records of the unit that one belongs to."""
+        """Return all records of a record's unit."""
         if self.users is None:
             return np.array([record])
         return np.flatnonzero(np.array(self.users) == self.users[record])
@@ -109,7 +109,7 @@ class Pair:
 
 
 def turned(victim: Indices) -> Pair:
-    """All point one way; the victim, a million times as long, points the other way."""
+    """All rows point in one direction; the victim, a million times as long, in the opposite one."""
     rows = torch.ones(N, 2 * D).double()
     spoiled = rows.clone()
     spoiled[victim] = -1e6
@@ -119,7 +119,7 @@ def turned(victim: Indices) -> Pair:
 def any_neighbours(
     draw: tuple[str, str], k: Any, record: int, scale: float, seed: int, **options: Any
 ) -> tuple[Setting, Pair]:
-    """Random rows, those of one unit on another scale: of a record among k mini-sets, or of a user.
+    """Random rows, with one unit (a record among k microbatches, or a user) on another scale.
 
     `options` are those of `Batch`.
     """
@@ -135,7 +135,7 @@ def any_neighbours(
 
 
 def coupled(seed: int) -> nn.Module:
-    """Examples meet in the batch norm, and again in the loss."""
+    """Batch norm mixes the examples, and so does the loss."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layer = nn.Sequential(nn.Linear(2 * D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))

@@ -69,7 +69,7 @@ def frequencies(scheme: Scheme, draws: int) -> Law:
 
 
 def clipped(values: Any, bound: float = 1.0) -> Array:
-    """Numbers, each clipped to an absolute value of at most `bound`."""
+    """Clip each number to an absolute value of at most `bound`."""
     return np.clip(np.asarray(values, dtype=np.float64), -bound, bound)
 
 
@@ -87,7 +87,7 @@ def sum_of_units(values: Array, drawn: Draw) -> Array:
 
 
 def sum_of_mini_sets(cut: Callable[[Any], list[Any]]) -> Sum:
-    """Each mini-set is clipped as a whole, cut as the library cuts it; an empty one adds nothing."""
+    """Each microbatch, cut as in the library, is clipped as a whole; an empty one adds nothing."""
 
     def total(values: Array, drawn: Draw) -> Array:
         pieces = cut(np.array(drawn, dtype=np.int64)) if drawn else []
@@ -100,9 +100,9 @@ def sum_of_mini_sets(cut: Callable[[Any], list[Any]]) -> Sum:
 def neighbours(
     values: Array, probabilities: Law, total: Sum, is_replaced: bool, victims: Sequence[int]
 ) -> tuple[Array, list[tuple[int, int]]]:
-    """The distributions that occur, as sums for each draw [L, draws], and which pairs of them are of neighbours.
+    """Return the possible distributions, as sums for each draw [L, draws], and the pairs of neighbours.
 
-    A replaced unit takes every other value there is; one that is zeroed out is not in any batch.
+    A replaced unit takes every other value; a zeroed-out unit is in no batch.
     """
     draws = list(probabilities)
     means_AD = np.stack([total(values, d) for d in draws], 1)
@@ -135,7 +135,7 @@ def neighbours(
 
 
 def densities(means_LD: Array, weights_D: Array, s: float, step: float) -> Array:
-    """Of each mixture, on a grid with spacing `step`; times the spacing: [L, G]."""
+    """Return each mixture's density on a grid with spacing `step`, times the spacing: [L, G]."""
     reach = float(np.abs(means_LD).max()) + FARTHEST * s
     x_G = np.arange(-reach, reach + step, step)
     found = np.zeros((len(means_LD), len(x_G)))
@@ -145,5 +145,5 @@ def densities(means_LD: Array, weights_D: Array, s: float, step: float) -> Array
 
 
 def delta(P: Array, Q: Array, epsilon: float) -> float:
-    """Of two distributions on one grid."""
+    """Return delta(epsilon) of two distributions on one grid."""
     return float(np.maximum(P - math.exp(epsilon) * Q, 0.0).sum())

@@ -1,7 +1,7 @@
 """Neighbouring batches, and how far one example moves a clipped sum.
 
-A batch is the inputs of a case and a factor for each example, by which its loss is multiplied. The factor
-belongs to the example as its inputs do, and sets the size of its gradient whatever the model computes.
+A batch holds the inputs of a case and a factor on the loss of each example. The factor
+belongs to the example like its inputs, and sets the size of its gradient for every model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clipwise.privacy import Adjacency
 from tests.gradients.cases import losses
 from tests.sites import site
 
-# What an adversary does to one example's floating point inputs.
+# An adversary's changes of one example's floating-point inputs.
 DISTORTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "outlier": lambda x: x * 1e6,
@@ -36,7 +36,7 @@ DISTORTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": lambda x: torch.full_like(x, torch.nan),
 }
 
-# And to its loss.
+# Factors on its loss.
 FACTORS = (1.0, -1.0, 0.0, 1e6, 1e15, 1e30, 1e-30, 1e-42, float("inf"), float("nan"))
 
 
@@ -55,7 +55,7 @@ class Batch:
         return len(self.factors)
 
     def distorted(self, example: int, distortion: str, factor: float) -> Batch:
-        """One example in an adversary's hands."""
+        """Return the batch with one example changed by an adversary."""
 
         def change(x: Tensor) -> Tensor:
             if not x.is_floating_point():
@@ -87,7 +87,7 @@ def clipped_sum(clipper: Clipper, model: nn.Module, batch: Batch) -> dict[str, T
 
 
 def excess(clipper: Clipper, one: dict[str, Tensor], other: dict[str, Tensor], adjacency: Adjacency) -> float:
-    """The largest movement of a part, over its stated sensitivity under this adjacency."""
+    """Return the largest movement of a part, over its stated sensitivity under this adjacency."""
     factor = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     return max(
         distance({n: one[n] for n in b.parameters}, {n: other[n] for n in b.parameters})
@@ -97,6 +97,6 @@ def excess(clipper: Clipper, one: dict[str, Tensor], other: dict[str, Tensor], a
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """In float64. Infinite where a value is not finite: nothing else may be released."""
+    """Return the distance in float64; infinite if a value is not finite."""
     squares = sum(float((one[n].double() - other[n].double()).square().sum()) for n in one)
     return squares**0.5 if squares == squares else float("inf")

@@ -39,7 +39,7 @@ def _by_all_rows(layer: nn.Module, h: Tensor) -> Tensor:
 
 
 class AffineOnly(nn.Module):
-    """What `Published` needs of a batch norm, without being one that is refused at sight."""
+    """The affine part of a batch norm, which is not refused by its class."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def published(layers: nn.Sequential, rows: Tensor) -> nn.Module:
 
 
 def clipped_one_by_one(model: nn.Module, x: Tensor, y: Tensor, max_norm: float = 1.0) -> dict[str, Tensor]:
-    """sum_i clip(grad of loss_i), each by autograd through the whole batch: what such an implementation computes."""
+    """sum_i clip(grad of loss_i), by autograd through the whole batch."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     total = {name: torch.zeros_like(p) for name, p in zip(names, parameters, strict=True)}
     losses = losses_of(model, x, y)

@@ -1,5 +1,5 @@
-"""Backpropagation clipping, through whole networks and the engine: one record moves the sum by the stated sensitivity,
-and never by more."""
+"""Backpropagation clipping in whole networks and the engine: one record moves the sum by at most the stated
+sensitivity, and reaches it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = 6
 
 
 class Residual(nn.Module):
-    """Branches that meet, normalization, attention, and a mean over positions."""
+    """Residual branches, normalization, attention, and a mean over positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_one_example_moves_the_sum_within_the_bound(name: str, mode: str, bound:
 
 
 def test_replacing_a_record_moves_the_sum_by_nearly_twice_the_bound() -> None:
-    """And never by more: two records that pull a linear layer in opposite directions."""
+    """Two records that pull a linear layer in opposite directions."""
     model = layers.clip_inputs(nn.Linear(4, 2), input_norm=2.0, grad_norm=0.5)
     clipper = Backprop().attach(site(model, Adjacency.REPLACE_ONE))
     assert [b.sensitivity for b in clipper.bounds] == [2.0, 1.0]
@@ -173,7 +173,7 @@ def test_through_the_engine(sampling: str, adjacency: str, factor: float, mode: 
     for part in private.parts():
         moved = distance({n: one[n] for n in part.parameters}, {n: two[n] for n in part.parameters})
         assert math.isclose(part.sensitivity, factor * bound)
-        # Both records are there: they differ by at most twice what one of them adds.
+        # Both records are present: they differ by at most twice the bound of one.
         assert moved <= 2 * bound * (1 + 1e-6)
         reach.append(moved / bound)
     assert max(reach) > 1.99

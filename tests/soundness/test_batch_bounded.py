@@ -1,7 +1,7 @@
-"""Batch clipping, through the whole engine: one unit moves the sum by the stated sensitivity, and never by more.
+"""Batch clipping in the whole engine: one unit moves the sum by at most the stated sensitivity, and reaches it.
 
 Two neighbouring data sets are trained on for one step without noise, from the same weights and with the same draw.
-An empty record is removed before anything is computed: it is drawn, and then it is not there.
+An empty record is drawn, and removed before anything is computed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PARTS: dict[str, Any] = {"all": "all", "layer": "layer", "groups": {"right": ["s
 
 
 class Scaled(Policy):
-    """One part, whose layers are multiplied before the clip."""
+    """One part, with layers that are scaled before the clip."""
 
     def constants(self, max_norm: float, site: Site) -> Constants:
         return Constants({"all": list(site.parameters)}, {"all": max_norm}, {"first.weight": 30.0})
@@ -70,7 +70,7 @@ class Scaled(Policy):
 
 
 class ByPosition(Cut):
-    """What must not be done."""
+    """An unsound cut, by the position in the draw."""
 
     def __init__(self, mini_sets: int) -> None:
         self._mini_sets = mini_sets
@@ -101,7 +101,7 @@ def released(
 def neighbouring(
     setting: Setting, model: nn.Module, pair: Pair
 ) -> tuple[Private, dict[str, Tensor], dict[str, Tensor]]:
-    """The first sums of two neighbouring runs: one unit is removed, or it is as it was, as the adjacency has it."""
+    """The first sums of two neighbouring runs, under the adjacency of the setting."""
     one, private = released(setting, pair.spoiled, model)
     model.zero_grad()
     if setting.adjacency == "zero-out":
@@ -112,7 +112,7 @@ def neighbouring(
 
 
 def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """By how much each part moved, over its stated sensitivity."""
+    """Return each part's movement over its stated sensitivity."""
     found = {}
     for part in private.parts():
         scales = part.scales or (1.0,) * len(part.parameters)
@@ -124,7 +124,7 @@ def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tenso
 
 
 def stated(setting: Setting, parts: int) -> float:
-    """S of a part, as section 000 and the cautions say, written down a second time."""
+    """S of a part, computed independently from the definition."""
     norm = C / math.sqrt(parts)
     if setting.adjacency == "replace-one":
         return 2 * norm
@@ -149,7 +149,7 @@ ALL = [
 
 @pytest.mark.parametrize("setting", ALL, ids=repr)
 def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
-    """All point one way; the adversary, a million times as long, points the other way, in every part."""
+    """All rows point in one direction; the adversary, a million times as long, in the opposite one, in every part."""
     victim = setting.unit_of(int(setting.largest_piece(Two())[0]))
     private, one, other = neighbouring(setting, Two().double(), turned(victim))
     for part in private.parts():
@@ -170,14 +170,14 @@ ANY_PARTS: list[Any] = ["all", "layer", "tensor", RandomLayer(), RandomLayer("te
     st.sampled_from(SCALES),
     st.integers(0, 10**6),
 )
-def test_no_neighbour_passes_the_bound(
+def test_no_neighbour_exceeds_the_bound(
     draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
 ) -> None:
     assume(k != "user" or draw in ONE_BY_ONE)
     setting, pair = any_neighbours(draw, k, record, scale, seed, parts=parts)
     private, one, other = neighbouring(setting, coupled(seed), pair)
     shares = moved(private, one, other)
-    assert all(share <= 1 for share in shares.values())  # not one bit more: the clip leaves room for rounding
+    assert all(share <= 1 for share in shares.values())  # exactly: the clip has a margin for rounding
     if isinstance(parts, RandomLayer):
         assert sum(share > 0 for share in shares.values()) <= 1
 
@@ -187,7 +187,7 @@ def test_no_neighbour_passes_the_bound(
 def test_a_whole_run_replayed_on_a_neighbour(
     sampling: str, adjacency: str, unit: str, is_local: bool
 ) -> None:
-    """Step by step, with the weights that the first run released; where the unit is not drawn nothing moves."""
+    """Each step uses the weights that the first run released; a step without the unit moves nothing."""
 
     def update(model: nn.Module, mini_set: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -214,7 +214,7 @@ def test_a_whole_run_replayed_on_a_neighbour(
 
     drawn, shifts = [], []
     while runs[0].steps < 6:
-        with torch.no_grad():  # what was released is known to both
+        with torch.no_grad():  # both know the released weights
             for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 q.copy_(p)
         runs[1].declare_update("post-processing", "the weights that the other run released")
@@ -248,8 +248,8 @@ def test_scaled_parts_reach_the_bound_of_the_scaled_sum(sampling: str, adjacency
 
 
 @pytest.mark.parametrize(("sampling", "adjacency", "unit"), OF_BATCH)
-def test_local_updates_are_bounded_whatever_they_return(sampling: str, adjacency: str, unit: str) -> None:
-    """The update trains its copy for three steps on rows that one unit has spoiled."""
+def test_all_local_updates_are_bounded(sampling: str, adjacency: str, unit: str) -> None:
+    """The update trains its copy for three steps on rows with one adversarial unit."""
 
     def trained(model: nn.Module, mini_set: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
@@ -288,7 +288,7 @@ POLICIES: dict[str, Any] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("unit", ["record", "user"])
 def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, unit: str) -> None:
-    """After a few releases, to which some of them have adapted. Between releases the bounds stay."""
+    """After a few releases, to which some policies adapt. Between releases the bounds are constant."""
     owners = [i % 10 for i in range(N)] if unit == "user" else None
     strategy = Batch(**{"max_norm": C, "mini_sets": 1 if owners else 4, **POLICIES[policy]()})
     model = Two().double()
@@ -312,7 +312,7 @@ def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, uni
     spoiled = rows.clone()
     spoiled[0] = -1e6
     one = clipper.clipped_sum(model(spoiled))
-    # A user goes with all records; a record leaves the others of its mini-set behind.
+    # A user is removed with all records; a record leaves the others of its microbatch.
     other = clipper.nothing() if owners else clipper.clipped_sum(model(rows[1:]))  # type: ignore[attr-defined]
     shares = moved(private, one, other)
     assert all(share <= 1 for share in shares.values())
@@ -320,12 +320,12 @@ def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, uni
     assert reached.count(True) == (1 if policy == "random layer" else len(reached))
 
 
-def test_mini_sets_cut_by_the_place_in_the_draw_would_break_the_bound() -> None:
-    """One record less moves a record of every mini-set on: 7 C and more. Keyed by index, 2 C.
+def test_microbatches_cut_by_position_would_break_the_bound() -> None:
+    """One record less shifts a record of every microbatch: 7 C and more. Keyed by index, 2 C.
 
     Rows 3j are huge in direction u for even j and 0 for odd j; the others are small, in direction v for even j
-    and -v for odd j. By position, with mini-sets of three, the first row of each decides; without row 0 it is the
-    first row of the next one.
+    and -v for odd j. By position, with microbatches of three, the first row of each dominates; without row 0, the
+    first row of the next one does.
     """
     k, rows = 8, torch.zeros(24, 2 * D).double()
     rows[0::6, 0] = 1e6
@@ -344,11 +344,11 @@ def test_mini_sets_cut_by_the_place_in_the_draw_would_break_the_bound() -> None:
     assert found[1] > 7
 
 
-def test_a_stand_in_of_another_mini_set_would_move_two() -> None:
-    """Why fixed-size batches are drawn mini-set by mini-set: amplification compares a drawn record with another one
-    in its place. One of another class of indices moves 4 C; one of the same class moves one mini-set only."""
+def test_replacement_from_another_microbatch_would_move_two() -> None:
+    """Why fixed-size batches are drawn per microbatch: amplification compares a drawn record with a replacement. One
+    from another index class moves 4 C; one from the same class moves only one microbatch."""
     k, rows = 4, torch.ones(N, 2 * D).double()
-    rows[0] = -1e6  # turns the class 0, 4, 8, ... round
+    rows[0] = -1e6  # reverses the class 0, 4, 8, ...
     rows[1::k], rows[1] = -1.0, 1e6  # and so does record 1 with the class 1, 5, 9, ...
     setting, model = Setting(Batch(C, mini_sets=k), "full", "zero-out"), Two().double()
     found = []
@@ -369,8 +369,8 @@ def test_every_supported_pair_is_in_this_file() -> None:
 
 @pytest.mark.parametrize("unit", ["record", "user"])
 @pytest.mark.parametrize("is_local", [False, True])
-def test_views_of_an_example_stay_in_its_mini_set(unit: str, is_local: bool) -> None:
-    """Three rows an example reach the bound of one, and do not pass it."""
+def test_views_of_an_example_stay_in_its_microbatch(unit: str, is_local: bool) -> None:
+    """Three rows per example reach the bound of one example, and do not exceed it."""
 
     def update(model: nn.Module, mini_set: Any) -> dict[str, Tensor]:
         names, weights = zip(*model.named_parameters(), strict=True)

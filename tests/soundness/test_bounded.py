@@ -1,4 +1,4 @@
-"""One example moves the clipped sum by at most the stated sensitivity, whatever it holds."""
+"""Any example moves the clipped sum by at most the stated sensitivity."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ adversaries = st.fixed_dictionaries(
 
 
 def neighbours(case: Case, draw: dict[str, object]) -> tuple[Batch, Batch, Batch]:
-    """A batch with an adversary in it; the same without them; the same with an ordinary example instead."""
+    """A batch with an adversarial example; the batch without it; the batch with an ordinary one instead."""
     plain = Batch(case.draw(SIZE, draw["dtype"], draw["seed"]), torch.ones(SIZE, dtype=draw["dtype"]))
     for i in range(SIZE):
         plain = plain.distorted(i, draw["crowd"], draw["crowd_factor"])
@@ -59,7 +59,7 @@ def neighbours(case: Case, draw: dict[str, object]) -> tuple[Batch, Batch, Batch
 
 
 def ordinary(draw: dict[str, object]) -> bool:
-    """Whether nobody has a right to refuse. Numbers from both ends of float32 at once may look coupled."""
+    """Whether the batch must be accepted. Numbers from both ends of float32 together may look coupled."""
     return (
         draw["distortion"] in ("none", "outlier", "zero", "cancelling")
         and draw["crowd"] in ("none", "cancelling")
@@ -69,7 +69,7 @@ def ordinary(draw: dict[str, object]) -> bool:
 
 
 def worst(clipper: Clipper, model: nn.Module, batches: tuple[Batch, Batch, Batch]) -> float:
-    """How far the sum moved between neighbours, over the sensitivity that was stated for them."""
+    """Return the movement of the sum between neighbours, over the stated sensitivity."""
     mine, removed, replaced = (clipped_sum(clipper, model, b) for b in batches)
     return max(
         excess(clipper, mine, removed, Adjacency.ZERO_OUT),
@@ -80,7 +80,7 @@ def worst(clipper: Clipper, model: nn.Module, batches: tuple[Batch, Batch, Batch
 @BY_NAME
 def test_one_example_moves_the_sum_by_at_most_the_sensitivity(case: Case) -> None:
     models = {dtype: case.build(dtype) for dtype in (torch.float32, torch.float64)}
-    # The clippers live as long as a run: what they remember of one batch must not harm the next.
+    # A clipper lives as long as a run: its state after one batch must not affect the next bound.
     clippers = {(s, dtype): attach(model, s) for dtype, model in models.items() for s in STRATEGIES}
 
     @FEW
@@ -107,7 +107,7 @@ def test_an_empty_batch_gives_zero() -> None:
 
 @BY_NAME
 def test_a_batch_without_any_gradient_gives_zero(case: Case) -> None:
-    """As with a last layer of zeros: no probe can tell anything, which is no reason to refuse."""
+    """As with a last layer of zeros: the probe is inconclusive, which is no reason to refuse."""
     model = case.build(torch.float32)
     batch = Batch(case.draw(SIZE, torch.float32), torch.zeros(SIZE))
     assert not any(t.any() for t in clipped_sum(attach(model, PerExample()), model, batch).values())
@@ -132,7 +132,7 @@ BFLOAT16 = [
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", BFLOAT16, ids=lambda c: c.name)
 def test_low_precision_is_bounded(case: Case, method: str, autocast: bool) -> None:
-    """The sum over many examples is nowhere rounded to bfloat16: that would move it by far more than one."""
+    """The sum over many examples is never rounded to bfloat16: that would exceed the bound."""
     dtype, size = (torch.float32 if autocast else torch.bfloat16), 64
     model = case.build(dtype)
     batch = Batch(case.draw(size, dtype), torch.full((size,), 100.0))
@@ -145,11 +145,11 @@ def test_low_precision_is_bounded(case: Case, method: str, autocast: bool) -> No
 @pytest.mark.parametrize("drift", [1.5, torch.inf, torch.nan])
 @pytest.mark.parametrize("parts", ["all", "tensor"])
 def test_a_second_pass_that_differs_from_the_first_is_bounded(parts: str, drift: float) -> None:
-    """As on a GPU, where sums are made in an order that changes: here by far more than by rounding."""
+    """As on a GPU, where the order of sums changes; here by far more than rounding."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(4, 6, 5)
     clipper = attach(model, PerExample(0.5, parts, method="reweight"))
-    for _ in range(3):  # until the graph is known, and each pass is a backward pass of its own
+    for _ in range(3):  # until the graph is known
         clipper.clipped_sum(10 * model(x).tanh().sum((1, 2)))
     out, passes = model(x), 0
 
@@ -168,7 +168,7 @@ def test_a_second_pass_that_differs_from_the_first_is_bounded(parts: str, drift:
 
 @pytest.mark.parametrize("size", [256, 4096, 16384])
 def test_the_rounding_of_a_large_sum_stays_within_what_is_stated(size: int) -> None:
-    """Gradients that all point the same way: the sum is as long as can be, and so is its rounding error."""
+    """All gradients are parallel: the sum and its rounding error are largest."""
     torch.manual_seed(0)
     model = nn.Linear(16, 8)
     x = torch.randn(1, 16) * (1 + 0.1 * torch.randn(size, 16))
@@ -177,8 +177,8 @@ def test_the_rounding_of_a_large_sum_stays_within_what_is_stated(size: int) -> N
     assert excess(clipper, one, other, Adjacency.ZERO_OUT) <= SLACK + size * 2**-24
 
 
-def test_a_gradient_too_long_for_any_weight_is_left_out() -> None:
-    """A clip weight below the smallest normal number would be rounded up by whole per cents."""
+def test_a_gradient_too_long_for_any_clip_weight_is_left_out() -> None:
+    """A clip weight below the smallest normal number would be rounded up by percents."""
     model = nn.Linear(8, 4, bias=False)
     clipper = attach(model, PerExample(max_norm=1e-5))
     for step in range(20):
@@ -229,7 +229,7 @@ def test_a_norm_of_one_use_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_batch_that_is_not_released_whole_is_caught() -> None:
-    """The helper itself: something that is not finite counts as an infinite movement."""
+    """The helper counts a non-finite value as an infinite movement."""
     model = nn.Linear(2, 1)
     clipper = attach(model, PerExample())
     total = clipper.clipped_sum(losses(model, (torch.randn(3, 2),)))

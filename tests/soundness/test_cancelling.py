@@ -1,7 +1,7 @@
-"""Positions that cancel: the norm may be nothing beside the terms that it is summed from.
+"""Positions that cancel: the norm may be tiny compared with its terms.
 
-Rounding errors go with the terms. So wherever a norm is not taken from the very numbers that are summed
-later, it must be a bound on *their* norm: in every way of computing it, at every scale.
+Rounding errors scale with the terms. If a norm is not computed from the same numbers that are summed
+later, it must bound *their* norm: for every method, at every scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def cancelling_pairs(T: int, m: int, n: int, dtype: torch.dtype = torch.float32)
 
 
 def nearly(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, but a little is left over."""
+    """The same with a small remainder."""
     return left, right * (1 + 1e-6 * torch.randn_like(right))
 
 
@@ -52,27 +52,27 @@ def batch_of(T: int, m: int, n: int, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def require_bounded(form: Form, budget: int) -> Tensor:
-    """What is released of each example is no longer than its computed norm. Returns those norms."""
+    """Require that no example's released vector exceeds its computed norm. Returns the norms."""
     norms = measured(form, Budget(budget)).sqrt()
     for i in range(form.batch):
         alone = torch.zeros(form.batch, dtype=torch.float64)
         alone[i] = 1
         assert form.weighted_sum(alone).double().norm() <= norms[i] * SLACK + 1e-37
-    # And together, clipped: n examples of at most 1 each.
+    # Clipped sum of n examples, each of norm at most 1.
     clipped = form.weighted_sum((1 / norms).clamp(max=1))
     assert clipped.double().norm() <= form.batch * SLACK
     return norms
 
 
 def require_close(norms: Tensor, left: Tensor, right: Tensor) -> None:
-    """The bound is no looser than promised: 1e-5, or what is lost in the terms."""
+    """Require that the bound is as tight as documented: 1e-5, or the rounding of the terms."""
     truth = torch.stack([(a.double().T @ b.double()).norm() for a, b in zip(left, right, strict=True)])
     mass = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
     assert (norms >= truth * (1 - 1e-12) - 1e-6 * mass).all()
     assert (norms <= truth * (1 + 1e-4) + 1e-6 * mass + 1e-16).all()
 
 
-# (T, m, n, bytes that may be kept, bytes in a chunk): each takes another way.
+# (T, m, n, bytes that may be kept, bytes in a chunk): each takes another method.
 WAYS = {
     "product of norms": (1, 6, 5, PLENTY, PLENTY),
     "Gram": (8, 64, 48, PLENTY, PLENTY),
@@ -84,18 +84,18 @@ WAYS = {
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_bounds_what_is_released(way: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_bounds_the_release(way: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     T, m, n, keep, chunk = WAYS[way]
     monkeypatch.setattr(forms.base, "CHUNK_BYTES", chunk)
     left, right = batch_of(T, m, n, scale)
     outer = Outer(left, right)
     norms = require_bounded(outer, keep)
-    if scale > 1e-20:  # below, the squares of single entries are lost, and the bound says so
+    if scale > 1e-20:  # below, squares of single entries underflow, and the bound is looser
         require_close(norms, left, right)
 
 
-def test_the_ways_are_really_taken() -> None:
-    """Each entry of WAYS ends where its name says."""
+def test_each_entry_takes_its_method() -> None:
+    """Each entry of WAYS uses the method of its name."""
     for way, (T, m, n, keep, _) in WAYS.items():
         outer = Outer(*batch_of(T, m, n, 1.0))
         measured(outer, Budget(keep))
@@ -110,7 +110,7 @@ def test_the_published_trap(scale: float) -> None:
     left, right = batch_of(256, 512, 512, scale)
     gram = torch.einsum("bts,bts->b", left @ left.mT, right @ right.mT)
     mass = (left.norm(dim=2) * right.norm(dim=2)).sum(1)
-    assert gram[0] <= 1e-6 * mass[0] ** 2  # the trap is there: what float32 sees is rounding
+    assert gram[0] <= 1e-6 * mass[0] ** 2  # in float32 only rounding is left
     require_bounded(Outer(left, right), 0)
 
 
@@ -179,7 +179,7 @@ class Unknown(nn.Module):
 
 
 class Channels(nn.Module):
-    """A convolution whose output positions are put where `_cancelling_weights` looks."""
+    """A convolution with output positions on the axis that `_cancelling_weights` uses."""
 
     def __init__(self, channels: int, kernels: int, size: int) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Words(nn.Module):
 
 
 class TiedWords(nn.Module):
-    """A table that is looked up and multiplied with; the two parts of its gradient are opposite."""
+    """A tied table; the two parts of its gradient are opposite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Remembering(nn.Module):
 
 
 def _repeated(shape: tuple[int, ...]) -> Callable[[], Tensor]:
-    """Examples of which all positions are alike."""
+    """Examples with equal positions."""
     return lambda: torch.randn(3, 1, *shape[1:]).expand(3, *shape)
 
 
@@ -284,7 +284,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 )
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1.0, 1e15])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_whose_positions_cancel(
+def test_models_with_cancelling_positions(
     name: str, scale: float, method: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if memory != "kept":
@@ -306,7 +306,7 @@ def test_models_whose_positions_cancel(
         t.norm() <= 3 * bound.sensitivity * SLACK for bound in clipper.bounds for t in [whole[bound.name]]
     )
     if method in ("vmap", "loop"):
-        return  # torch's kernels add an example's positions in an order that may depend on the other examples
+        return  # torch's kernels may sum positions in an order that depends on other examples
     assert excess(clipper, whole, total(x[1:]), Adjacency.ZERO_OUT) <= SLACK
     assert excess(clipper, whole, total(x[:2]), Adjacency.ZERO_OUT) <= SLACK
 
@@ -314,7 +314,7 @@ def test_models_whose_positions_cancel(
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_one_gradient_that_cancels_is_no_longer_than_its_norm(name: str) -> None:
-    """Norms of whole models against what is released of one example at a time."""
+    """Compare norms of whole models with the release of one example at a time."""
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model, x = build(), draw()
@@ -329,11 +329,11 @@ def test_one_gradient_that_cancels_is_no_longer_than_its_norm(name: str) -> None
             assert released.double().norm() <= norms[n][i] * SLACK, n
 
 
-# A weight on the loss is not a weight on the gradient: rounding on the way back does not commute with it.
+# A weight on the loss is not a weight on the gradient: rounding in the backward pass does not commute with it.
 
 
 class TwoWays(nn.Module):
-    """z a b - z c with c = a b as float32 rounds it, which cancel; and something that does not."""
+    """z a b - z c with c = a b rounded to float32, which cancel; and a term that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class TwoWays(nn.Module):
 
 
 def test_reweighted_losses_would_release_more_than_was_measured() -> None:
-    """As the published method does it: norms of the losses, then a pass over nu_i loss_i."""
+    """The published method: norms of the losses, then a pass over nu_i loss_i."""
     torch.manual_seed(0)
     model, x = TwoWays(), torch.randn(3, 4)
     bound = 0.37

@@ -43,7 +43,7 @@ def test_the_table_has_every_strategy_and_unit() -> None:
         found += cls.__subclasses__()
     names = {cls.__name__ for cls in found if "name" in vars(cls) and cls.__module__.startswith("clipwise.")}
     assert names == {name.partition("(")[0] for name in STRATEGIES}
-    # No strategy has the mini-set for its unit: with group= users are the units, and otherwise records.
+    # No strategy has the microbatch as its unit: units are users with group=, and otherwise records.
     assert {cls.unit for cls in (PerExample, Batch, Lipschitz, Backprop)} == {Unit.RECORD}
 
 
@@ -52,7 +52,7 @@ def test_an_option_goes_with_all_rows_of_a_strategy_or_with_none(option: str) ->
     takes = documented_options()[option]
     for one in TABLE:
         assert is_accepted(one, option) is takes[one.clipping.partition("(")[0]], one
-    for clipping, is_taken in takes.items():  # nor is anything accepted that has no row
+    for clipping, is_taken in takes.items():  # nothing without a row is accepted
         refused = Combination(
             "partition", "replace-one", "user" if clipping == "Batch" else "record", clipping
         )
@@ -62,7 +62,7 @@ def test_an_option_goes_with_all_rows_of_a_strategy_or_with_none(option: str) ->
 def test_the_table_has_every_option() -> None:
     assert documented_options().keys() == OPTIONS.keys()
     covered = {name.partition("=")[0] for name in OPTIONS} | {"mini_sets"}
-    # These choose how the same sum is computed, how noise is divided, or the constants themselves.
+    # These choose the method for the same sum, the division of noise, or the constants.
     others = {"split", "method", "products", "norm", "fixed", "temperature", "loss", "tight", "balanced"}
     others |= {"input_shape", "input_norm", "grad_norm", "max_weight_norm"}
     for strategy in (PerExample, Batch, Lipschitz, Backprop):

@@ -1,4 +1,4 @@
-"""No trainable parameter is forgotten, and nothing but the clipped sum is learned from the examples."""
+"""No trainable parameter is missing from the sum, and the model keeps nothing else of the examples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from clipwise.validation.step_inputs import require_no_batch_statistics
 from tests.gradients.cases import CASES, Case, Scale, losses, oracle, trainable
 from tests.soundness.neighbours import attach
 
-# Rules for nodes that this machine's torch never makes, and why. Each is tested below with a stand-in node.
+# Rules for nodes that torch never makes on this machine, and why. Each is tested below with a stand-in node.
 EXEMPT = {
     "FusedRmsNormBackward0": "torch fuses RMSNorm on CUDA only; elsewhere it is products and means",
     "CudnnBatchNormBackward0": "cuDNN's batch norm exists on CUDA only",
@@ -56,13 +56,13 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_parameter_that_takes_no_part_is_an_error_by_name(method: str, batch: int) -> None:
+def test_an_unused_parameter_is_an_error_by_name(method: str, batch: int) -> None:
     model = TwoHeads()
     with pytest.raises(UnsupportedModelError, match=r"forgotten\.weight.*forgotten\.bias"):
         attach(model, PerExample(method=method)).clipped_sum(model(torch.randn(batch, 3)).sum(1))
 
 
-def test_a_frozen_parameter_may_take_no_part() -> None:
+def test_a_frozen_parameter_may_be_unused() -> None:
     model = TwoHeads()
     model.forgotten.requires_grad_(False)
     total = attach(model, PerExample()).clipped_sum(model(torch.randn(4, 3)).sum(1))
@@ -126,7 +126,7 @@ def test_there_is_no_rule_without_a_case(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not found & set(EXEMPT), "an exempt rule has a case now: take it off the list"
 
 
-# What each rule reads of a node. torch calls these names semi-private: this table is the alarm.
+# The saved attributes that each rule reads. They are semi-private in torch: this table detects changes.
 SAVED = {
     "AddBackward0": {"_saved_alpha"},
     "SubBackward0": {"_saved_alpha"},
@@ -183,7 +183,7 @@ def nodes() -> dict[str, Node]:
         w.index_select(0, torch.tensor([1])), F.embedding_bag(torch.tensor([[0, 1]]), w),
     ]  # fmt: skip
     found = {node_name(t.grad_fn): t.grad_fn for t in made}
-    # Inside the modules that make them.
+    # Inside the modules that create them.
     for out in (nn.LSTM(4, 4)(x[None])[0], nn.Bilinear(4, 4, 4)(x, x)):
         node = out.grad_fn
         while node is not None and node_name(node) not in SAVED.keys() - found.keys():
@@ -195,11 +195,11 @@ def nodes() -> dict[str, Node]:
 @pytest.mark.parametrize("name", SAVED)
 def test_torch_saves_under_the_names_that_are_read(name: str) -> None:
     missing = SAVED[name] - set(dir(nodes()[name]))
-    assert not missing, f"torch {torch.__version__} names them otherwise"
+    assert not missing, f"torch {torch.__version__} uses other names"
 
 
 def test_the_table_of_saved_names_has_every_rule() -> None:
-    no_names = {"ExpandBackward0", "RepeatBackward0"}  # what is repeated is all in the output's gradient
+    no_names = {"ExpandBackward0", "RepeatBackward0"}  # everything is in the output's gradient
     assert set(registered()) - set(EXEMPT) - no_names <= set(SAVED)
 
 
@@ -220,7 +220,7 @@ def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rule_that_is_wrong_is_found_before_anything_is_released(
+def test_a_wrong_rule_is_found_before_any_release(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = registered()["AddmmBackward0"]
@@ -357,7 +357,7 @@ RECURRENT = [
 
 
 def cudnn_node(net: nn.RNNBase, x: Tensor, out: Tensor, h0: Tensor, c0: Tensor | None) -> StandIn:
-    """What cuDNN's node would have saved of this computation."""
+    """Return what cuDNN's node would have saved."""
     kind = {nn.LSTM: 2, nn.GRU: 3}.get(
         type(net), {"tanh": 1, "relu": 0}.get(getattr(net, "nonlinearity", ""))
     )
@@ -462,7 +462,7 @@ def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase], method: str) -
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-# Who may be slow
+# The fallback
 
 _spatial = {1: (7,), 2: (6, 5), 3: (4, 5, 4)}
 PADDINGS = ("zeros", "reflect", "replicate", "circular")
@@ -523,12 +523,12 @@ def test_the_fallback_is_announced_once_by_name() -> None:
         warnings.simplefilter("always")
         for _ in range(3):
             per_example_gradients(losses(model, inputs), trainable(model), memory)
-    told = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
-    assert len(told) == 1
-    assert "SquaredDistanceBackward" in told[0] and "w" in told[0]
+    warned = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
+    assert len(warned) == 1
+    assert "SquaredDistanceBackward" in warned[0] and "w" in warned[0]
 
 
-# Nothing else is learned
+# The model keeps nothing else
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
@@ -553,7 +553,7 @@ def test_instance_norm_that_keeps_statistics_is_refused() -> None:
 
 @pytest.mark.parametrize("affine", ["batch norm's own", "a layer before"])
 def test_functional_batch_norm_is_refused_by_the_graph(affine: str) -> None:
-    """No module, no input that requires a gradient: the node itself says it uses the batch's statistics."""
+    """There is no module and no input with a gradient: only the node shows the use of batch statistics."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3))})
     x = torch.randn(4, 3)
     normalized = (
@@ -574,7 +574,7 @@ def test_an_embedding_scaled_by_frequency_is_refused() -> None:
 
 
 class Leaky(nn.Module):
-    """Keeps something of its input."""
+    """Stores a statistic of its input."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -604,7 +604,7 @@ class Leaky(nn.Module):
 @pytest.mark.parametrize(
     "how", ["in place", "assigned", "through .data", "late", "frozen parameter", "trainable parameter"]
 )
-def test_what_a_forward_pass_learns_is_refused(how: str) -> None:
+def test_a_forward_pass_that_stores_statistics_is_refused(how: str) -> None:
     model = Leaky(how)
     guard = BufferGuard(model)
     guard.remember()
@@ -623,7 +623,7 @@ def test_an_embedding_that_renormalizes_what_it_looks_up_is_refused() -> None:
         guard.compare()
 
 
-def test_what_learns_nothing_passes_again_and_again() -> None:
+def test_a_model_without_statistics_passes_repeatedly() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.GroupNorm(2, 4), nn.BatchNorm1d(4).eval())
     guard = BufferGuard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -644,7 +644,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 
 def test_the_users_random_state_is_left_alone() -> None:
-    """Or a run that stops and goes on would draw other dropout masks than one that does not."""
+    """Otherwise a resumed run would draw other dropout masks than an uninterrupted one."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     torch.manual_seed(5)
     before = torch.get_rng_state()

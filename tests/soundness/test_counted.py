@@ -1,4 +1,4 @@
-"""Counted: epsilon agrees with computations that share no code with ours, from the events that really ran."""
+"""Epsilon agrees with independent computations, for the events of actual runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_poisson(z: float, steps: int) -> None:
 
 @pytest.mark.parametrize("sampling", ["fixed-size", "partition"])
 def test_fixed_size_and_partition(sampling: str) -> None:
-    """For epsilon, amplification by a drawn subset is that of the same rate, with noise relative to 2C."""
+    """Amplification by a fixed-size subset equals that of the same rate, with noise relative to 2C."""
     clipping = Batch(1.0) if sampling == "partition" else PerExample(1.0)
     private = run(4, sampling=sampling, noise_multiplier=1.2, clipping=clipping)
     (part,) = private.parts()
@@ -88,7 +88,7 @@ def test_full_batches(adjacency: str) -> None:
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 @pytest.mark.parametrize("steps", [1, 5, 6, 11])
 def test_shuffled_is_never_counted_as_poisson(adjacency: str, steps: int) -> None:
-    """One Gaussian release a pass that was begun, and no amplification."""
+    """One Gaussian release per started pass, and no amplification."""
     private = run(steps, sampling="shuffled", adjacency=adjacency, noise_multiplier=1.5)
     history = private._context.ledger.history()
     assert {entry.event.sampling for entry in history} == {Sampling.SHUFFLED}
@@ -103,7 +103,7 @@ def test_shuffled_is_never_counted_as_poisson(adjacency: str, steps: int) -> Non
 
 
 def test_a_shuffled_epoch_takes_every_record_once() -> None:
-    """What the passes are counted for."""
+    """This justifies counting passes."""
     model, private = private_run(sampling="shuffled", batch_size=7)
     for _ in range(3):
         taken: Counter[int] = Counter()
@@ -114,7 +114,7 @@ def test_a_shuffled_epoch_takes_every_record_once() -> None:
 
 
 def test_a_poisson_batch_takes_every_record_at_the_stated_rate() -> None:
-    """The event's rate is the rate at which the sampler that ran draws."""
+    """The event's rate is the sampler's rate."""
     model, private = private_run(sample_rate=0.25, seed=1)
     taken: Counter[int] = Counter()
     steps = 160
@@ -129,7 +129,7 @@ def test_a_poisson_batch_takes_every_record_at_the_stated_rate() -> None:
     assert all(abs(n - 0.25 * steps) < 5 * math.sqrt(steps * 0.25 * 0.75) for n in taken.values())
 
 
-def test_the_file_says_what_the_run_says(tmp_path: Path) -> None:
+def test_the_ledger_file_gives_the_epsilon_of_the_run(tmp_path: Path) -> None:
     """An auditor needs nothing but the ledger."""
     private = run(5, ledger=tmp_path / "run.ledger")
     spent = private.spent()
@@ -153,11 +153,11 @@ def test_noise_calibrated_for_a_budget_keeps_it(sampling: str) -> None:
         independent = library_epsilon(z, 8 / SIZE, 10, replace_one=sampling == "fixed-size")
     assert spent.epsilon <= 1.5
     assert independent <= 1.5 * 1.005
-    assert spent.epsilon > 1.5 * 0.98  # and no noise is wasted
+    assert spent.epsilon > 1.5 * 0.98  # and not more noise than needed
 
 
 def test_two_keys_cost_two_passes() -> None:
-    """A shuffled epoch that is broken off and begun again takes its records part twice."""
+    """A shuffled epoch that is interrupted and restarted uses its records twice."""
     whole = run(4, sampling="shuffled", noise_multiplier=1.5)
     model, first = private_run(sampling="shuffled", noise_multiplier=1.5, delta=DELTA)
     train(model, first, 2)

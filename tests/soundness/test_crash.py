@@ -1,4 +1,4 @@
-"""Whenever a run dies, its ledger holds at least what could be seen of it, and the run can go on."""
+"""After a crash at any point the ledger holds at least all visible releases, and the run can continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Plan = dict[str, Any]
 
 
 def plans() -> list[Plan]:
-    """Every point, early and late; blocks of one release and of many; killed, and cut off from power."""
+    """Every point, early and late; blocks of one and of many releases; killed, and with a power cut."""
     blocks_of_1, doubling = {"block": 1}, {"block": 64}  # the latter reserve 1, 2, 4, 4 and 4 releases
     places: list[tuple[str, dict[str, int], list[int]]] = [
         ("ledger.before-fsync", blocks_of_1, [1, 2, 5, 7, 12]),
@@ -79,7 +79,7 @@ def sound(deaths: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seen(facts: dict[str, Any]) -> int:
-    """How many releases anybody can have seen."""
+    """Return the number of visible releases."""
     return max(facts["said"].count("release"), facts["said"].count("seen"))
 
 
@@ -94,7 +94,7 @@ def test_every_point_is_tried_often_enough(sound: list[dict[str, Any]]) -> None:
     for facts in sound:
         assert facts["end"] == -signal.SIGKILL, facts
         hits = {"step.before-grad": "release", "step.before-update": "seen", "step.during-update": "seen"}
-        if facts["point"] in hits:  # it died where it was told to
+        if facts["point"] in hits:  # it died at the planned point
             assert facts["said"].count(hits[facts["point"]]) == facts["n"]
 
 
@@ -109,7 +109,7 @@ def test_the_ledger_overstates_by_less_than_a_block_and_a_torn_line(sound: list[
         assert facts["position"] <= seen(facts) + most + torn, facts
 
 
-def test_a_run_that_died_can_go_on(sound: list[dict[str, Any]]) -> None:
+def test_a_run_can_continue_after_a_crash(sound: list[dict[str, Any]]) -> None:
     for facts in sound:
         assert facts["second_end"] == 0, facts["said_after"]
         (opened,) = [int(line.split()[1]) for line in facts["said_after"] if line.startswith("opened")]

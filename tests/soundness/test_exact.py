@@ -31,7 +31,7 @@ EPSILONS = (0.0, 0.25, 0.5, 1.0, 2.0)
 SLACK = 1 + 1e-3  # of sums over a grid for integrals
 
 
-# The law of the draws is what the schemes say
+# The schemes draw by their stated distributions
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_schemes_draw_by_their_law(scheme: Scheme) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A combination on a few units, with the values that a unit's vector may have, in units of C."""
+    """A combination on a few units, with the possible values of a unit's vector, in units of C."""
 
     combination: Combination
     size: Size
@@ -71,7 +71,7 @@ class Case:
 
 
 SUMS = (-1.0, 0.0, 1.0)
-MEANS = (-9.0, -1.0, 0.0, 1.0, 9.0)  # the longest turn any mean of a few round
+MEANS = (-9.0, -1.0, 0.0, 1.0, 9.0)  # the largest reverse the mean of a few
 
 
 def cases() -> Iterator[Case]:
@@ -87,8 +87,8 @@ def cases() -> Iterator[Case]:
             "shuffled": [(4, {"batch_size": 2})],
             "full": [(3, {})],
         }
-        # Under Poisson sampling a mini-set may be empty but for the unit, and then turns from 0 only; a shuffled
-        # batch shows in part where the unit is.
+        # Under Poisson sampling the unit may be alone in its microbatch, and then moves it from 0 only; a shuffled
+        # batch partly reveals the unit's position.
         is_tight = one.sampling in ("fixed-size", "partition", "full") or (
             one.sampling == "poisson" and not in_mini_sets
         )
@@ -116,7 +116,7 @@ class Exact:
 
 
 def exact(private: Private, case: Case, victims: list[int] | None = None) -> Exact:
-    """From the run's own scheme, cut, sensitivity and noise."""
+    """Return them from the run's scheme, cut, sensitivity and noise."""
     is_replaced = private._context.event.adjacency is Adjacency.REPLACE_ONE
     probabilities = law(private._context.scheme)
     total = total_of(private, case.combination)
@@ -168,11 +168,11 @@ def test_every_row_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.combination.sampling != "shuffled"], ids=str)
 def test_two_steps_cost_no_more_than_is_stated(case: Case) -> None:
-    """The gradients of the second step may be any others, of the same neighbours: the costliest pairs, in any two."""
+    """The second step may have any other gradients of the same neighbours: the costliest pairs."""
     found = exact(small(case.combination, case.size, z=Z), case, victims=[0])
     P_LG = found.densities(0.1)
     for epsilon, bound in zip(EPSILONS[1:], stated(found.event, 2)[1:], strict=True):
-        # Half of epsilon in each step. Both orders of a pair are there; replaced units may have either in each step.
+        # Half of epsilon in each step. Both orders of a pair are included.
         chosen = sorted(found.pairs, key=lambda ab: -delta(P_LG[ab[0]], P_LG[ab[1]], epsilon / 2))[:4]
         for (a, b), (c, d) in itertools.product(chosen, repeat=2):
             assert delta(np.outer(P_LG[a], P_LG[c]), np.outer(P_LG[b], P_LG[d]), epsilon) <= bound * 1.01
@@ -183,12 +183,12 @@ SHUFFLED = [c for c in cases() if c.combination.sampling == "shuffled"]
 
 @pytest.mark.parametrize("case", SHUFFLED, ids=str)
 def test_a_shuffled_epoch_costs_one_gaussian(case: Case) -> None:
-    """Both steps of an epoch together: who is not in the first batch is in the second."""
+    """Both steps of an epoch together: a record that is not in the first batch is in the second."""
     private = small(case.combination, case.size, z=Z)
     is_replaced = case.combination.adjacency == "replace-one"
     total, s = total_of(private, case.combination), noise_of(private, case.combination)
-    everyone = set(range(case.size.units))
-    epochs = [(first, tuple(sorted(everyone - set(first)))) for first in law(private._context.scheme)]
+    all_units = set(range(case.size.units))
+    epochs = [(first, tuple(sorted(all_units - set(first)))) for first in law(private._context.scheme)]
     long = case.choices[-1]
     highest = 0.0
     for a, b, sign in itertools.product((-1.0, 0.0, 1.0), (-1.0, 0.0, 1.0), (1.0, -1.0)):
@@ -218,7 +218,7 @@ def test_a_shuffled_epoch_costs_one_gaussian(case: Case) -> None:
     )
 
 
-def test_a_record_in_a_mini_set_needs_twice_its_bound() -> None:
+def test_a_record_in_a_microbatch_needs_twice_its_bound() -> None:
     """Half of the noise, as for S = C, would be too little under zero-out as well."""
     for sampling in ("poisson", "full"):
         one = Combination(sampling, "zero-out", "record", "Batch")
@@ -231,7 +231,7 @@ def test_a_record_in_a_mini_set_needs_twice_its_bound() -> None:
         assert worst(found)[EPSILONS.index(1.0)] > 1.2 * claimed[0]
 
 
-def test_what_is_summed_here_is_what_the_library_sums() -> None:
+def test_the_sums_here_are_those_of_the_library() -> None:
     random = np.random.default_rng(0)
     for one in TABLE:
         if one.clipping in ("Lipschitz", "Backprop"):
@@ -261,7 +261,7 @@ def joint_densities(vectors: list[tuple[float, Array]], x_G: Array) -> Array:
 
 
 def spread(parts: list[Part], sign: float, alone: bool) -> list[tuple[float, Array]]:
-    """What a unit adds in units of the noise: all parts at once, or one of them at random."""
+    """A unit's contribution in units of the noise: all parts at once, or one of them at random."""
     vector = np.array([sign * part.sensitivity / part.noise_std for part in parts])
     return [(1 / len(parts), vector * row) for row in np.eye(len(parts))] if alone else [(1.0, vector)]
 
@@ -285,7 +285,7 @@ def test_the_parts_of_a_step_are_one_release(combination: Combination, option: s
     private = small(combination, HALF_OF_TWO[combination], option, z=0.9)
     parts = private.parts()
     assert (len(parts) == 2) is (option in BESIDE)
-    if len(parts) == 1:  # the model has one tensor: take its part for two
+    if len(parts) == 1:  # the model has one tensor: use its part twice
         shared = 1.0 if parts[0].alone else math.sqrt(2)
         parts = [Part(n, (), parts[0].sensitivity, shared * parts[0].noise_std) for n in "ab"]
     alone = option.startswith("parts=Random")
@@ -293,7 +293,7 @@ def test_the_parts_of_a_step_are_one_release(combination: Combination, option: s
     if sampling == "poisson":
         one = [(0.5 * p, m) for p, m in spread(parts, 1.0, alone)] + [(0.5, np.zeros(2))]
         other = [(1.0, np.zeros(2))]
-    else:  # from -C to C in every part; the other unit, which stands in, is at -C
+    else:  # from -C to C in every part; the other unit is at -C
         half = [Part(p.name, (), p.sensitivity / 2, p.noise_std) for p in parts]
         one = [(0.5 * p, m) for sign in (1.0, -1.0) for p, m in spread(half, sign, alone)]
         other = spread(half, -1.0, alone)
@@ -305,7 +305,7 @@ def test_the_parts_of_a_step_are_one_release(combination: Combination, option: s
             assert max(delta(P, Q, epsilon), delta(Q, P, epsilon)) >= 0.97 * bound
 
 
-# What is refused, planted: the test above would have caught it
+# Refused combinations: the tests above would fail for them
 
 PLANTED = [
     *(
@@ -317,7 +317,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("combination", PLANTED, ids=" ".join)
-def test_a_partition_whose_units_are_clipped_one_by_one_is_refused(
+def test_a_partition_with_per_unit_clipping_is_refused(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "group=" if combination.unit == "user" else combination.clipping
@@ -350,8 +350,8 @@ def test_the_cost_of_a_recognisable_block() -> None:
     assert claimed == pytest.approx(3.06, abs=0.01)
 
 
-def test_each_mini_set_of_a_unit_is_the_one_of_its_index() -> None:
-    """Clipped values are used above by index, so the cut of every accepted run must keep a record where it is."""
+def test_the_index_of_a_unit_sets_its_microbatch() -> None:
+    """The tests above use clipped values by index, so every cut must depend on the index alone."""
     for one in TABLE:
         private = small(one)
         if one.unit == "user" or not isinstance(private._context.strategy, Batch):

@@ -1,4 +1,4 @@
-"""An example that is not finite counts as 0, and touches no other."""
+"""A non-finite example contributes 0 and does not affect others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOVED = {c.name for c in CASES if " packed" in c.name or c.name in ("experts", "
 def require_untouched(case: Case, batch: Batch, place: int, dtype: torch.dtype, **options: object) -> None:
     """The sum with the bad example is the sum without it.
 
-    Where the data choose the rows, a healthy batch must have come first: before that, it is refused.
+    If the data choose the rows, a finite batch must come first: before that, it is refused.
     """
     model = case.build(dtype)
     clipper = attach(model, PerExample(max_norm=0.5, **options))
@@ -58,20 +58,20 @@ def test_inputs_that_are_not_finite(case: Case, distortion: str) -> None:
     try:
         require_untouched(case, batch, 2, torch.float32)
         require_untouched(case, batch, 2, torch.float32, parts="tensor", mode="normalize")
-    except UnsupportedModelError as refusal:  # an operation that keeps its inputs in a form of its own
+    except UnsupportedModelError as refusal:  # an operation that saves its inputs in an unknown form
         assert case.fallback and "not finite" in str(refusal)
 
 
 @FLOATING
-def test_the_loop_keeps_a_bad_example_apart_too(case: Case) -> None:
+def test_the_loop_isolates_a_bad_example_too(case: Case) -> None:
     batch = drawn(case, torch.float64).distorted(2, "nan", 1.0)
-    if case.name not in MOVED:  # what the loop has seen tells nothing of rows
+    if case.name not in MOVED:  # the loop does not learn the layout of rows
         require_untouched(case, batch, 2, torch.float64, method="loop")
 
 
 @FLOATING
 def test_a_gradient_that_overflows_though_the_loss_does_not(case: Case) -> None:
-    """Finite inputs, finite loss; the gradient is too long for float32, or its square is."""
+    """Inputs and loss are finite; the gradient or its square overflows float32."""
     batch = drawn(case, torch.float32).distorted(0, "none", 3e37)
     require_untouched(case, batch, 0, torch.float32)
 
@@ -86,7 +86,7 @@ def test_every_example_is_bad(case: Case) -> None:
 
 @BY_NAME
 def test_nothing_is_kept_from_norms_to_sums(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are written out twice are muted the second time as well."""
+    """Gradients that are computed twice are zeroed the second time as well."""
     monkeypatch.setattr(examples, "KEEP_BYTES", 0)
     require_untouched(case, drawn(case, torch.float32).distorted(3, "none", torch.nan), 3, torch.float32)
 
@@ -94,7 +94,7 @@ def test_nothing_is_kept_from_norms_to_sums(case: Case, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("time", [4, 8])
 def test_a_bad_example_hides_no_layout(time: int, method: str) -> None:
-    """[T, B, d] with T a multiple of B: one NaN example crosses every row of the wrong axis."""
+    """[T, B, d] with T a multiple of B: one NaN example is in every row of the wrong axis."""
     torch.manual_seed(0)
     model, x = nn.LayerNorm(3), torch.randn(4, time, 3)
 
@@ -110,7 +110,7 @@ def test_a_bad_example_hides_no_layout(time: int, method: str) -> None:
 
 
 class Saturated(nn.Module):
-    """An unknown operation on infinite inputs, behind which everything is finite again."""
+    """An unknown operation on infinite inputs with finite outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class Saturated(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
-def test_an_infinite_input_whose_loss_and_output_gradient_are_finite() -> None:
-    """Only what the operation saved is infinite. Whose that is cannot be seen; the others are untouched."""
+def test_an_infinite_input_with_finite_loss_and_output_gradient() -> None:
+    """Only the saved tensor is infinite, and its example is unknown; the others are unaffected."""
     torch.manual_seed(0)
     model, x = Saturated(), torch.randn(4, 2, 5)
     clipper = attach(model, PerExample(max_norm=0.01))
@@ -136,8 +136,8 @@ def test_an_infinite_input_whose_loss_and_output_gradient_are_finite() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
-def test_the_users_own_tensors_are_left_as_they_are() -> None:
-    """What a fallback clears for the time of its calls, it puts back."""
+def test_user_tensors_are_unchanged() -> None:
+    """A fallback restores what it clears during its calls."""
     case = next(c for c in CASES if c.name == "custom function")
     model, (x,) = case.build(torch.float32), case.draw(SIZE, torch.float32)
     x[1] = torch.inf

@@ -1,6 +1,6 @@
-"""The same noise on two sums reveals their difference: no fork of a run, of any kind, may come to that.
+"""The same noise on two sums reveals their difference: no fork of a run may reuse noise.
 
-A run forks when its process does, when its files are copied, and when one checkpoint is gone on from twice.
+A run forks with its process, by copied files, and by resuming one checkpoint twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def in_a_fork(act: Callable[[], None]) -> bool:
-    """Whether it went through in a child process."""
+    """Whether `act` succeeded in a child process."""
     child = os.fork()
     if child == 0:
         try:
@@ -82,13 +82,13 @@ def test_a_forked_process_cannot_step_and_leaves_nothing_behind(noise: str, tmp_
     assert in_a_fork(child)
     assert (tmp_path / "run.ledger").read_bytes() == before
     assert not (tmp_path / "run.ledger.resume").exists()
-    private.step(losses)  # and here the run goes on
+    private.step(losses)  # the parent continues
     private.close()
     assert (tmp_path / "run.ledger.resume").exists()
 
 
 class Files:
-    """A run that was stopped after a few steps, as it lies on disk."""
+    """The files of a run that was stopped after a few steps."""
 
     def __init__(self, folder: Path, noise: str) -> None:
         self.folder, self.noise = folder, noise
@@ -114,7 +114,7 @@ class Files:
     def next_release(
         self, change: Callable[[nn.Module], None] = lambda model: None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Go on for one step, in a process of its own as far as the run can see: the sum, and the noise on it."""
+        """Resume for one step, as in a new process. Returns the sum and its noise."""
         model, private = self._run(**options)
         state = checkpoint.load(self.folder / "run.pt")
         model.load_state_dict(state["model"])
@@ -133,7 +133,7 @@ class Files:
 
 
 def are_unrelated(first: Tensor, second: Tensor) -> bool:
-    """Of 39 independent normals a correlation of 0.75 comes up once in ten million times; the same ones have 1."""
+    """39 independent normals have a correlation of 0.75 once in ten million times; equal ones have 1."""
     return abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.75
 
 
@@ -158,7 +158,7 @@ FORKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("noise", KINDS)
 @pytest.mark.parametrize("fork", FORKS)
 def test_copied_files_give_another_run_other_noise(noise: str, fork: str, tmp_path: Path) -> None:
-    """Even the resume file is copied, before anybody has read it."""
+    """Even the unused resume file is copied."""
     files = Files(tmp_path / "run", noise)
     copied = files.copied("copy")
     _, first = files.next_release()
@@ -166,14 +166,14 @@ def test_copied_files_give_another_run_other_noise(noise: str, fork: str, tmp_pa
     assert are_unrelated(first, second)
 
 
-def test_copied_files_with_other_weights_do_not_go_on(tmp_path: Path) -> None:
+def test_copied_files_with_other_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not hold the weights"):
         Files(tmp_path / "run", "standard").next_release(change=moved_weights)
 
 
 @pytest.mark.parametrize("noise", KINDS)
-def test_copied_files_that_go_on_alike_release_the_same_thing_twice(noise: str, tmp_path: Path) -> None:
-    """One sum, one noise: the second release says nothing that the first did not."""
+def test_copied_files_with_equal_steps_release_the_same_twice(noise: str, tmp_path: Path) -> None:
+    """The same sum and noise: the second release adds no information."""
     files = Files(tmp_path / "run", noise)
     copied = files.copied("copy")
     for first, second in zip(files.next_release(), copied.next_release(), strict=True):
@@ -181,7 +181,7 @@ def test_copied_files_that_go_on_alike_release_the_same_thing_twice(noise: str, 
 
 
 @pytest.mark.parametrize("noise", KINDS)
-def test_a_checkpoint_that_is_gone_on_from_twice_has_other_noise_the_second_time(
+def test_a_checkpoint_that_is_resumed_twice_has_other_noise_the_second_time(
     noise: str, tmp_path: Path
 ) -> None:
     files = Files(tmp_path / "run", noise)

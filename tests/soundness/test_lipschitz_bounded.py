@@ -1,4 +1,4 @@
-"""Bounded weights, through the whole engine: one record comes near the stated sensitivity, and never passes it."""
+"""Bounded weights in the whole engine: one record nearly reaches the stated sensitivity, and never exceeds it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def steep(outputs: Tensor, factors: Tensor) -> Tensor:
-    """A loss that is nothing like the declared one: a thousand times as steep, and linear."""
+    """A linear loss, a thousand times as steep as the declared one."""
     return 1000 * factors * (outputs[:, 0] - outputs[:, 1])
 
 
 def aligned(kind: str) -> nn.Module:
-    """All layers of rank one, and each stretches just what the one before it gives: nothing is lost on the way."""
+    """All layers have rank one and aligned singular vectors, so the product of their norms is reached."""
     first: nn.Module = nn.Linear(4, 3, bias=False)
     if kind == "convolution":
         first = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, bias=False), nn.Flatten())
@@ -47,7 +47,7 @@ def aligned(kind: str) -> nn.Module:
 
 
 def run(model: nn.Module, rows: Tensor, factors: Tensor, **options: Any) -> Private:
-    """Every record in every step, unless told otherwise."""
+    """A run with every record in every step by default."""
     defaults: dict[str, Any] = {"sampling": "full", "noise_multiplier": 0.0}
     return make_private(
         model,
@@ -67,7 +67,7 @@ def released(private: Private, model: nn.Module, losses: Losses = steep) -> dict
 
 
 def moved(private: Private, one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """By how much each part moved, over its stated sensitivity; infinite if anything is not a number."""
+    """Return each part's movement over its stated sensitivity; infinite for NaN."""
     found = {}
     for part in private.parts():
         norm = math.hypot(*(float((one[n] - other[n]).norm()) for n in part.parameters))
@@ -76,7 +76,7 @@ def moved(private: Private, one: dict[str, Tensor], other: dict[str, Tensor]) ->
 
 
 def shares(adjacency: str, kind: str = "linear", **options: Any) -> dict[str, float]:
-    """An adversary along the network's own direction, far outside the clip, among ordinary records."""
+    """An adversary along the network's singular direction, far beyond the clip, among ordinary records."""
     torch.manual_seed(0)
     rows, factors = torch.randn(N, 4).double(), torch.ones(N).double()
     rows[-1], factors[-1] = 1e6, 1e3
@@ -88,7 +88,7 @@ def shares(adjacency: str, kind: str = "linear", **options: Any) -> dict[str, fl
     if adjacency == "zero-out":
         rows, factors = rows[:-1], factors[:-1]
     else:
-        factors[-1] = -1e3  # pulls the other way, as far as it can
+        factors[-1] = -1e3  # pulls in the opposite direction
     neighbour = run(model, rows, factors, clipping=strategy, adjacency=adjacency)
     for mine, its in zip(private.parts(), neighbour.parts(), strict=True):
         assert mine.sensitivity == pytest.approx(its.sensitivity, rel=1e-9)
@@ -98,7 +98,7 @@ def shares(adjacency: str, kind: str = "linear", **options: Any) -> dict[str, fl
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
-def test_a_planted_adversary_reaches_the_bound_and_does_not_pass_it(
+def test_a_planted_adversary_reaches_the_bound_and_does_not_exceed_it(
     adjacency: str, kind: str, fixed: bool
 ) -> None:
     found = shares(adjacency, kind, fixed=fixed)
@@ -107,12 +107,14 @@ def test_a_planted_adversary_reaches_the_bound_and_does_not_pass_it(
         assert 0.999 < share <= 1
 
 
-def test_without_the_clip_at_the_outputs_a_scaled_loss_would_pass_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_clip_at_the_outputs_a_scaled_loss_would_exceed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(under_test, "clip_output_gradients", lambda gradients, constant: gradients)
     assert min(shares("zero-out").values()) > 1000
 
 
-def test_the_sensitivity_of_zero_out_would_be_passed_by_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_would_exceed_the_sensitivity_of_zero_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Site, "factor", 1.0)
     assert min(shares("replace-one").values()) > 1.99
 
@@ -131,7 +133,7 @@ ADVERSARIES = st.fixed_dictionaries(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_example_passes_the_bound_in_any_network(family: str) -> None:
+def test_no_example_exceeds_the_bound_in_any_network(family: str) -> None:
     @settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(ADVERSARIES)
     def check(case: dict[str, Any]) -> None:
@@ -165,8 +167,8 @@ def test_no_example_passes_the_bound_in_any_network(family: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size", "shuffled"])
-def test_neighbours_that_are_given_each_others_releases_stay_alike(sampling: str) -> None:
-    """Bounds follow what was released, and nothing else: the other run has the same at every step."""
+def test_neighbours_with_the_same_releases_have_the_same_bounds(sampling: str) -> None:
+    """Bounds follow from releases alone: the other run has the same bounds at every step."""
     torch.manual_seed(1)
     rows, factors = torch.randn(12, 4).double(), torch.ones(12).double()
     changed = rows.clone()
@@ -194,8 +196,8 @@ def test_neighbours_that_are_given_each_others_releases_stay_alike(sampling: str
                 limit = part.sensitivity if sampling == "fixed-size" else 2 * part.sensitivity
                 assert change <= limit
                 differs |= change > 0
-                q.grad.copy_(p.grad)  # what D released goes into the run on D' as well
-            second._context.weights.released.remember()  # as if it were its own
+                q.grad.copy_(p.grad)  # the run on D' uses the release of D
+            second._context.weights.released.remember()  # as its own release
             for private in (first, second):
                 private.optimizer.step()
                 private.optimizer.zero_grad()

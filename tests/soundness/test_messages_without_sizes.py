@@ -1,4 +1,4 @@
-"""No message of a private run tells how many records were drawn, nor any other shape of a batch."""
+"""No message of a private run reveals the realised batch size or another shape of a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y, reduction="none")
 
 
-# What to do with the losses, the outputs, the inputs and the targets of a batch of a simple model.
+# Wrong steps, from the losses, outputs, inputs and targets of a batch.
 WRONG: dict[str, Callable[[Private, Tensor, Tensor, Tensor, Tensor], Any]] = {
     "a mean": lambda p, each, o, x, y: p.step(each.mean()),
     "two dimensions": lambda p, each, o, x, y: p.step(each[:, None]),
@@ -61,13 +61,13 @@ WRONG: dict[str, Callable[[Private, Tensor, Tensor, Tensor, Tensor], Any]] = {
     "contrastive": lambda p, each, o, x, y: p.step(cross_entropy(o @ o.T, torch.arange(len(y)))),
     "over a count": lambda p, each, o, x, y: p.step(each / (y != 0).sum()),
     "one forward pass of two": lambda p, each, o, x, y: p.step(o.new_zeros(len(y), requires_grad=True) * 1),
-    "a batch that is none": lambda p, each, o, x, y: p.compiled(lambda *b: each)(x[1:], y),
+    "another batch": lambda p, each, o, x, y: p.compiled(lambda *b: each)(x[1:], y),
     "step_sets": lambda p, each, o, x, y: p.step_sets((x, y)),
 }
 
 
 def refusals(act: Callable[[], Any]) -> list[str]:
-    """The words of the refusal and of all warnings before it."""
+    """Return the text of the error and of all warnings before it."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(ClipwiseError) as error:
@@ -110,7 +110,7 @@ def test_wrong_losses(how: str, strategy: str, probe: bool) -> None:
 
 
 class _With:
-    """A run whose step takes outputs as well."""
+    """A run with a step that takes outputs as well."""
 
     def __init__(self, private: Private, given: dict[str, Any]) -> None:
         self._private, self._given = private, given
@@ -133,7 +133,7 @@ class Transposed(nn.Module):
 
 
 class Learning(nn.Module):
-    """Keeps something of each batch."""
+    """Stores a statistic of each batch."""
 
     def __init__(self, keep: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Centred(nn.Module):
 
 
 class Rows(nn.Module):
-    """More rows than examples, in an order of its own."""
+    """More rows than examples, in another order."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1).repeat(2, 1)
@@ -217,7 +217,7 @@ def test_records_of_different_shapes() -> None:
     require_silent(refusals(act))
 
 
-def test_why_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipwise.engine.compiled._can_capture", lambda device: True)
 
     def fails(*_: Any) -> None:
@@ -233,7 +233,7 @@ def test_why_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     require_silent([str(w.message) for w in warned])
 
 
-# What the words of errors are made of
+# Sources of the error texts
 
 SOURCE = Path(clipwise.__file__).parent
 PUBLIC = {  # of parameters, of configurations, of public rows
@@ -261,7 +261,7 @@ PUBLIC = {  # of parameters, of configurations, of public rows
 NOT_OF_RUNS = ("audit", "cli", "tune", "accounting", "recipes", "ledger", "report")
 
 
-def test_no_error_is_worded_with_a_size() -> None:
+def test_no_error_text_uses_a_size() -> None:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         if path.relative_to(SOURCE).parts[0] in NOT_OF_RUNS:

@@ -1,6 +1,6 @@
-"""Normalization layers keep examples apart, and learn nothing that was not released.
+"""Normalization layers do not mix examples, and keep only released values.
 
-The scheme that was published, whose statistics are those of private and public rows together, stands here as a fixture
+The published scheme, with statistics of private and public rows together, is here as a fixture
 only: one record moves every clipped gradient, and each of the tests catches it.
 """
 
@@ -70,7 +70,7 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(kind: str) -> None
             mine, removed, replaced = (
                 clipped_sum(clipper, model, b) for b in (spoiled, spoiled.without(place), plain)
             )
-        except UnsupportedModelError:  # then nothing is released; no one has a right to refuse the ordinary
+        except UnsupportedModelError:  # then nothing is released; ordinary batches must be accepted
             assert draw["distortion"] not in ("none", "outlier", "zero") or draw["factor"] not in (
                 1.0,
                 -1.0,
@@ -85,7 +85,7 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["public", "public-exact", "self+public"])
 def test_public_rows_do_not_see_the_private_ones(kind: str) -> None:
-    """The public branch has public statistics only: buffers are the same whatever batch came by."""
+    """The public branch has public statistics only: buffers do not depend on the batch."""
     (model, statistics), (other, _) = sound(kind), sound(kind)
     model(1e6 * images(7))
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_public_rows_do_not_see_the_private_ones(kind: str) -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [(16, 16), (64, 128)])
 def test_the_published_scheme_is_not_bounded(size: int, rows: int) -> None:
-    """One outlier moves nearly every gradient: by a part of the batch size, where the noise is made for 1."""
+    """One outlier moves nearly every gradient: by a fraction of the batch size, while the noise is for 1."""
     assert moved_by_an_outlier(published, size, rows) > size / 4
     for kind in SOUND:
         assert moved_by_kind(kind, size, rows) <= SLACK
@@ -130,7 +130,7 @@ def test_the_engine_and_check_refuse_the_published_scheme() -> None:
 def test_check_accepts_the_sound_kinds(kind: str) -> None:
     report = check(sound(kind, torch.float32)[0], losses_of, (images(4, torch.float32), labels(4)))
     assert report.ok, report
-    assert not report.notes  # and no operation without a rule
+    assert not report.notes  # every operation has a rule
 
 
 # --------------------------------------------------------------- private training
@@ -143,7 +143,7 @@ def releases(
     steps: int,
     replayed: Iterator[list[Tensor]],
 ) -> Iterator[list[Tensor]]:
-    """A private run around the engine. What it releases, or in place of that what another run did."""
+    """A private run with its own releases, or with those of another run."""
     optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
     private = make_private(model, optimizer, dataset, batch_size=8, noise_multiplier=1.0, seed=3)
     done = 0
@@ -154,7 +154,7 @@ def releases(
             release = next(replayed, [p.grad for p in parameters])
             for p, gradient in zip(parameters, release, strict=True):
                 p.grad = gradient
-            private._context.weights.released.remember()  # as if it were its own
+            private._context.weights.released.remember()  # as its own release
             optimizer.step()
             optimizer.zero_grad()
             statistics.refresh()
@@ -169,7 +169,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def not_from_releases(build: Callable[[], tuple[nn.Module, PublicStatistics]]) -> set[str]:
-    """What of a model's state does not follow from releases: where a neighbour that replays them comes to differ.
+    """Return the state that does not follow from releases: where a neighbour that replays them differs.
 
     Compared bit by bit, after each step.
     """
@@ -196,7 +196,7 @@ def test_whatever_is_saved_follows_from_what_was_released(kind: str) -> None:
 
 
 class Learning(nn.Module):
-    """Keeps a mean of what runs through, as running statistics do."""
+    """Keeps a running mean of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def learning() -> tuple[nn.Module, PublicStatistics]:
 
 
 def test_running_statistics_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the engine; and, where that does not look, by the comparison above."""
+    """By the engine; and without its check, by the comparison above."""
     with pytest.raises(UnsupportedModelError, match="seen"):
         not_from_releases(learning)
     monkeypatch.setattr(BufferGuard, "compare_listed", lambda self: None)

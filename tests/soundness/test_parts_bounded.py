@@ -1,4 +1,4 @@
-"""Under every policy for parts, one example moves the joint release by no more than was stated, and can reach it."""
+"""For every policy of parts, one example moves the joint release by at most the stated bound, and reaches it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def worst(parts: tuple[Part, ...], one: Mapping[str, Tensor], other: Mapping[str
 def worst_over_steps(
     clipper: Clipper, model: nn.Module, strategy: PerExample, one: Batch, other: Batch, steps: int = 3
 ) -> float:
-    """Both neighbours see what the first one released, so they have the same bounds in every step."""
+    """Both neighbours use the releases of the first one, so they have the same bounds in every step."""
     found = 0.0
     for step in range(steps):
         clipper.secret = b"step %d" % step
@@ -89,9 +89,7 @@ def test_one_example_moves_the_joint_release_by_at_most_the_sensitivity(case: Ca
     @FEW
     @given(adversaries)
     def run(draw: dict[str, Any]) -> None:
-        draw = draw | {
-            "place": SIZE - 1
-        }  # so that the others keep their places, and with them what they draw
+        draw = draw | {"place": SIZE - 1}  # so that the others keep their indices and draws
         mine, removed, replaced = neighbours(case, draw)
         model = models[draw["dtype"]]
         for adjacency, other in ((Adjacency.ZERO_OUT, removed), (Adjacency.REPLACE_ONE, replaced)):
@@ -107,7 +105,7 @@ def test_one_example_moves_the_joint_release_by_at_most_the_sensitivity(case: Ca
 
 
 def adversary(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Batch, Batch, Batch]:
-    """An example that is clipped in every part; nobody in its place; its opposite in its place."""
+    """Batches with an example that is clipped in every part, without it, and with its opposite instead."""
     factors = torch.ones(SIZE, dtype=dtype)
     batch = Batch(case.draw(SIZE, dtype, seed=3), factors).distorted(SIZE - 1, "none", 1e6)
     return batch, batch.without(SIZE - 1), batch.distorted(SIZE - 1, "none", -1e6)
@@ -117,7 +115,7 @@ def adversary(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Batch, Ba
 @pytest.mark.parametrize("max_norm", [0.7, Decay(0.7, 0.5, every=1)], ids=["fixed", "decay"])
 @BY_POLICY
 def test_a_planted_adversary_reaches_the_bound(name: str, max_norm: Any, split: str) -> None:
-    """In each of three steps, under both adjacencies: what is stated is no more than what can happen."""
+    """In each of three steps, under both adjacencies: the stated bound is tight."""
     model = DEEP.build()
     mine, removed, replaced = adversary(DEEP)
     for adjacency, other in ((Adjacency.ZERO_OUT, removed), (Adjacency.REPLACE_ONE, replaced)):
@@ -143,8 +141,8 @@ def test_every_method_gives_the_same_sum(name: str, method: str) -> None:
 
 
 @BY_POLICY
-def test_a_planted_adversary_turns_a_clipped_mean_round_and_no_more(name: str) -> None:
-    """`Batch` under every policy: 2C for a record that comes as for one that is replaced."""
+def test_a_planted_adversary_reverses_a_clipped_mean_at_most(name: str) -> None:
+    """`Batch` with every policy: 2C for an added record and for a replaced one."""
     model = DEEP.build()
     known = Public([DEEP.draw(6, seed=7), DEEP.draw(6, seed=8)], loss)
     x = DEEP.draw(1, seed=3)[0].expand(2, -1)
@@ -168,7 +166,7 @@ def _named(name: str) -> Case:
 
 
 def _everywhere(constants: Constants, secret: bytes, vectors: int) -> dict[str, Tensor]:
-    """Every vector takes part in every part."""
+    """Every vector contributes to every part."""
     return {part: torch.ones(vectors, dtype=torch.bool) for part in constants.groups}
 
 

@@ -1,4 +1,4 @@
-"""With a bound that adapts, one example moves gradient and counts together by no more than was stated."""
+"""With an adaptive bound, one example moves gradient and counts jointly by at most the stated sensitivity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moved(part: Part, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) ->
 
 def worst(parts: tuple[Part, ...], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The larger of: a part's movement over its sensitivity; the movement of all of them together, each over
-    its noise, times z. The second is what the accounting rests on."""
+    its noise, times z. The accounting uses the second."""
     jointly = math.hypot(*(moved(p, one, other) / p.noise_std for p in parts)) * Z
     return max(jointly, *(moved(p, one, other) / p.sensitivity for p in parts))
 
@@ -49,7 +49,7 @@ def worst(parts: tuple[Part, ...], one: Mapping[str, Tensor], other: Mapping[str
 def worst_over_steps(
     clipper: Clipper, model: nn.Module, strategy: PerExample, one: Batch, other: Batch, steps: int = 3
 ) -> float:
-    """Both neighbours see what the first one released, so they have the same bounds in every step."""
+    """Both neighbours use the releases of the first one, so they have the same bounds in every step."""
     found = 0.0
     for step in range(steps):
         parts = next_release(clipper, model, strategy)
@@ -95,7 +95,7 @@ def test_one_example_moves_the_joint_release_by_at_most_the_sensitivity(
 
 @pytest.mark.parametrize("parts", ["all", "layer"])
 def test_the_bound_is_reached(parts: str) -> None:
-    """One example that is clipped in every part: what is stated is no more than what can happen."""
+    """One example that is clipped in every part: the stated bound is tight."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     drawn = Batch((torch.randn(SIZE, 5),), torch.full((SIZE,), 1e6))
     strategy = PerExample(RULE, parts)
@@ -120,7 +120,7 @@ def _uncentred(
 def _of_the_batch(
     norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Over the number drawn, and back: every other example's share moves too."""
+    """Divides by the realised batch size: the contributions of all other examples move too."""
     return {
         f"count of {part}": ((part_norms[part] <= C).double().mean() * SIZE - SIZE / 2).reshape(1)
         for part, C in norms.norms.items()
@@ -129,7 +129,7 @@ def _of_the_batch(
 
 @pytest.mark.parametrize("wrong", [_uncentred, _of_the_batch])
 def test_a_wrong_count_is_caught(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are clipped, and the one that comes is not."""
+    """The others are clipped, and the added example is not."""
     case = next(c for c in CASES if c.name == "linear")
     model = case.build(torch.float32)
     drawn = Batch(case.draw(SIZE, torch.float32), torch.tensor([1e-6] + [1e6] * (SIZE - 1)))
@@ -144,7 +144,7 @@ def test_a_wrong_count_is_caught(wrong: object, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_noise_that_does_not_follow_the_bound_is_caught() -> None:
-    """The parts of the step before: C has grown since."""
+    """Uses the parts of the previous step, with a smaller C."""
     case = next(c for c in CASES if c.name == "linear positions")
     model, strategy = case.build(torch.float32), STRATEGIES[0]
     mine, removed, _ = neighbours(case, COHERENT)

@@ -1,7 +1,7 @@
-"""Products whose operands are cut to 11 bits: the sensitivity that is stated holds for them too.
+"""Products with operands truncated to 11 bits: the stated sensitivity holds for them too.
 
-On a CPU TensorFloat-32 changes nothing, so here the operands of float32 products are cut by hand, as tensor cores cut
-them. Where positions cancel, what is left of an example is then mostly what was cut off, which no norm shows.
+On a CPU TensorFloat-32 changes nothing, so the operands of float32 products are truncated here as in tensor cores.
+If positions cancel, the remainder of an example is mostly truncation error, which no norm shows.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tests.runs import data, gradients, losses_of, network, private_run
 from tests.soundness.neighbours import attach, excess
 from tests.soundness.test_cancelling import MODELS, _cancelling_weights
 
-T, M, N = 8, 64, 48  # positions, and the sides of a weight whose gradient is never written out
+T, M, N = 8, 64, 48  # positions, and the sides of a weight without a materialized gradient
 PLENTY = 2**40
 STATED = 1 + 2.0**-6  # sensitivity over clipping norm
 SLACK = 1 + 1e-5
-LOSES_MOST = 1 + 2.0**-10 - 2.0**-23  # what is cut to 1
+LOSES_MOST = 1 + 2.0**-10 - 2.0**-23  # is truncated to 1
 
 
 def cut(x: Tensor) -> Tensor:
-    """The same numbers with 11 significant bits; float64 stands for IEEE products and stays."""
+    """Truncate to 11 significant bits; float64 marks IEEE products and is unchanged."""
     if x.dtype != torch.float32:
         return x
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
@@ -87,7 +87,7 @@ def correlated_rows() -> tuple[Tensor, Tensor]:
 
 def cancelling_rows() -> tuple[Tensor, Tensor]:
     left, right = torch.randn(T // 2, M), torch.randn(T // 2, N)
-    spread = 1 + torch.rand(T // 2, 1)  # no two products are cut alike
+    spread = 1 + torch.rand(T // 2, 1)  # products are truncated differently
     return torch.cat([left, left * spread]), torch.cat([right, -right / spread])
 
 
@@ -113,7 +113,7 @@ ROWS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 
 
 class Given(nn.Module):
-    """Whose gradient is sum_t g_t x_t^T, for any rows."""
+    """A weight with gradient sum_t g_t x_t^T, for any rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Given(nn.Module):
 
 @cache
 def settled(products: str) -> tuple[nn.Module, Clipper]:
-    """With C = 1, after the first batches, which look at the graph."""
+    """A clipper with C = 1, after the first batches, which examine the graph."""
     model = Given()
     clipper = attach(model, PerExample(1.0, method="bookkeeping", products=products))
     for _ in range(2):
@@ -135,7 +135,7 @@ def settled(products: str) -> tuple[nn.Module, Clipper]:
 
 
 def released(rows: tuple[Tensor, Tensor], norms_too: bool, products: str = "tf32") -> float:
-    """The norm of what a run releases of one example, beside one that is nothing."""
+    """The norm of the release of one example together with a zero example."""
     model, clipper = settled(products)
     x, g = (torch.stack([side, torch.zeros_like(side)]) for side in rows)
     with tensor_cores(norms_too):
@@ -149,7 +149,7 @@ def released(rows: tuple[Tensor, Tensor], norms_too: bool, products: str = "tf32
     scale=st.floats(1e-4, 1e4) | st.sampled_from([1e-12, 1e12]),
     norms_too=st.booleans(),
 )
-def test_no_example_passes_the_stated_sensitivity(
+def test_no_example_exceeds_the_stated_sensitivity(
     kind: str, seed: int, scale: float, norms_too: bool
 ) -> None:
     torch.manual_seed(seed)
@@ -158,8 +158,8 @@ def test_no_example_passes_the_stated_sensitivity(
 
 
 @pytest.mark.parametrize("kind", ["cancelling", "lose most"])
-def test_without_the_error_term_one_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: a norm that does not know what is cut."""
+def test_without_the_error_term_an_example_exceeds_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a norm without the truncation error."""
     monkeypatch.setattr(forms.Form, "squared_error_B", property(lambda self: None, lambda self, _: None))
     torch.manual_seed(0)
     left, right = ROWS[kind]()
@@ -169,7 +169,7 @@ def test_without_the_error_term_one_does(kind: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", ["random", "correlated"])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_ordinary_examples_are_clipped_as_in_ieee_arithmetic(kind: str, scale: float) -> None:
-    """Bit for bit, as long as products are: only cancelling examples have a larger bound."""
+    """Bitwise, if the products are equal: only cancelling examples have a larger bound."""
     torch.manual_seed(1)
     model, rows = Given(), [ROWS[kind]() for _ in range(5)]
     x, g = (torch.stack(side) for side in zip(*rows, strict=True))
@@ -182,8 +182,8 @@ def test_ordinary_examples_are_clipped_as_in_ieee_arithmetic(kind: str, scale: f
     assert torch.equal(sums[0]["a.weight"], sums[1]["a.weight"])
 
 
-def test_cancelling_examples_are_clipped_by_what_may_be_cut() -> None:
-    """More than in IEEE arithmetic, and yet not to nothing."""
+def test_cancelling_examples_are_clipped_with_the_truncation_error() -> None:
+    """More than in IEEE arithmetic, but not to 0."""
     left, right = (side[None] for side in rows_that_lose_most())
     model = Given()
     x, g = torch.cat([left * 100, 0 * left]), torch.cat([right, 0 * right])
@@ -200,7 +200,7 @@ def test_cancelling_examples_are_clipped_by_what_may_be_cut() -> None:
 @pytest.mark.parametrize("norms_too", [False, True])
 @pytest.mark.parametrize("method", ["bookkeeping", "reweight"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_whose_positions_cancel(name: str, method: str, norms_too: bool) -> None:
+def test_models_with_cancelling_positions(name: str, method: str, norms_too: bool) -> None:
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model, x = build(), draw()
@@ -211,7 +211,7 @@ def test_models_whose_positions_cancel(name: str, method: str, norms_too: bool) 
         noise = 1 + 1e-3 * torch.linspace(-1, 1, out[0].numel()).view(out.shape[1:])
         return clipper.clipped_sum((out * _cancelling_weights(out) * noise).flatten(1).sum(1) * 100)
 
-    total(x)  # the first batches look at the graph
+    total(x)  # the first batches examine the graph
     total(x)
     with tensor_cores(norms_too):
         whole = total(x)
@@ -220,8 +220,8 @@ def test_models_whose_positions_cancel(name: str, method: str, norms_too: bool) 
 
 
 def nearly_opposite(share: float) -> tuple[Outer, Rows]:
-    """A product whose operands lose most when they are cut, and a looked-up row that takes all but a share of it
-    away: a tied table."""
+    """A product with the largest truncation error, and a looked-up row that cancels all but a share of it:
+    a tied table."""
     V, n = 20, 12
     left = torch.zeros(1, T, V)
     left[..., 0] = LOSES_MOST
@@ -240,7 +240,7 @@ def nearly_opposite(share: float) -> tuple[Outer, Rows]:
     ],
 )
 def test_a_product_and_rows_that_cancel_each_other(share: float, norms_too: bool) -> None:
-    """Their cross term must be that of the rows that were measured."""
+    """Their cross term must use the measured rows."""
     form = Tied(*nearly_opposite(share))
     with tensor_cores(norms_too):
         norm = form.squared_norms(Budget(PLENTY, TF32)).sqrt()
@@ -250,7 +250,7 @@ def test_a_product_and_rows_that_cancel_each_other(share: float, norms_too: bool
     assert float(found.double().norm()) <= STATED * SLACK
 
 
-# What is stated, and what noise there is
+# Stated sensitivity and noise
 
 
 @pytest.mark.parametrize(("sampling", "factor"), [("poisson", 1), ("fixed-size", 2)])
@@ -277,7 +277,7 @@ def test_the_statement_shows_the_larger_sensitivity_and_the_noise_follows_it(
 
 
 def test_the_noise_that_is_drawn_has_that_size() -> None:
-    """The same key draws the same normals, of another size. The ledger of both says the same."""
+    """The same key draws the same normals, at another scale. Both ledgers are equal."""
     found = {}
     for products in ("ieee", "tf32"):
         model, private = private_run(
@@ -297,7 +297,7 @@ def test_the_noise_that_is_drawn_has_that_size() -> None:
 
 
 def test_the_arithmetic_is_part_of_what_a_run_is() -> None:
-    """A resume file of another arithmetic is not gone on with."""
+    """A resume file of another arithmetic is refused."""
     prints = set()
     for products in ("ieee", "tf32"):
         _, private = private_run(clipping=PerExample(0.5, products=products))
@@ -306,7 +306,7 @@ def test_the_arithmetic_is_part_of_what_a_run_is() -> None:
     assert len(prints) == 2
 
 
-def test_on_a_cpu_nobody_asks_for_it() -> None:
+def test_tf32_is_not_used_on_a_cpu() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
@@ -317,7 +317,7 @@ def test_on_a_cpu_nobody_asks_for_it() -> None:
     assert clipper.bounds[0].sensitivity == 0.5
 
 
-# Backpropagation clipping, whose sums torch forms in the type of the weights
+# Backpropagation clipping: torch sums in the dtype of the weights
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -332,7 +332,7 @@ def test_weights_below_float32_are_refused_by_name(dtype: torch.dtype) -> None:
         clipper.clipped_sum(model(torch.randn(4, 5, dtype=dtype)).sum(1))
     frozen = network(dtype).requires_grad_(False)
     frozen.append(nn.Linear(3, 2))
-    attach(clip_inputs(frozen, input_norm=1.0), Backprop())  # it adds up nothing
+    attach(clip_inputs(frozen, input_norm=1.0), Backprop())  # frozen: no sum
 
 
 AUTOCAST: dict[str, Callable[[], nn.Module]] = {
@@ -349,9 +349,9 @@ AUTOCAST: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("mode", ["clip", "normalize"])
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_sums_under_autocast_are_those_of_float32(name: str, mode: str) -> None:
-    """One of 512 examples that agree turns round, and the sum moves by twice the bound, not by what bfloat16 lost."""
+    """If one of 512 equal examples is reversed, the sum moves by twice the bound, without bfloat16 error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), AUTOCAST[name]())  # the first one hands out bfloat16
+    model = nn.Sequential(nn.Linear(6, 6), AUTOCAST[name]())  # the first one returns bfloat16
     clip_inputs(model, input_norm=1.0, grad_norm=0.5, mode=mode)
     clipper = attach(model, Backprop())
     x, u = torch.randn(1, 6) + 0.01 * torch.randn(512, 6), 10 * torch.randn(1, 6).repeat(512, 1)

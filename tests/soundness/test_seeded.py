@@ -1,4 +1,4 @@
-"""A given seed repeats noise and samples, so nothing is claimed for its run, wherever its figures are read."""
+"""A given seed repeats noise and samples, so no output claims a guarantee for such a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def with_dropout(ledger: Path | None = None, seed: int | None = 7) -> tuple[torch.Tensor, Private]:
-    """One noised gradient of a network with dropout, which nobody seeds."""
+    """One noised gradient of a network with dropout, without a manual torch seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 3))
@@ -84,21 +84,21 @@ def test_the_mark_goes_through_checkpoints_and_ledgers(tmp_path: Path) -> None:
     train(model, private, 2)
     state = private.state_dict()
     private.close()
-    _, later = private_run(model, ledger=tmp_path / "ledger")  # goes on without a seed
+    _, later = private_run(model, ledger=tmp_path / "ledger")  # resumed without a seed
     later.load_state_dict(state)
     train(model, later, 1)
     assert later.spent().reproducible and later.statement().seeded
     later.close()
     assert of_ledger(tmp_path / "ledger").seeded
     joined = FileLedger(tmp_path / "ledger", join=True)
-    model, private = private_run(ledger=joined)  # another run, whose releases are counted with those
+    model, private = private_run(ledger=joined)  # another run in the same ledger
     assert private.spent().reproducible
     train(model, private, 1)
     state = private.state_dict()
     private.close()
     _, moved = private_run(model)
     with pytest.warns(UserWarning, match="fresh secret"):
-        moved.load_state_dict(state)  # with all that was released before
+        moved.load_state_dict(state)  # including all earlier releases
     assert moved.spent().reproducible and moved.statement().seeded
 
 
@@ -121,14 +121,14 @@ def test_figures_for_machines_show_the_mark(tmp_path: Path) -> None:
     assert json.loads(said)["seeded"] is True
 
 
-# Each key serves once
+# Each key is used once
 
 
 def test_a_second_execution_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
     model, private = private_run(ledger=tmp_path / "ledger", seed=1)
     train(model, private, 1)
     private.close()
-    _, private = private_run(ledger=tmp_path / "ledger", seed=1)  # the same program, once more
+    _, private = private_run(ledger=tmp_path / "ledger", seed=1)  # the same program again
     with private, pytest.raises(LedgerError, match="another run"):
         next(iter(private.loader))
     with (
@@ -147,15 +147,15 @@ def test_two_runs_of_one_seed_in_one_ledger_are_refused_before_a_release() -> No
     with pytest.raises(LedgerError, match="same noise key"):
         train(other, second, 1)
     assert shared.position == 1
-    train(model, first, 1)  # its own key is no other run's
+    train(model, first, 1)  # its key differs from other runs' keys
 
 
-def test_what_released_nothing_may_begin_again(tmp_path: Path) -> None:
+def test_a_run_without_releases_may_start_again(tmp_path: Path) -> None:
     for _ in range(2):
         _, private = private_run(ledger=tmp_path / "ledger", seed=1)
         private._context.ledger.describe(
             describe.about(private._context).to_dict()
-        )  # as far as a crash before the first release may get
+        )  # as after a crash before the first release
         private._context.ledger._file.close()  # type: ignore[attr-defined]
 
 
@@ -175,7 +175,7 @@ def test_the_id_is_public_and_that_of_the_whole_run(tmp_path: Path) -> None:
 
 
 def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
-    """A copy of it cannot be recognised when it is read, but the ledgers show it."""
+    """A copy cannot be recognised on reading, but the ledgers show it."""
     model, private = private_run(resume_file=tmp_path / "secrets")
     train(model, private, 2)
     state, weights = private.state_dict(), model.state_dict()
@@ -193,7 +193,7 @@ def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:
         multi_run.read_files(paths)
 
 
-def test_one_of_many_takes_the_resume_file(tmp_path: Path) -> None:
+def test_only_one_thread_gets_the_resume_file(tmp_path: Path) -> None:
     for _ in range(20):
         secrets = checkpoint.Secrets("run", 1, "f", "d", "m", "key", "epoch", "id")
         checkpoint.write_secrets(tmp_path / "secrets", secrets)

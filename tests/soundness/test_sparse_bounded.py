@@ -1,4 +1,4 @@
-"""With frozen entries, one record moves the others by no more than was stated, can reach it, and moves nothing else."""
+"""With frozen entries, one record moves the others by at most the stated bound, reaches it, and moves nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts_of(name: str, case: Case, dtype: torch.dtype) -> Any:
 
 
 def prepared(strategy: Strategy, model: nn.Module, adjacency: Adjacency, share: float, seed: int) -> Clipper:
-    """A clipper for which releases have frozen a share of the entries, and the noise of its next release."""
+    """A clipper with a share of the entries frozen by releases, and the noise of its next release."""
     clipper = strategy.attach(site(model, adjacency))
     clipper.secret = b"a secret"
     clipper.parts = next_parts(clipper, model, strategy)
@@ -57,7 +57,7 @@ def is_still(clipper: Clipper, total: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda c: c.name)
-def test_one_example_moves_what_is_left_by_at_most_the_sensitivity(case: Case) -> None:
+def test_one_example_moves_active_entries_by_at_most_the_sensitivity(case: Case) -> None:
     models = {dtype: case.build(dtype) for dtype in (torch.float32, torch.float64)}
 
     @FEW
@@ -92,7 +92,7 @@ def test_one_example_moves_what_is_left_by_at_most_the_sensitivity(case: Case) -
 @pytest.mark.parametrize("method", ["auto", "instantiate", "vmap", "loop"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 def test_a_planted_adversary_reaches_the_bound(share: float, method: str, parts: str) -> None:
-    """The bound is on what is left: none of it is lost on frozen entries."""
+    """The bound covers the active entries only."""
     model = DEEP.build()
     mine, removed, replaced = adversary(DEEP)
     for adjacency, other in ((Adjacency.ZERO_OUT, removed), (Adjacency.REPLACE_ONE, replaced)):
@@ -107,8 +107,8 @@ def test_a_planted_adversary_reaches_the_bound(share: float, method: str, parts:
 
 @pytest.mark.parametrize("parts", ["all", "layer", "tensor", "optimal"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
-def test_a_record_turns_a_clipped_mean_round_and_no_more(share: float, parts: str) -> None:
-    """2 C_k' under zero-out: the same example twice, once upside down and larger by far."""
+def test_a_record_reverses_a_clipped_mean_at_most(share: float, parts: str) -> None:
+    """2 C_k' under zero-out: an example, and its opposite at a far larger scale."""
     model = DEEP.build()
     (x,) = DEEP.draw(1, torch.float64, seed=3)
     strategy = clipping.Batch(0.7, parts=parts_of(parts, DEEP, torch.float64), sparse=Sparse(T))
@@ -124,7 +124,7 @@ def test_a_record_turns_a_clipped_mean_round_and_no_more(share: float, parts: st
                          ids=["per example", "batch"])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_infinite_gradient_in_a_frozen_entry_hides_nothing(strategy: Strategy, size: int) -> None:
-    """It counts as 0 there, and what is left of the example is clipped as ever."""
+    """It counts as 0 there, and the active entries are clipped as usual."""
     model = nn.Linear(3, 1, bias=False)
     clipper = strategy.attach(site(model))
     clipper.parts = next_parts(clipper, model, strategy)
@@ -137,7 +137,7 @@ def test_an_infinite_gradient_in_a_frozen_entry_hides_nothing(strategy: Strategy
 
 @pytest.mark.parametrize("kind", [PerExample, clipping.Batch])
 def test_decisions_follow_from_releases_alone(kind: Any) -> None:
-    """Neighbours hear the releases of one: they freeze the same entries, at the same values, with the same bounds."""
+    """Neighbours with the same releases freeze the same entries, at the same values, with the same bounds."""
     strategy = kind(0.7, parts="layer", sparse=Sparse(T))
     batches = adversary(DEEP)
     runs = []
@@ -168,8 +168,8 @@ def test_decisions_follow_from_releases_alone(kind: Any) -> None:
         assert same(trainable(model), trainable(runs[0][0]))  # type: ignore[arg-type]
 
 
-def test_a_mask_that_is_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clip that takes norms of what is left, and sums up everything, passes the bound."""
+def test_a_missing_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clip with norms of active entries and sums of all entries exceeds the bound."""
 
     def forgetful(gradients: PerExampleGradients, *rest: Any) -> PerExampleGradients:
         masked = active_only(gradients, *rest)

@@ -1,5 +1,5 @@
-"""Noised running statistics, through the whole engine: one unit moves them by the stated sensitivity and never by more,
-and what the layers keep follows from what was released."""
+"""Noised running statistics in the whole engine: one unit moves them by at most the stated sensitivity,
+and the layers' buffers follow from releases."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ USERS = [i % 10 for i in range(N)]
 
 
 class Turn(nn.Module):
-    """What may stand before a layer: all rows show the sign of the batch's mean.
+    """An adversarial layer before a batch norm: all rows show the sign of the batch's mean.
 
-    Two positions an example, at +a and -a with a^2 = 2 if the mean is positive, and a = 0 if not: mean 0 and variance
+    Two positions per example, at +a and -a with a^2 = 2 if the mean is positive, and a = 0 if not: mean 0 and variance
     2 or 0, so that u = 0 and w is 1 or -1, up to eps.
     """
 
@@ -58,7 +58,7 @@ class Turn(nn.Module):
 
 
 class Adversarial(nn.Module):
-    """Two batch norm layers that one record turns round, and a gradient that it turns round as well."""
+    """Two batch norm layers and a gradient that one record reverses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Adversarial(nn.Module):
 
 
 def remember(clipper: Clipper) -> dict[str, Tensor]:
-    """What the clipper learns from, times the divisor: all sums of a step, since there is no noise."""
+    """Record the clipper's releases times the divisor: all sums of a step, since there is no noise."""
     found: dict[str, Tensor] = {}
     learn = clipper.learn
 
@@ -102,7 +102,7 @@ def sums(
 
 
 def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """By how much each part moved, over its stated sensitivity; and "jointly", each over its noise, times z."""
+    """Return each part's movement over its stated sensitivity; and "jointly", each over its noise, times z."""
     clipper = private._context.clipper
     parts = noised_parts(
         clipper.bounds, private._context.parameters, Z, private._context.strategy.split, clipper.divisor
@@ -142,7 +142,7 @@ ALL = [s for draw in OF_BATCH for s in settings_of(*draw)]
 
 @pytest.mark.parametrize("setting", ALL, ids=repr)
 def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
-    """In every layer, in the gradient, and in all of them together: what z is made for does happen."""
+    """In every layer, in the gradient, and in all of them jointly: the bound is tight."""
     model = Adversarial().double()
     pair = turned(setting.unit_of(int(setting.largest_piece(Adversarial())[0])))
     shares = neighbours(setting, model, pair)
@@ -164,19 +164,19 @@ def test_a_planted_adversary_reaches_the_stated_bound(setting: Setting) -> None:
     st.sampled_from(SCALES),
     st.integers(0, 10**6),
 )
-def test_no_neighbour_passes_the_bound(
+def test_no_neighbour_exceeds_the_bound(
     draw: tuple[str, str], k: Any, parts: Any, record: int, scale: float, seed: int
 ) -> None:
     assume(k != "user" or draw in ONE_BY_ONE)
     setting, pair = any_neighbours(draw, k, record, scale, seed, parts=parts, running_statistics=RULE)
     shares = neighbours(setting, deep(seed), pair)
     jointly = shares.pop("jointly")
-    assert all(share <= 1 for share in shares.values())  # not one bit more
+    assert all(share <= 1 for share in shares.values())  # exactly
     assert jointly <= 1 + 1e-9
 
 
 def deep(seed: int) -> nn.Module:
-    """Two layers that mix examples, one after the other, and one right at the inputs."""
+    """Two consecutive layers that mix examples, one of them at the inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = nn.Sequential(nn.BatchNorm1d(2 * D), nn.Linear(2 * D, 2 * D))
@@ -190,7 +190,7 @@ def test_without_the_clip_it_is_caught(setting: Setting, monkeypatch: pytest.Mon
     assert neighbours(setting, Adversarial().double(), pair)["statistics of first"] > 2
 
 
-def test_past_a_coupled_layer_a_mean_moves_far_more_than_its_share() -> None:
+def test_after_a_coupled_layer_one_record_moves_a_mean_by_more_than_its_share() -> None:
     """Why the whole vector is clipped: sums over rows, each within [-1, 1], would be stated as 2 over L rows."""
     torch.manual_seed(0)
     L, layer = 256, BatchStatisticsNorm(1, affine=False)
@@ -201,11 +201,11 @@ def test_past_a_coupled_layer_a_mean_moves_far_more_than_its_share() -> None:
     assert abs(means[0] - means[1]) > 100 * 2 / L
 
 
-# Per-example clipping, with layers that normalize by what was released before
+# Per-example clipping, with layers that normalize by earlier releases
 
 
 class OwnRows(nn.Module):
-    """As `Adversarial`, but each row shows its own sign, and the layers keep rows apart."""
+    """As `Adversarial`, but each row shows its own sign, and the layers do not mix rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,11 +249,11 @@ def test_a_row_reaches_the_stated_bound(draw: tuple[str, str], split: str) -> No
     st.sampled_from(SCALES),
     st.integers(0, 10**6),
 )
-def test_no_row_passes_the_bound(
+def test_no_row_exceeds_the_bound(
     draw: tuple[str, str], parts: Any, method: str, record: int, scale: float, seed: int
 ) -> None:
     if isinstance(parts, RandomLayer):
-        # Parts are drawn by the place in the batch: without the last one all others keep theirs.
+        # Parts are drawn by the index in the batch: without the last one all others keep theirs.
         record = N - 1
     random = torch.Generator().manual_seed(seed)
     setting = by_row(*draw, parts=parts, method=method)
@@ -265,7 +265,7 @@ def test_no_row_passes_the_bound(
 
 
 def apart(seed: int) -> nn.Module:
-    """Two layers, one right at the inputs."""
+    """Two layers, one of them at the inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -275,7 +275,7 @@ def apart(seed: int) -> nn.Module:
 
 
 def test_statistics_of_the_batch_in_place_of_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clipped as a whole, and stated as a sum of rows: R where 2 R can happen."""
+    """Clipped as a whole, and stated as a sum of rows: R instead of 2 R."""
     setting = by_row("full", "zero-out")
     rows = torch.ones(N, 2 * D).double()
     rows[1:] = -1.0
@@ -290,15 +290,15 @@ def test_statistics_of_the_batch_in_place_of_rows_are_caught(monkeypatch: pytest
     assert neighbours(setting, WholeBatch().double(), Pair(rows, rows, victim))["statistics of first"] > 1.9
 
 
-# What the layers keep
+# The layers' buffers
 
 
 @pytest.mark.parametrize("strategy", ["batch", "per example"])
 def test_whatever_is_saved_follows_from_what_was_released(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The releases of one run are given to its neighbour: weights and buffers are the same, bit by bit, after each
-    step, though the batches were not."""
+    """A neighbour gets the releases of a run: weights and buffers are bitwise equal after each step, though the
+    batches differ."""
     random = torch.Generator().manual_seed(3)
     rows = torch.randn(N, 2 * D, generator=random).double()
     spoiled = rows.clone()
@@ -306,7 +306,7 @@ def test_whatever_is_saved_follows_from_what_was_released(
     is_batch = strategy == "batch"
     by_batch = Setting(Batch(C, 4, running_statistics=RULE), "poisson", "zero-out")
     setting = by_batch if is_batch else by_row("poisson", "zero-out")
-    told: list[dict[str, Tensor]] = []
+    releases: list[dict[str, Tensor]] = []
     saved: list[list[dict[str, Tensor]]] = []
     own: list[dict[str, Tensor]] = []
     honest = step.noised
@@ -317,10 +317,10 @@ def test_whatever_is_saved_follows_from_what_was_released(
         def release(context: Any, total: dict[str, Tensor], first: bool = number == 0) -> Any:
             found = honest(context, total)
             if first:
-                told.append({name: value.clone() for name, value in found.items()})
+                releases.append({name: value.clone() for name, value in found.items()})
                 return found
             own.append(found)
-            return {name: value.clone() for name, value in told[len(own) - 1].items()}
+            return {name: value.clone() for name, value in releases[len(own) - 1].items()}
 
         monkeypatch.setattr(step, "noised", release)
         while private.steps < 6:
@@ -328,7 +328,7 @@ def test_whatever_is_saved_follows_from_what_was_released(
                 if private.step(model(x)):
                     states.append(copy.deepcopy(model.state_dict()))
         saved.append(states)
-    assert not torch.equal(own[0]["statistics of 0.0"], told[0]["statistics of 0.0"])
+    assert not torch.equal(own[0]["statistics of 0.0"], releases[0]["statistics of 0.0"])
     for mine, theirs in zip(*saved, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -345,8 +345,8 @@ def noisy(setting: Setting, rows: Tensor, model: nn.Module) -> Private:
     return private
 
 
-def test_statistics_that_leave_by_another_way_are_refused() -> None:
-    """The buffers may change from releases, and at no other time between a batch and its step."""
+def test_other_changes_of_the_statistics_are_refused() -> None:
+    """Only releases may change the buffers between a batch and its step."""
     model = deep(0)
     setting = Setting(Batch(C, running_statistics=RULE), "poisson", "zero-out")
     private = setting.begin(torch.randn(N, 2 * D), model)

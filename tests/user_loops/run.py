@@ -1,4 +1,4 @@
-"""Many random loops, one after another, and a report."""
+"""Run many random loops and report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from tests.user_loops.world import World, silently
 
-# How often each is chosen: most of a loop is private steps, or a refusal would end every sequence early.
+# Relative frequencies: mostly private steps, since a refusal ends a sequence.
 ACTIONS = {
     "private_step": 8,
     "backward_and_step": 3,
@@ -41,7 +41,7 @@ _LONGEST = 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one sequence came to."""
+    """The outcome of one sequence."""
 
     seed: int
     actions: tuple[str, ...]
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sequences. Returns the exit code: 1 if a statement was better than the truth."""
     parser = argparse.ArgumentParser(prog="python -m tests.user_loops", description=__doc__)
     parser.add_argument("--count", type=int, default=2000, help="how many sequences")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one")
-    parser.add_argument("--only", type=int, help="only the sequence of this seed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first sequence")
+    parser.add_argument("--only", type=int, help="run only the sequence of this seed")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     seeds = range(given.seed, given.seed + given.count) if given.only is None else [given.only]

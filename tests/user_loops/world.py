@@ -1,4 +1,4 @@
-"""A model, its private runs and what the test knows about them."""
+"""A model, its private runs, and the ground truth about them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DELTA = 1e-5
 
 
 class Counts(nn.Module):
-    """Adds up what it sees, in training mode and without gradients: an evaluation without `.eval()` leaves a trace."""
+    """Sums its inputs in a buffer in training mode: an evaluation without `.eval()` changes the model."""
 
     total: Tensor
 
@@ -42,13 +42,13 @@ class Counts(nn.Module):
 
 @dataclass
 class Truth:
-    """The test's own ledger of one private run.
+    """The ground truth of one private run.
 
     Attributes:
-        releases: how many gradients of the run were seen in `.grad`, or went into an update.
-        weights: whether parameters or buffers hold anything of private data that had no noise.
-        optimizer: whether the state of the optimizer does.
-        declared: reasons that the user gave.
+        releases: the number of gradients that were visible in `.grad` or used in an update.
+        weights: whether parameters or buffers depend on private data without noise.
+        optimizer: whether the optimizer's state does.
+        declared: the user's reasons.
     """
 
     releases: int = 0
@@ -63,7 +63,7 @@ class Truth:
 
 @dataclass
 class Saved:
-    """A checkpoint as users keep it, and what was true of it."""
+    """A user's checkpoint, and the ground truth about it."""
 
     model: dict[str, Any]
     private: dict[str, Any]
@@ -71,7 +71,7 @@ class Saved:
 
 
 class World:
-    """One model, and the run that trains it now."""
+    """One model and its current run."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
@@ -92,10 +92,10 @@ class World:
         self.problems: list[str] = []
         self.refusals = 0
 
-    # ------------------------------------------------------------ what a user does
+    # ------------------------------------------------------------ user actions
 
     def private_step(self) -> None:
-        """The loop that is meant."""
+        """The documented loop."""
         while True:
             before = self.private.steps
             losses = self._losses(self._batch())
@@ -107,7 +107,7 @@ class World:
                 return
 
     def backward_and_step(self) -> None:
-        """The same, with the optimizer stepped by hand, and perhaps an idiom of plain loops in between."""
+        """The same with manual optimizer steps, and sometimes an idiom of plain loops in between."""
         idiom = self.random.choice(["none", "none", "clip", "zero", "plain", "twice", "closure"])
         while not self._backward():
             pass
@@ -127,7 +127,7 @@ class World:
             self.optimizer.step()
 
     def backward_only(self) -> None:
-        """A release whose update comes later, or never."""
+        """A release with a later update, or none."""
         self._backward()
 
     def plain_step(self) -> None:
@@ -138,7 +138,7 @@ class World:
         self._maybe_clear()
 
     def plain_step_through_data(self) -> None:
-        """As people wrote it before torch.no_grad()."""
+        """A manual update through `.data`."""
         self._plain_gradient()
         for p in self.model.parameters():
             if p.grad is not None:
@@ -147,7 +147,7 @@ class World:
         self.model.zero_grad()
 
     def second_optimizer(self) -> None:
-        """One of the user's own, perhaps fused, which torch does not count."""
+        """A step of a second optimizer, sometimes fused, which torch does not count."""
         self._plain_gradient()
         fused = self.random.random() < 0.5
         torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused).step()
@@ -155,7 +155,7 @@ class World:
         self.model.zero_grad()
 
     def update_in_the_middle(self) -> None:
-        """Between the draw of a batch and its step."""
+        """A change between the draw of a batch and its step."""
         losses = self._losses(self._batch())
         with torch.no_grad():
             for p in self.model.parameters():
@@ -168,20 +168,20 @@ class World:
             self.truth.releases += self.private.steps - before
 
     def evaluate(self) -> None:
-        """In .eval(), with nothing left behind."""
+        """An evaluation in .eval(), which changes nothing."""
         self.model.eval()
         with torch.no_grad():
             self.model(self.dataset.tensors[0])
         self.model.train()
 
     def evaluate_in_train_mode(self) -> None:
-        """Which this model does not forget."""
+        """An evaluation in training mode, which changes a buffer."""
         with torch.no_grad():
             self.model(self.dataset.tensors[0])
         self.truth.weights = True
 
     def evaluate_averages(self) -> None:
-        """Weights that are swapped and put back, by the run or by hand."""
+        """Weights that are swapped and restored, by the run or manually."""
         if self.averages:
             with self.private.averaged.applied():
                 self.private.spent()
@@ -192,7 +192,7 @@ class World:
         self.model.load_state_dict(own)
 
     def schedule(self) -> None:
-        """A scheduler that counts."""
+        """A scheduler that counts steps."""
         torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9).step()
 
     def save(self) -> None:
@@ -218,7 +218,7 @@ class World:
         self.batches = None
 
     def freeze(self) -> None:
-        """A parameter that no longer trains, and trains again."""
+        """A parameter that is frozen and unfrozen."""
         p = self.random.choice(list(self.model.parameters()))
         p.requires_grad_(not p.requires_grad)
 
@@ -231,19 +231,19 @@ class World:
             self.batches = None if self.random.random() < 0.5 else self.batches
 
     def cast(self) -> None:
-        """There and back: the contents stay."""
+        """A cast to another dtype and back: the contents stay."""
         self.model.to(torch.float32)
         self.model.double().float()
 
     def declare(self) -> None:
-        """What the user says the test takes for true, and the statement must print."""
+        """A declaration, which the test takes as true and the statement must print."""
         reason = self.random.choice(["averaged weights", "statistics from public rows"])
         self.private.declare_update(self.random.choice(["public", "post-processing"]), reason)
         self.truth.weights = self.truth.optimizer = False
         self.truth.declared.append(reason)
 
     def reopen(self) -> None:
-        """Close the run and go on with it from a checkpoint."""
+        """Close the run and resume it from a checkpoint."""
         if not self.keeps_file:
             return
         self.save()
@@ -257,7 +257,7 @@ class World:
         """Another run on the same model: in the same ledger, or after the first was closed in one of its own.
 
         Releases of the first run are in the first weights of the second. Its statement says that it takes these for
-        public, and counts its own alone. What had no noise stays what it is.
+        public, and counts only its own. Unnoised contents stay so.
         """
         self.model.zero_grad()
         for p in self.model.parameters():
@@ -283,10 +283,10 @@ class World:
         self.saved = []
         self.private, self.batches = self._make(self._ledger()), None
 
-    # --------------------------------------------------------------- what must hold
+    # --------------------------------------------------------------- checks
 
     def judge(self) -> None:
-        """Either an error, or a statement that is true of the weights."""
+        """Require an error, or a statement that is true of the weights."""
         with self.refusing():
             spent = self.private.spent(DELTA)
             self._require(spent.steps >= self.truth.releases, "spent() counts too few releases")
@@ -308,7 +308,7 @@ class World:
             )
 
     def end(self) -> None:
-        """The same at the end, and of a run that is closed."""
+        """Require the same at the end, and after the run is closed."""
         self.judge()
         if not self.private._context.weights.is_closed:
             with self.refusing():
@@ -319,7 +319,7 @@ class World:
 
     @contextmanager
     def refusing(self) -> Any:
-        """A refusal is as good as a true statement."""
+        """Accept an error in place of a true statement."""
         try:
             yield
         except ClipwiseError:
@@ -329,7 +329,7 @@ class World:
         if not holds:
             self.problems.append(problem)
 
-    # ---------------------------------------------------------------------- inside
+    # ---------------------------------------------------------------------- helpers
 
     def _make(self, ledger: Any) -> Private:
         return make_private(
@@ -404,7 +404,7 @@ def _epsilon(event: Event, releases: int) -> float:
 
 
 def silently(act: Callable[[], None]) -> None:
-    """Warnings are for users."""
+    """Ignore warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         warnings.simplefilter("ignore", UserWarning)

@@ -1,4 +1,4 @@
-"""Models and losses whose examples affect one another, and some that only look like it."""
+"""Models and losses with coupled examples, and uncoupled ones that look similar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Args: build makes the model; loss(model, x, y); draw makes a batch."""
+    """`build` returns the model and `draw` a batch; the losses are `loss(model, x, y)`."""
 
     build: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
@@ -46,7 +46,7 @@ def perceptron(*between: nn.Module) -> nn.Module:
 
 
 class Words(nn.Module):
-    """Attention over the words of a text, which is causal if `is_causal` says so of the padding."""
+    """Attention over the words of a text, causal if `is_causal(padding)` is true."""
 
     def __init__(self, is_causal: Callable[[Tensor], bool] = lambda is_padding: False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Equilibrium(nn.Module):
 
 
 class ByPlace(nn.Module):
-    """Adds something of the place in the batch."""
+    """Adds the index in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Gated(nn.Module):
 
 
 def zero_head() -> nn.Module:
-    """The classes of a mean of the batch, by a head that starts at zero: no loss and no input gradient shows it."""
+    """A batch mean behind a head that starts at zero: no loss and no input gradient shows it."""
 
     class Centred(nn.Module):
         def forward(self, h: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def zero_head() -> nn.Module:
 
 
 def scaled_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Losses as they should be, with gradients that a mean of the batch scales."""
+    """Correct losses with gradients scaled by a batch mean."""
     losses = losses_of(model, x, y)
     return losses.detach() + x.square().mean().item() * (losses - losses.detach())
 
@@ -132,7 +132,7 @@ def normalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def with_frozen_backbone() -> Callable[..., Tensor]:
-    """A backbone with batch norm in training mode, which is no part of the model."""
+    """A backbone outside of the model, with batch norm in training mode."""
     backbone = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ COUPLED: dict[str, Case] = {
         lambda: Words(lambda is_padding: bool(is_padding.any())), losses_of, padded
     ),
     "a loop until all have converged": Case(Equilibrium, losses_of, vectors),
-    "the place in the batch": Case(ByPlace, losses_of, vectors),
+    "the index in the batch": Case(ByPlace, losses_of, vectors),
     "a gate at zero": Case(Gated, losses_of, vectors),
     "a head at zero": Case(zero_head, losses_of, vectors),
     "scaled gradients": Case(perceptron, scaled_gradients, vectors),
@@ -170,7 +170,7 @@ def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Reordered(nn.Linear):
-    """Adds in another order for another size of the batch, as kernels do."""
+    """Sums in another order for another batch size, as kernels do."""
 
     def forward(self, x: Tensor) -> Tensor:
         order = torch.arange(self.in_features).roll(len(x))
@@ -179,10 +179,10 @@ class Reordered(nn.Linear):
 
 
 def large_logits() -> nn.Module:
-    """Losses that are small beside the logits, and so beside their rounding."""
+    """Losses that are small compared with the logits and their rounding."""
     model = nn.Sequential(Reordered(D, 64), nn.Tanh(), Reordered(64, 64), nn.Tanh(), Reordered(64, 3))
     with torch.no_grad():
-        model[4].weight += 300.0  # of all classes alike
+        model[4].weight += 300.0  # for all classes
     return model
 
 
@@ -198,7 +198,7 @@ def small_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Packed(nn.Module):
-    """Dropout of valid words only: how many numbers are drawn depends on the padding of all texts."""
+    """Dropout of valid words only: the number of draws depends on the padding of all texts."""
 
     def __init__(self) -> None:
         super().__init__()

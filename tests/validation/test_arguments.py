@@ -1,4 +1,4 @@
-"""Models and functions of the wrong kind are refused by the name of their argument."""
+"""Invalid arguments raise errors that name them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def test_numbers_of_numpy_become_pythons_own() -> None:
+def test_numpy_scalars_become_python_numbers() -> None:
     given = {"a": np.float32(0.5), "b": [np.int64(3), (np.bool_(True), "c")], "d": None}
     found = plain(given)
     assert found == {"a": 0.5, "b": [3, (True, "c")], "d": None}
     assert [type(v) for v in (found["a"], found["b"][0], found["b"][1][0])] == [float, int, bool]
     untouched = {"a": 1.0, "b": [2, (3,)], "t": ROWS}
-    assert plain(untouched) is untouched  # such as a state_dict, which has more to it than its entries
+    assert plain(untouched) is untouched  # a state_dict has attributes besides its entries
 
 
 NUMPY = [
@@ -65,7 +65,7 @@ NUMPY = [
 
 
 @pytest.mark.parametrize("clipping", NUMPY)
-def test_settings_may_be_numbers_of_numpy_and_go_into_checkpoints(
+def test_settings_may_be_numpy_scalars_and_are_saved_in_checkpoints(
     clipping: Callable[[], Strategy], tmp_path: Path
 ) -> None:
     model, private = private_run(clipping=clipping(), steps=np.int64(3), averaged=np.float32(0.5))
@@ -81,7 +81,7 @@ def test_settings_may_be_numbers_of_numpy_and_go_into_checkpoints(
     assert torch.load(tmp_path / "own.pt", weights_only=True)["position"] == 1
 
 
-def test_the_numbers_of_a_run_may_be_numpys_too(tmp_path: Path) -> None:
+def test_arguments_of_make_private_may_be_numpy_scalars(tmp_path: Path) -> None:
     budget = {"epsilon": np.float32(3.0), "delta": np.float64(1e-5), "epochs": np.float32(2.0)}
     model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(5, 3))
     clipping = Lipschitz(np.float32(1.0), np.float64(1.0), temperature=np.float32(2.0), fixed=np.bool_(True))
@@ -98,7 +98,7 @@ def test_the_numbers_of_a_run_may_be_numpys_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["relative", "keep_length"])
-def test_a_word_is_no_switch(name: str) -> None:
+def test_strings_are_not_bools(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Multipliers: {name} must be True or False, not 'no'"):
         Multipliers(Released(), every=2, **{name: "no"})  # type: ignore[arg-type]
 
@@ -130,7 +130,7 @@ def test_errors_name_the_argument_that_was_given(options: dict[str, Any], words:
         private_run(**options)
 
 
-def test_functions_that_take_what_they_are_called_with() -> None:
+def test_functions_with_a_wrong_signature_are_refused() -> None:
     for function in (lambda a, b: 0, lambda *a: 0, partial(lambda a, b, c: 0, 1), lambda a, b, c=3: 0, print):
         require_takes("f", function, "f(a, b)", 1, 2)
     for function in (lambda a: 0, lambda a, b, c: 0, len):
@@ -153,7 +153,7 @@ def test_functions_that_take_what_they_are_called_with() -> None:
     ],
 )
 @pytest.mark.parametrize("given", ["net", None, 3])
-def test_what_is_no_model(call: Any, given: Any) -> None:
+def test_objects_that_are_not_models_are_refused(call: Any, given: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"model must be a torch\.nn\.Module"):
         call(given)
 
@@ -164,7 +164,7 @@ def test_public_rows_that_the_model_does_not_take(kind: str, rows: Tensor) -> No
     model = normed()
     with pytest.raises(ConfigurationError, match="public: the model does not take such rows"):
         layers.replace_batchnorm(model, rows, kind)
-    assert type(model[1]) is nn.BatchNorm1d  # as it was
+    assert type(model[1]) is nn.BatchNorm1d  # unchanged
     with pytest.raises(ConfigurationError, match="public_batches: the model does not take such rows"):
         layers.recompute_statistics(layers.without_running_statistics(model), [rows])
 
@@ -178,13 +178,13 @@ def test_public_rows_that_are_not_finite(bad: float) -> None:
 
 
 @pytest.mark.parametrize("groups", ["4", 1.0, True])
-def test_groups_that_are_no_number(groups: Any) -> None:
+def test_groups_must_be_a_whole_number(groups: Any) -> None:
     with pytest.raises(ConfigurationError, match="groups must be a whole number"):
         layers.replace_batchnorm(normed(), None, "group", groups=groups)
 
 
 @pytest.mark.parametrize("uses", [0, "2", [1]])
-def test_uses_that_are_no_mapping(uses: Any) -> None:
+def test_uses_must_be_a_mapping(uses: Any) -> None:
     with pytest.raises(ConfigurationError, match="uses must map layer names to their number of uses"):
         layers.clip_inputs(nn.Linear(4, 3), input_norm=1.0, uses=uses)
 
@@ -204,7 +204,7 @@ def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> N
         layers.norms_from_public(nn.Linear(4, 3), loss, batch)
 
 
-def test_a_local_update_takes_a_model_and_a_mini_set() -> None:
+def test_a_local_update_takes_a_model_and_a_microbatch() -> None:
     for update in ("train", len, lambda model: None):
         with pytest.raises(ConfigurationError, match=r"local_update.*\(model, mini_set\)"):
             Batch(1.0, local_update=update)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
         (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]
     ],
 )
-def test_numbers_of_layers(call: Any, message: str) -> None:
+def test_arguments_of_layers(call: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         call()
 
@@ -242,6 +242,6 @@ def test_numbers_of_layers(call: Any, message: str) -> None:
     ("sampling", "adjacency", "usable"),
     [("poisson", "replace-one", "use 'zero-out'.$"), ("fixed-size", "zero-out", "use 'replace-one'.$")],
 )
-def test_an_adjacency_that_can_be_used_is_named(sampling: str, adjacency: str, usable: str) -> None:
+def test_the_error_names_a_supported_adjacency(sampling: str, adjacency: str, usable: str) -> None:
     with pytest.raises(ConfigurationError, match=f"not supported with sampling='{sampling}': {usable}"):
         private_run(sampling=sampling, adjacency=adjacency)

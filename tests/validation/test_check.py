@@ -1,4 +1,4 @@
-"""`clipwise.check` says before training what would be refused, and sees what no gradient shows."""
+"""`clipwise.check` reports what training would refuse, and finds coupling that no gradient shows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tokens() -> tuple[Tensor, ...]:
 
 
 def token_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One number a token, 0 at padding."""
+    """One loss per token, 0 at padding."""
     return F.cross_entropy(model(x).transpose(1, 2), y, reduction="none", ignore_index=0)
 
 
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         ),
         "depends",
     ),
-    # What no gradient shows:
+    # Coupling that no gradient shows:
     "all valid tokens": (
         (Language, lambda m, x, y: token_losses(m, x, y).sum(1) / (y != 0).sum(), tokens),
         "its own count",
@@ -147,15 +147,15 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "the number of examples": (
         (perceptron, lambda m, x, y: cross_entropy(m, x, y) / len(x), vectors),
-        "taken out",
+        "removed from the batch",
     ),
     "the number of examples, with dropout": (
         (lambda: perceptron(nn.Dropout(0.5)), lambda m, x, y: cross_entropy(m, x, y) / len(x), vectors),
-        "taken out",
+        "removed from the batch",
     ),
-    # What a first step would refuse:
+    # Refused by the first step:
     "a mean": ((perceptron, lambda m, x, y: cross_entropy(m, x, y).mean(), vectors), "single number"),
-    "a loss a token": ((Language, token_losses, tokens), "2 dimensions"),
+    "one loss per token": ((Language, token_losses, tokens), "2 dimensions"),
     "no gradient": ((perceptron, lambda m, x, y: cross_entropy(m, x, y).detach(), vectors), "no gradient"),
     "nothing to train": (
         (lambda: perceptron().requires_grad_(False), cross_entropy, vectors),
@@ -183,7 +183,7 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-REFUSED["a buffer that learns"] = ((Counting, cross_entropy, vectors), "'seen'")
+REFUSED["a buffer that forward updates"] = ((Counting, cross_entropy, vectors), "'seen'")
 
 
 def report_on(case: Case) -> Any:
@@ -193,7 +193,7 @@ def report_on(case: Case) -> Any:
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_can_be_private_is_accepted(name: str) -> None:
+def test_uncoupled_losses_are_accepted(name: str) -> None:
     report = report_on(ACCEPTED[name])
     assert report.ok, report
     assert report and not report.notes
@@ -201,7 +201,7 @@ def test_what_can_be_private_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_private_is_refused(name: str) -> None:
+def test_coupled_or_invalid_losses_are_refused(name: str) -> None:
     case, words = REFUSED[name]
     report = report_on(case)
     assert not report.ok and not report
@@ -220,8 +220,8 @@ def test_losses_that_are_always_random_are_accepted_with_a_note() -> None:
     assert report.ok and "random" in report.notes[0]
 
 
-def test_clipped_layers_are_held_to_what_backpropagation_clipping_asks_for() -> None:
-    """Without a word about the strategy: per-example clipping would accept either model."""
+def test_clipped_layers_are_checked_for_backpropagation_clipping() -> None:
+    """By default, without `clipping=`. Per-example clipping would accept either model."""
     for mode in ("clip", "normalize"):
         clipped = clip_inputs(perceptron(), input_norm=1.0, grad_norm=1.0, mode=mode)
         assert check(clipped, cross_entropy, vectors()).ok
@@ -233,7 +233,7 @@ def test_clipped_layers_are_held_to_what_backpropagation_clipping_asks_for() -> 
     assert "in no clipped layer" in str(check(partly, cross_entropy, vectors()))
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     model = perceptron(nn.Dropout(0.5), nn.BatchNorm1d(8).eval())
     modes = [m.training for m in model.modules()]
     weights = {name: t.clone() for name, t in model.state_dict().items()}
@@ -255,7 +255,7 @@ def test_no_message_carries_a_value_of_the_data() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (torch.randn(1, D),), (torch.tensor(3.0),), ("text",)])
-def test_a_batch_too_small_to_tell_is_refused(batch: tuple[Any, ...]) -> None:
+def test_a_batch_of_fewer_than_two_examples_is_refused(batch: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigurationError, match="at least two examples"):
         check(perceptron(), squares, batch)
 
@@ -266,7 +266,7 @@ def test_a_loss_that_does_not_take_the_batch_is_refused(loss: Any) -> None:
         check(perceptron(), loss, (torch.randn(4, D),))
 
 
-def test_what_goes_wrong_inside_a_loss_is_its_own_error() -> None:
+def test_errors_inside_a_loss_are_not_replaced() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return len(x, x)  # type: ignore[call-arg, return-value]
 
@@ -281,14 +281,14 @@ class SharedMask(nn.Module):
         return x * (torch.rand(1, x.shape[1]) > 0.5) if self.training else x
 
 
-def test_a_mask_that_examples_share_is_noted_with_its_layer_and_no_refusal() -> None:
+def test_a_shared_dropout_mask_is_accepted_with_a_note() -> None:
     (note,) = report_on((lambda: perceptron(SharedMask()), cross_entropy, vectors)).notes
     assert "share their random numbers" in note and "(SharedMask)" in note
     for own in (nn.Dropout(0.5), nn.Identity()):
         assert not report_on((lambda own=own: perceptron(own), cross_entropy, vectors)).notes  # type: ignore[misc]
 
 
-def test_random_numbers_that_a_loss_shares_are_noted_too() -> None:
+def test_shared_random_numbers_of_a_loss_are_noted_too() -> None:
     def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return cross_entropy(model, x, y) * (torch.rand(()) + 0.5)
 

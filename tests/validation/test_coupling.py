@@ -1,4 +1,4 @@
-"""Coupled examples are found, on the first batches and wherever a gradient arrives for the first time."""
+"""The probe finds coupled examples on the first batches and at the first gradient of each path."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Passes:
         monkeypatch.setattr(torch.autograd, "grad", counted)
 
     def taken(self) -> int:
-        """Since it was asked last."""
+        """Passes since the last call."""
         count, self.count = self.count, 0
         return count
 
@@ -136,7 +136,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     return Passes(monkeypatch)
 
 
-def test_a_probe_looks_at_the_first_batches_only(passes: Passes) -> None:
+def test_the_probe_runs_on_the_first_batches_only(passes: Passes) -> None:
     looking = IndependenceProbe()
     for batch in range(4):
         x, y = looking.mark(vectors())
@@ -145,7 +145,7 @@ def test_a_probe_looks_at_the_first_batches_only(passes: Passes) -> None:
         assert looking.is_settled == (batch > 0)
 
 
-def test_a_batch_of_one_decides_nothing(passes: Passes) -> None:
+def test_a_batch_of_one_is_not_counted(passes: Passes) -> None:
     looking = IndependenceProbe()
     for size in (1, 1, 1, 1, B, B, B):
         (x,) = looking.mark((torch.randn(size, D),))
@@ -154,7 +154,7 @@ def test_a_batch_of_one_decides_nothing(passes: Passes) -> None:
     assert passes.taken() == 2 * 3
 
 
-def test_after_a_refusal_the_probe_still_looks() -> None:
+def test_the_probe_continues_after_a_refusal() -> None:
     looking = IndependenceProbe()
     for _ in range(4):
         x, y = looking.mark(vectors())
@@ -183,20 +183,20 @@ def test_batches_keep_their_structure(batch: Any, find: Callable[[Any], Tensor])
         looking.examine(centred(MODEL(find(marked))).square().sum(1))
 
 
-def test_a_nan_example_is_no_coupling_and_no_proof_of_none() -> None:
+def test_a_nan_example_is_no_coupling_and_ends_no_probe() -> None:
     looking = IndependenceProbe()
     for _ in range(3):
         x = torch.randn(B, B, D)
         x[2] = torch.nan
         (marked,) = looking.mark((x,))
         looking.examine(MODEL(marked).square().sum((1, 2)))
-    (clean,) = looking.mark((torch.randn(B, B, D),))  # still looked at
+    (clean,) = looking.mark((torch.randn(B, B, D),))  # still examined
     with pytest.raises(CoupledExamplesError):
         looking.examine(centred(MODEL(clean)).square().sum((1, 2)))
 
 
-def test_one_loss_a_position_is_none_an_example() -> None:
-    """Of a length that equals the batch, it would pass for one loss an example."""
+def test_one_loss_per_position_is_refused() -> None:
+    """With as many positions as examples, it has the shape of one loss per example."""
     with pytest.raises(CoupledExamplesError):
         probe(lambda x: MODEL(x).square().sum((0, 2)), lambda: (torch.randn(B, B, D),))
 
@@ -212,7 +212,7 @@ def head_of_zeros() -> nn.Sequential:
 
 
 def test_a_head_of_zeros_hides_nothing() -> None:
-    """All gradients at the inputs are 0 until the head has moved, however long that takes."""
+    """All input gradients are 0 until the head has moved."""
     model, looking = head_of_zeros(), IndependenceProbe()
     for _ in range(5):
         x, y = looking.mark(vectors())
@@ -245,7 +245,7 @@ GATED: dict[str, Callable[[float, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("way", GATED)
 @pytest.mark.parametrize("asleep", [3, 100])
 def test_a_path_is_examined_when_its_first_gradient_arrives(way: str, asleep: int) -> None:
-    """Before anything of that batch is released. (After long, a path inside the model is looked at now and then.)"""
+    """The refusal comes before that batch is released. (Old paths are examined only now and then.)"""
     looking = IndependenceProbe()
     for _ in range(asleep):
         x, y = looking.mark(vectors())
@@ -257,7 +257,7 @@ def test_a_path_is_examined_when_its_first_gradient_arrives(way: str, asleep: in
             looking.examine(GATED[way](1.0, x, y))
 
 
-def test_what_never_gets_a_gradient_costs_little(passes: Passes) -> None:
+def test_paths_without_gradients_cost_few_passes(passes: Passes) -> None:
     looking = IndependenceProbe()
     taken = []
     for _ in range(160):
@@ -270,8 +270,8 @@ def test_what_never_gets_a_gradient_costs_little(passes: Passes) -> None:
     assert not looking.is_settled
 
 
-def test_networks_of_any_length_are_no_news(passes: Passes) -> None:
-    """Each is a graph of its own, made of operations that were met before."""
+def test_longer_networks_of_known_operations_are_not_probed_again(passes: Passes) -> None:
+    """Each has its own graph of known operations."""
     looking = IndependenceProbe()
     cell = nn.GRUCell(D, 4)
     taken = []
@@ -305,7 +305,7 @@ PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("integers", [True, False])
 @pytest.mark.parametrize("how", PAIRED)
-def test_targets_of_all_examples_in_one_loss_are_refused_by_name(how: str, integers: bool) -> None:
+def test_losses_of_pairs_are_refused(how: str, integers: bool) -> None:
     looking = IndependenceProbe()
     y = torch.randint(0, 2, (B,))
     x, y = looking.mark((torch.randn(B, D), y if integers else y.float()))
@@ -313,8 +313,8 @@ def test_targets_of_all_examples_in_one_loss_are_refused_by_name(how: str, integ
         looking.examine(PAIRED[how](OUTPUT(x), y))
 
 
-def test_shapes_that_fit_are_no_pairs() -> None:
-    """Also where a sequence is as long as the batch, or a layer as wide."""
+def test_matching_shapes_are_no_pairs() -> None:
+    """Also if the sequence length or the layer width equals the batch size."""
     looking = IndependenceProbe()
     scale, levels = nn.Parameter(torch.randn(B)), torch.rand(B)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A run that has the loss tests it on its first batches, before anything is released."""
+"""A run with `loss=` runs the replacement test on its first batches, before any release."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dataset_of(case: Case) -> TensorDataset:
 
 
 def refused(private: clipwise.Private, loss: Callable[..., Tensor]) -> str:
-    """The message, which came before anything was counted."""
+    """Return the error message. Nothing was counted before it."""
     with pytest.raises(CoupledExamplesError) as caught:
         train(private, loss)
     assert private.steps == 0
@@ -68,7 +68,7 @@ def test_a_coupled_loss_is_refused_before_the_first_release(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", APART)
-def test_a_sound_loss_trains(name: str) -> None:
+def test_an_uncoupled_loss_trains(name: str) -> None:
     torch.manual_seed(0)
     case = APART[name]
     model = case.build()
@@ -79,7 +79,7 @@ def test_a_sound_loss_trains(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["the place in the batch", "a gate at zero", "a loop until all have converged"]
+    "name", ["the index in the batch", "a gate at zero", "a loop until all have converged"]
 )
 def test_a_compiled_step_tests_its_loss(name: str) -> None:
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def counted(model: nn.Module) -> tuple[Callable[..., Tensor], list[int]]:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_two_batches_are_tested_and_no_more(is_compiled: bool) -> None:
+def test_only_two_batches_are_tested(is_compiled: bool) -> None:
     model = network()
     loss, calls = counted(model)
     _, private = private_run(model, loss=None if is_compiled else loss, sampling="fixed-size")
@@ -119,7 +119,7 @@ def test_two_batches_are_tested_and_no_more(is_compiled: bool) -> None:
         assert len(calls) > 5 + 2 * 20 and a_step == [1] * 5
 
 
-def test_a_batch_that_is_looked_at_again_is_not_tested_again() -> None:
+def test_each_batch_is_tested_once() -> None:
     model = network()
     loss, calls = counted(model)
     _, private = private_run(model, loss=loss, sampling="fixed-size")
@@ -129,7 +129,7 @@ def test_a_batch_that_is_looked_at_again_is_not_tested_again() -> None:
     assert first > 20 and len(calls) == first
 
 
-def test_batches_of_fewer_than_two_examples_tell_nothing() -> None:
+def test_batches_of_fewer_than_two_examples_are_not_tested() -> None:
     model = network()
     loss, calls = counted(model)
     _, private = private_run(model, loss=loss, batch_size=1, sampling="fixed-size")
@@ -142,7 +142,7 @@ def test_batches_of_fewer_than_two_examples_tell_nothing() -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_test_changes_no_result(is_compiled: bool) -> None:
-    """Neither weights nor random numbers of the run."""
+    """Weights and random numbers of the run stay the same."""
     found = []
     for with_loss in (False, True):
         torch.manual_seed(0)
@@ -160,7 +160,7 @@ def test_the_test_changes_no_result(is_compiled: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_strategy_of_whole_mini_sets_may_have_coupled_losses() -> None:
+def test_coupled_losses_are_accepted_with_batch_clipping() -> None:
     model = network()
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_a_strategy_of_whole_mini_sets_may_have_coupled_losses() -> None:
     assert private.steps == 3
 
 
-def test_a_loss_that_is_no_function_or_does_not_take_the_batch_is_refused() -> None:
+def test_a_loss_that_cannot_be_called_with_the_batch_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="loss must be a function"):
         private_run(loss=3)
     _, private = private_run(loss=lambda x: x, sampling="full")
@@ -244,7 +244,7 @@ def to_the_longest(records: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 class Bag(nn.Module):
-    """The mean of words, over the text alone or over its padding too."""
+    """The mean of words, with or without padding."""
 
     def __init__(self, over_padding: bool) -> None:
         super().__init__()
@@ -268,13 +268,13 @@ def centred(records: list[Any]) -> tuple[Tensor, ...]:
 
 
 def packed(records: list[Any]) -> tuple[Tensor, ...]:
-    """One row of all words, and where each text begins."""
+    """One row of all words, and the start of each text."""
     lengths = torch.tensor([len(x) for x, _ in records])
     return torch.cat([x for x, _ in records])[None], lengths, torch.tensor([y for _, y in records])
 
 
 class PackedBag(nn.Module):
-    """Reads a packed batch, with positions in the text or in the batch."""
+    """Takes a packed batch, with positions counted in the text or in the batch."""
 
     def __init__(self, in_batch: bool) -> None:
         super().__init__()
@@ -297,28 +297,26 @@ COLLATED: dict[str, tuple[Callable[[], nn.Module], Collate, Any]] = {
 
 
 @pytest.mark.parametrize("name", COLLATED)
-def test_records_that_meet_in_collate_fn_are_refused(name: str) -> None:
+def test_records_mixed_in_collate_fn_are_refused(name: str) -> None:
     torch.manual_seed(0)
     build, collate, records = COLLATED[name]
     model = build()
     loss = partial(losses_of, model)
     refused(run_of(model, records, loss, collate_fn=collate), loss)
-    passed = run_of(
-        model, records, None, collate_fn=collate
-    )  # a compiled step gets them as they were handed out
+    passed = run_of(model, records, None, collate_fn=collate)  # a compiled step gets the loader's batches
     with pytest.raises(CoupledExamplesError):
         passed.compiled(loss)(*next(iter(passed.loader)))
     assert passed.steps == 0
 
 
-def test_workers_change_nothing_about_it() -> None:
+def test_records_mixed_in_collate_fn_are_refused_with_workers() -> None:
     model = perceptron()
     loss = partial(losses_of, model)
     refused(run_of(model, data(SIZE), loss, collate_fn=mixup, num_workers=1), loss)
 
 
 class Fetched(Dataset[Any]):
-    """Records that are fetched together, and perhaps normalised then."""
+    """Fetches records together, and optionally normalises them."""
 
     def __init__(self, is_normalised: bool) -> None:
         self._rows, self._is_normalised = data(SIZE), is_normalised
@@ -334,7 +332,7 @@ class Fetched(Dataset[Any]):
         return self.__getitems__([index])[0]
 
 
-def test_records_that_meet_where_they_are_fetched_are_refused() -> None:
+def test_records_mixed_in_getitems_are_refused() -> None:
     model = perceptron()
     loss = partial(losses_of, model)
     refused(run_of(model, Fetched(True), loss), loss)
@@ -343,8 +341,8 @@ def test_records_that_meet_where_they_are_fetched_are_refused() -> None:
     assert private.steps == 3
 
 
-def test_a_place_in_a_packed_batch_is_refused() -> None:
-    """No tensor of such a batch has a row for each example: only records can be arranged anew."""
+def test_a_position_in_a_packed_batch_is_refused() -> None:
+    """A packed batch has no row per example: only its records can be collated again."""
     for in_batch in (True, False):
         torch.manual_seed(0)
         model = PackedBag(in_batch)
@@ -360,7 +358,7 @@ def test_a_place_in_a_packed_batch_is_refused() -> None:
 
 
 class Augmented(Dataset[Any]):
-    """A random change of each record, and another one in collate_fn."""
+    """Augments each record at random, as `augmenting` does in collate_fn."""
 
     def __len__(self) -> int:
         return SIZE
@@ -376,13 +374,13 @@ def augmenting(records: list[Any]) -> tuple[Tensor, ...]:
 
 
 def masked(records: list[Any]) -> tuple[Tensor, Tensor]:
-    """Words are left out at random. How many numbers are drawn depends on the longest text."""
+    """Drops words at random. The number of draws depends on the longest text."""
     x, y = to_the_longest(records)
     return torch.where(torch.rand(x.shape) < 0.3, 1, x) * (x != 0), y
 
 
 def taking_apart(records: list[Any]) -> tuple[Tensor, ...]:
-    """Empties the records that it is given."""
+    """Empties its records."""
     labels = torch.stack([record.pop("y") for record in records])
     return default_collate(records)["x"], labels
 
@@ -399,7 +397,7 @@ def taking_apart(records: list[Any]) -> tuple[Tensor, ...]:
         (lambda: perceptron(nn.Dropout(0.5)), default_collate, Augmented()),
     ],
 )
-def test_sound_collation_is_accepted(
+def test_uncoupled_collation_is_accepted(
     build: Callable[[], nn.Module], collate: Collate | None, records: Any
 ) -> None:
     torch.manual_seed(0)
@@ -422,11 +420,11 @@ def test_views_with_a_collate_fn() -> None:
     refused(run_of(model, images, loss, collate_fn=mixup, **views), loss)
 
 
-# -- what is said
+# -- messages
 
 
 def test_no_refusal_depends_on_the_data() -> None:
-    """The same words whatever the data and the sizes drawn."""
+    """The message is the same for all data and batch sizes."""
     found = set()
     for seed in range(4):
         torch.manual_seed(seed)
@@ -449,7 +447,7 @@ def recommending() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("recommending")
-def test_a_loop_by_hand_is_told_once_of_check(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hand_written_loop_logs_a_recommendation_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "clipwise"):
         for _ in range(2):
             model, private = private_run()
@@ -459,7 +457,7 @@ def test_a_loop_by_hand_is_told_once_of_check(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.usefixtures("recommending")
-def test_a_run_that_tests_itself_recommends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_with_a_replacement_test_logs_no_recommendation(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "clipwise"):
         model = network()
         train(private_run(model, loss=partial(losses_of, model))[1], partial(losses_of, model))
@@ -478,7 +476,7 @@ def stated(private: clipwise.Private) -> tuple[str, Statement]:
     return line, statement
 
 
-def test_the_statement_says_which_tests_were_planned(tmp_path: Any) -> None:
+def test_the_statement_lists_the_planned_tests(tmp_path: Any) -> None:
     model = network()
     loss = partial(losses_of, model)
     line, statement = stated(run_of(model, data(SIZE), None))
@@ -496,7 +494,7 @@ def test_the_statement_says_which_tests_were_planned(tmp_path: Any) -> None:
     assert clipwise.report.statement.of_ledger(ledger).planned_tests == ("replacement", "collation")
 
 
-def test_a_compiled_step_that_comes_later_does_not_speak_for_the_steps_before() -> None:
+def test_a_later_compiled_step_does_not_cover_earlier_steps() -> None:
     model = network()
     loss = partial(losses_of, model)
     private = run_of(model, data(SIZE), None)

@@ -1,4 +1,4 @@
-"""What a module learns in plain attributes is found, and what it merely keeps is not refused."""
+"""Attributes that a forward pass updates are refused; constant ones are accepted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.runs import CLASSES, FEATURES, private_run
 
 
 class Running:
-    """Statistics of a user's own."""
+    """User-defined statistics."""
 
     def __init__(self) -> None:
         self.mean, self.lengths = 0.0, [0]
 
 
 class Keeping(nn.Module):
-    """Does something to an attribute in each forward pass."""
+    """Changes an attribute in each forward pass."""
 
     def __init__(self, kept: Any, act: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def train(model: nn.Module, steps: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", LEARNING)
-def test_what_a_forward_pass_learns_is_refused_by_name(how: str) -> None:
+def test_attributes_updated_in_forward_are_refused_by_name(how: str) -> None:
     make, act = LEARNING[how]
     model = nn.Sequential(Keeping(make(), act))
     _, private = private_run(model, sampling="full" if how != "examples" else "fixed-size")
@@ -102,12 +102,12 @@ def test_a_count_that_follows_the_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", KEPT)
-def test_what_is_merely_kept_is_accepted(how: str) -> None:
+def test_unchanged_attributes_are_accepted(how: str) -> None:
     make, act = KEPT[how]
     assert train(Keeping(make(), act), 10).steps == 10
 
 
-def test_what_changes_between_batches_is_accepted() -> None:
+def test_changes_between_batches_are_accepted() -> None:
     model = Keeping(0.0, lambda kept, x: None)
     _, private = private_run(model)
     for epoch in range(2):

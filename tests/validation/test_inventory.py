@@ -1,4 +1,4 @@
-"""The lists follow the model, whatever is done to it."""
+"""The lists follow every change of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _parametrize(m: nn.Sequential) -> None:
 
 CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a layer more": lambda m: m.append(nn.Linear(1, 1)),
-    "a layer more inside": lambda m: m[1].append(nn.BatchNorm1d(3)),
+    "a layer added inside": lambda m: m[1].append(nn.BatchNorm1d(3)),
     "a layer less": lambda m: m.__delitem__(1),
     "another layer": _replace_layer,
     "another parameter": _replace_parameter,
@@ -68,7 +68,7 @@ def test_a_change_is_seen(change: str) -> None:
     ]
 
 
-def test_nothing_is_listed_twice_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lists_are_rebuilt_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     m = model()
     inventory = Inventory(m)
     inventory.up_to_date()
@@ -78,15 +78,15 @@ def test_nothing_is_listed_twice_while_nothing_changes(monkeypatch: pytest.Monke
     inventory.up_to_date()
 
 
-def test_every_tensor_has_a_name_that_says_where_it_is() -> None:
+def test_every_tensor_has_its_full_name() -> None:
     names = [name for name, _, _ in Inventory(model()).up_to_date().tensors]
     assert "Parameter '1.0.weight'" in names and "Buffer 'scale'" in names
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_weights_that_torch_makes_of_others_are_no_attributes() -> None:
-    """They are made anew in every forward pass, of parameters alone."""
+def test_weights_of_parametrizations_are_not_listed() -> None:
+    """Every forward pass computes them from parameters alone."""
     for make in (nn.utils.weight_norm, nn.utils.spectral_norm, _pruned):
         listed = Inventory(make(nn.Linear(3, 3))).up_to_date().tensors
         assert not [name for name, _, _ in listed if name.startswith("Attribute")]

@@ -1,4 +1,4 @@
-"""Marked batches behave as ordinary tensors in the user's code, and the graph still shows where they go."""
+"""Marked batches behave like ordinary tensors, and the graph shows their use."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_reading_gives_what_an_ordinary_tensor_gives(how: str, place: int) -> No
 
 
 def gradient_of(use: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of what is made of marked inputs by use and a layer, at the inputs."""
+    """Return the gradient at marked inputs, through `use` and a layer."""
     trace = Trace()
     x, _ = trace.mark(batch())
     outputs = nn.Linear(D, 2)(use(x))
@@ -132,7 +132,7 @@ def test_the_graph_shows_where_inputs_go(how: str) -> None:
     assert gradient_of(USES[how]).abs().sum(1).all()
 
 
-def test_what_parameters_are_written_into_requires_a_gradient() -> None:
+def test_a_tensor_with_parameters_written_into_it_requires_a_gradient() -> None:
     x, _ = Trace().mark(batch())
     layer = nn.Linear(D, 2)
     out = x.new_zeros(B, 2)
@@ -147,7 +147,7 @@ def test_what_parameters_are_written_into_requires_a_gradient() -> None:
     assert type(tracked(view)) is Tensor and view.requires_grad
 
 
-def test_a_marked_batch_shares_memory_with_the_one_it_is_made_of() -> None:
+def test_a_marked_batch_shares_memory_with_the_original() -> None:
     x, y = batch()
     marked_x, marked_y = Trace().mark((x, y))
     assert marked_x.data_ptr() == x.data_ptr() and marked_y.data_ptr() == y.data_ptr()
@@ -155,7 +155,7 @@ def test_a_marked_batch_shares_memory_with_the_one_it_is_made_of() -> None:
     assert type(plain(marked_x)) is Tensor and not plain(marked_x).requires_grad
 
 
-def test_memory_of_the_users_own_keeps_no_graph() -> None:
+def test_copies_in_user_tensors_keep_no_graph() -> None:
     buffer = torch.zeros(B, D)
     for _ in range(3):
         trace = Trace()
@@ -177,8 +177,8 @@ def test_user_code_may_treat_every_batch_of_a_run_as_data() -> None:
     assert all(type(p.grad) is Tensor for p in model.parameters())
 
 
-def test_what_is_hidden_at_first_is_refused_before_its_release() -> None:
-    """A head of zeros and a learning rate that begins at 0: the batches that show the coupling come late."""
+def test_coupling_hidden_at_first_is_refused_before_its_release() -> None:
+    """A zero head and a learning rate that starts at 0 hide the coupling for some steps."""
     model = network()
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
@@ -192,7 +192,7 @@ def test_what_is_hidden_at_first_is_refused_before_its_release() -> None:
     for _ in range(6):
         step()
     optimizer.param_groups[0]["lr"] = 0.1
-    step()  # the head is still of zeros, and moves now
+    step()  # the head is still zero, and moves now
     assert private.steps == 7
     with pytest.raises(CoupledExamplesError):
         step()
@@ -218,7 +218,7 @@ def test_an_auxiliary_loss_that_ramps_up_is_refused_before_its_release(is_branch
     assert private.steps == 8
 
 
-def test_integer_targets_of_everybody_are_refused_before_a_release() -> None:
+def test_losses_of_pairs_are_refused_before_a_release() -> None:
     model = nn.Linear(FEATURES, 1)
     _, private = private_run(model, sampling="full")
     for x, y in private.loader:

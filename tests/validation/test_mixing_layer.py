@@ -1,4 +1,4 @@
-"""`clipwise.check` names the first layer in which examples meet."""
+"""`clipwise.check` names the first layer that mixes examples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BatchNormOfItsOwn(nn.Module):
 
 
 class OneMaskForAll(nn.Module):
-    """Which features are dropped is drawn once for the whole batch, with odds that follow what is in it."""
+    """One dropout mask for the whole batch, with probabilities that depend on its data."""
 
     def forward(self, x: Tensor) -> Tensor:
         odds = x.detach().abs().mean().clamp(0.1, 0.9)
@@ -35,14 +35,14 @@ class OneMaskForAll(nn.Module):
 
 
 class PublicMask(nn.Module):
-    """One mask for all whose odds are a constant: random, and nothing of the data."""
+    """One dropout mask for the whole batch, with constant probabilities."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (torch.rand(x.shape[1]) < 0.5)
 
 
 class Attends(nn.Module):
-    """Examples attend to each other, with the time first: axis 0 is not the examples'."""
+    """Examples attend to each other. Axis 0 is the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def over_valid(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class OverValid(nn.Module):
-    """A loss that is a module, and is divided by something of the batch."""
+    """A loss module with a divisor of the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_first_place_where_examples_meet_is_named(name: str) -> None:
+def test_the_first_layer_that_mixes_examples_is_named(name: str) -> None:
     build, loss, words = CASES[name]
     report = check(build(), loss, batch())
-    assert len(report.problems) == 1 and f"meet first in {words}" in report.problems[0], report
+    assert len(report.problems) == 1 and f"first mixed in {words}" in report.problems[0], report
 
 
-def test_random_numbers_that_are_shared_couple_nothing() -> None:
-    """The sum is bounded whatever the mask is, and the mask tells nothing of the data."""
+def test_shared_random_numbers_are_no_coupling() -> None:
+    """The sum is bounded for every mask, and the mask does not depend on the data."""
     assert check(model_with(PublicMask()), cross_entropy, batch())
 
 
@@ -132,5 +132,5 @@ def test_nothing_is_left_on_the_model() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_mini_sets_may_meet() -> None:
+def test_batch_clipping_accepts_mixed_examples() -> None:
     assert check(model_with(Centred()), cross_entropy, batch(), clipping=Batch(1.0))

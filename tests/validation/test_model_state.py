@@ -1,4 +1,4 @@
-"""The weights are verified: no statement about a model that something else than the run has changed."""
+"""No statement is made about a model that something else than the run changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOOKS: dict[str, Callable[[Private], Any]] = {
 
 
 def plain_epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The loop that everybody has."""
+    """One epoch of plain SGD."""
     for batch in DataLoader(data(), batch_size=8):
         optimizer.zero_grad()
         losses_of(model, batch).mean().backward()
@@ -46,7 +46,7 @@ def plain_epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_plain_epoch_is_refused_wherever_somebody_looks(look: str, when: str) -> None:
+def test_a_plain_epoch_is_refused_at_every_check(look: str, when: str) -> None:
     model, private = private_run(sampling="fixed-size")
     if when == "after":
         train(model, private, 2)
@@ -98,8 +98,8 @@ def test_updates_that_torch_does_not_count_are_found(look: str, fused: bool) -> 
     assert private.steps == 1
 
 
-def test_an_optimizer_that_has_seen_plain_gradients_is_not_trusted_after_the_weights_are_put_back() -> None:
-    """Its momentum has not forgotten them."""
+def test_an_optimizer_with_plain_gradients_is_refused_after_the_weights_are_restored() -> None:
+    """Its momentum still holds them."""
     model, private = private_run(model := network(), sgd(model, momentum=0.9), sampling="fixed-size")
     train(model, private, 1)
     state, weights = copy.deepcopy(private.state_dict()), copy.deepcopy(model.state_dict())
@@ -114,10 +114,10 @@ def test_an_optimizer_that_has_seen_plain_gradients_is_not_trusted_after_the_wei
     private.close()
 
 
-# What is allowed
+# Allowed changes
 
 
-def test_what_leaves_the_contents_as_they_are_is_allowed() -> None:
+def test_changes_that_keep_the_contents_are_allowed() -> None:
     model, private = private_run(sampling="fixed-size", averaged=0.5)
     train(model, private, 2)
     with private.averaged.applied():
@@ -166,7 +166,7 @@ def test_averages_that_the_user_updated_are_not_those_of_releases() -> None:
         private.statement()
 
 
-def test_averages_take_in_no_weights_of_a_plain_step() -> None:
+def test_averages_exclude_weights_of_a_plain_step() -> None:
     model, private = private_run(sampling="fixed-size", averaged=0.5)
     private.backward(losses_of(model, next(iter(private.loader))))
     losses_of(model, data()[:8]).mean().backward()
@@ -177,8 +177,8 @@ def test_averages_take_in_no_weights_of_a_plain_step() -> None:
         private.statement()
 
 
-def test_a_checkpoint_of_the_run_is_accepted_without_the_rest_of_it() -> None:
-    """The best weights on the way, put back at the end."""
+def test_the_weights_of_a_checkpoint_are_accepted_alone() -> None:
+    """For instance the best weights so far, restored at the end."""
     model, private = private_run(sampling="fixed-size")
     train(model, private, 1)
     private.state_dict()
@@ -208,7 +208,7 @@ def test_the_projection_of_lipschitz_and_updates_by_hand_are_the_runs_own() -> N
     private.close()
 
 
-def test_the_projection_of_lipschitz_does_not_cover_up_what_torch_does_not_count() -> None:
+def test_the_projection_of_lipschitz_does_not_hide_uncounted_writes() -> None:
     model = nn.Sequential(ClipInput(1.0), nn.Linear(FEATURES, CLASSES))
     _, private = private_run(model, clipping=Lipschitz(0.5, input_norm=1.0), sampling="fixed-size")
     model[1].weight.data += 1.0
@@ -226,7 +226,7 @@ def test_public_statistics_follow_the_weights_and_are_no_change() -> None:
     private.close()
 
 
-def test_an_update_that_is_interrupted_is_still_one_of_the_run() -> None:
+def test_an_interrupted_update_belongs_to_the_run() -> None:
     model, private = private_run(sampling="fixed-size")
 
     def interrupt(*_: object) -> None:
@@ -243,7 +243,7 @@ def test_an_update_that_is_interrupted_is_still_one_of_the_run() -> None:
 # Buffers
 
 
-def test_an_evaluation_in_train_mode_that_a_buffer_remembers_is_refused_by_name() -> None:
+def test_an_evaluation_in_train_mode_that_updates_a_buffer_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, CLASSES), Counts())
     _, private = private_run(model, sampling="fixed-size")
     train(model, private, 1)
@@ -293,7 +293,7 @@ def test_a_declaration_is_printed_and_counted_and_travels_with_a_checkpoint(tmp_
 @pytest.mark.parametrize(
     ("kind", "reason"), [("private", "x"), ("public", ""), ("public", "  "), ("public", 3)]
 )
-def test_a_declaration_says_what_and_why(kind: Any, reason: Any) -> None:
+def test_a_declaration_needs_a_kind_and_a_reason(kind: Any, reason: Any) -> None:
     _, private = private_run()
     with pytest.raises(ConfigurationError, match=r"kind|reason"):
         private.declare_update(kind, reason)
@@ -310,7 +310,7 @@ def test_a_closed_run_declares_nothing() -> None:
 # The end of a run
 
 
-def test_the_ledger_knows_whether_weights_were_verified_at_the_end(tmp_path: Path) -> None:
+def test_the_ledger_records_whether_weights_were_verified_at_the_end(tmp_path: Path) -> None:
     for name, spoil in (("well", False), ("ill", True)):
         model, private = private_run(ledger=tmp_path / name, sampling="fixed-size")
         train(model, private, 1)
@@ -326,7 +326,7 @@ def test_the_ledger_knows_whether_weights_were_verified_at_the_end(tmp_path: Pat
             private.close()
     assert "verified when the run was closed" in str(of_ledger(tmp_path / "well"))
     assert "NOT VERIFIED" in str(of_ledger(tmp_path / "ill"))
-    assert of_ledger(tmp_path / "ill").exact  # it was settled all the same
+    assert of_ledger(tmp_path / "ill").exact  # it was settled anyway
 
 
 def test_an_error_in_the_block_of_a_run_is_not_hidden(tmp_path: Path) -> None:
@@ -338,12 +338,12 @@ def test_an_error_in_the_block_of_a_run_is_not_hidden(tmp_path: Path) -> None:
     assert "NOT VERIFIED" in str(of_ledger(tmp_path / "ledger"))
 
 
-def test_after_its_end_a_statement_says_that_the_model_is_another() -> None:
+def test_the_statement_of_a_closed_run_reports_later_changes() -> None:
     model, private = private_run(sampling="fixed-size")
     train(model, private, 1)
     private.close()
     assert "changed since" not in str(private.statement())
-    plain_epoch(model, private.optimizer)  # the run no longer looks on
+    plain_epoch(model, private.optimizer)  # the closed run does not see this
     assert "the model was changed since then" in str(private.statement())
     with pytest.raises(StepError, match="after the private run was closed"):
         private.state_dict()
@@ -353,16 +353,16 @@ def test_after_its_end_a_statement_says_that_the_model_is_another() -> None:
 
 
 def test_runs_on_one_ledger_accept_each_others_updates() -> None:
-    book = MemoryLedger()
-    model, first = private_run(sampling="fixed-size", ledger=book)
+    ledger = MemoryLedger()
+    model, first = private_run(sampling="fixed-size", ledger=ledger)
     train(model, first, 1)
     model.zero_grad()
-    _, second = private_run(model, first.optimizer, sampling="fixed-size", ledger=book)
+    _, second = private_run(model, first.optimizer, sampling="fixed-size", ledger=ledger)
     train(model, second, 1)
     assert first.spent().steps == 2
 
 
-def test_a_run_with_a_ledger_of_its_own_changes_the_weights_of_another() -> None:
+def test_a_run_with_another_ledger_changes_the_weights_of_the_first() -> None:
     model, first = private_run(sampling="fixed-size")
     train(model, first, 1)
     model.zero_grad()
@@ -373,7 +373,7 @@ def test_a_run_with_a_ledger_of_its_own_changes_the_weights_of_another() -> None
         first.statement()
 
 
-def test_a_new_run_does_not_launder_what_was_done_after_the_last_one() -> None:
+def test_a_new_run_reports_changes_after_the_last_one() -> None:
     model, first = private_run(sampling="fixed-size")
     train(model, first, 1)
     first.close()
@@ -386,7 +386,7 @@ def test_a_new_run_does_not_launder_what_was_done_after_the_last_one() -> None:
     second.close()
 
 
-def test_a_new_run_may_begin_from_the_first_weights_again() -> None:
+def test_a_new_run_may_start_from_the_initial_weights() -> None:
     model, first = private_run(sampling="fixed-size")
     weights = copy.deepcopy(model.state_dict())
     train(model, first, 1)
@@ -410,10 +410,10 @@ class Far:
         return self
 
 
-# On an accelerator: what was changed before an update is remembered until somebody asks
+# On an accelerator, changes before an update are kept until `changed` reads them
 
 
-def test_what_an_update_covers_up_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_before_an_update_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     state = ModelState(model)
     model[0].bias.data += 1
@@ -423,7 +423,7 @@ def test_what_an_update_covers_up_stays_known(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(state._moved, Far)
     state._moved = state._moved.moved
     state.take()
-    assert state.changed(may_wait=False) == []  # as at a draw, which waits for no device
+    assert state.changed(may_wait=False) == []  # as at a draw, which does not synchronise
     assert state.changed() == ["0.bias"] and state.changed(looks_inside=True) == ["0.bias"]
     state.accept()
     assert state.changed(looks_inside=True) == []

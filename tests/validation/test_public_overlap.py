@@ -1,4 +1,4 @@
-"""Private data that is given as public is refused, as far as objects and memory tell."""
+"""Private data that is given as public is refused if objects or memory show it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CODES = torch.eye(4)
 
 
 class Loading(Dataset[Any]):
-    """It loads a record when it is asked for."""
+    """Loads each record on access."""
 
     def __init__(self) -> None:
         self.loaded = 0
@@ -126,7 +126,7 @@ FOUND: dict[str, tuple[Any, Any]] = {
     "arrays in the opposite order": (ARRAY[::-1], rows(torch.from_numpy(ARRAY), 29, 30)),
     "from the end": (Subset(ALL, range(20, 30)), Subset(ALL, [-1])),
     "rows that lie by column": (rows(BY_COLUMN, 0, 30), rows(BY_COLUMN, 0, 5)),
-    "images whose channels lie last": (rows(IMAGES, 0, 30), [(IMAGES[5:9], Y[5:9])]),
+    "images in channels-last memory": (rows(IMAGES, 0, 30), [(IMAGES[5:9], Y[5:9])]),
     "rows of another shape": (ALL, TensorDataset(X.view(30, 2, 2), Y)),
     "windows of a series": (rows(WINDOWS, 0, 30), rows(WINDOWS, 0, 5)),
     "a row that is repeated": (TensorDataset(REPEATED, Y), TensorDataset(REPEATED, Y)),
@@ -185,26 +185,26 @@ APART: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("case", SHARED)
 @pytest.mark.parametrize("policy", [Adaptive, Multipliers, ByNorm])
 @pytest.mark.parametrize("strategy", [PerExample, Batch])
-def test_private_records_are_no_public_data(case: str, policy: Any, strategy: Any) -> None:
+def test_private_records_are_refused_as_public_data(case: str, policy: Any, strategy: Any) -> None:
     dataset, public = SHARED[case]
-    with pytest.raises(ConfigurationError, match=r"Public\(mine\).*private data set.*Hold records out"):
+    with pytest.raises(ConfigurationError, match=r"Public\(mine\).*private data set.*Hold these records out"):
         make(dataset, strategy(parts=policy(Public(public, loss, name="mine"))))
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_they_are_found_by_objects_and_memory(case: str) -> None:
+def test_shared_records_are_found_by_objects_and_memory(case: str) -> None:
     dataset, public = FOUND[case]
     with pytest.raises(ConfigurationError, match="private data set"):
         make(dataset, PerExample(parts=Adaptive(Public(public, loss))))
 
 
 @pytest.mark.parametrize("case", APART)
-def test_records_that_were_held_out_are(case: str) -> None:
+def test_held_out_records_are_accepted(case: str) -> None:
     dataset, public = APART[case]
     make(dataset, PerExample(parts=Adaptive(Public(public, loss))))
 
 
-def test_private_rows_are_no_public_rows() -> None:
+def test_private_rows_are_refused_as_public_rows() -> None:
     make(TensorDataset(X[:20], Y[:20]), rows=X[20:])
     with pytest.raises(ConfigurationError, match=r"rows of normalization layers.*private data set"):
         make(ALL, rows=X[20:])
@@ -231,7 +231,7 @@ slices = st.builds(slice, st.integers(0, 29), st.integers(1, 30), st.integers(1,
 
 
 @given(slices, st.sampled_from(PRIVATE_FORMS), slices, st.sampled_from(PUBLIC_FORMS))
-def test_it_is_a_matter_of_rows_and_not_of_their_form(
+def test_shared_rows_are_found_in_every_form(
     private: slice, as_private: Callable[[slice], Any], public: slice, as_public: Callable[[slice], Any]
 ) -> None:
     dataset, statistics = as_private(private), AllPublicStatistics(nn.Linear(4, 3))
@@ -253,7 +253,7 @@ def test_no_record_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("of", [torch.Tensor.to_sparse, lambda t: t.to("meta")], ids=["sparse", "meta"])
-def test_what_has_no_addresses_is_told_by_its_object(of: Callable[[Tensor], Tensor]) -> None:
+def test_data_without_addresses_is_compared_by_object(of: Callable[[Tensor], Tensor]) -> None:
     inputs, statistics = of(X), AllPublicStatistics(nn.Linear(4, 3))
     strategy = PerExample(parts=Adaptive(Public(TensorDataset(inputs, Y), loss)))
     require_apart(TensorDataset(of(X), Y), strategy, statistics)

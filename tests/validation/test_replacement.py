@@ -1,4 +1,4 @@
-"""The replacement test sees examples that affect one another by any way, and takes rounding for rounding."""
+"""The replacement test finds all kinds of coupling, and accepts rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.validation.cases import APART, COUPLED, B, D, as_mapping, losses_of, 
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_examples_that_affect_one_another_are_refused(name: str) -> None:
+def test_coupled_examples_are_refused(name: str) -> None:
     torch.manual_seed(0)
     case = COUPLED[name]
     report = check(case.build(), case.loss, case.draw())
@@ -41,20 +41,20 @@ def test_rounding_and_random_numbers_are_no_coupling(name: str) -> None:
     [
         ("causal if any is padded", "The loss of an example moved when"),
         ("a loop until all have converged", "The loss of an example moved when"),
-        ("the place in the batch", "order of the batch"),
-        ("the number of examples", "taken out"),
-        ("scaled gradients", "The gradient of an example moved (with weights drawn at random"),
-        ("a gate at zero", "drawn at random"),
+        ("the index in the batch", "order of the batch"),
+        ("the number of examples", "removed from the batch"),
+        ("scaled gradients", "The gradient of an example moved (with random weights"),
+        ("a gate at zero", "with random weights"),
     ],
 )
-def test_a_refusal_says_what_moved_and_when(name: str, words: str) -> None:
+def test_a_refusal_names_what_moved_and_when(name: str, words: str) -> None:
     torch.manual_seed(0)
     case = COUPLED[name]
     assert words in str(check(case.build(), case.loss, case.draw()))
 
 
-def test_only_one_text_that_is_not_padded_is_enough() -> None:
-    """Whichever it is: every example of a small batch is looked at alone."""
+def test_one_text_without_padding_is_enough() -> None:
+    """Every example of a small batch is compared alone."""
     case = COUPLED["causal if any is padded"]
     for row in range(B):
         x, y = case.draw()
@@ -81,7 +81,7 @@ def test_a_batch_may_be_a_tensor() -> None:
     assert check(perceptron(), lambda m, x: m(x).square().sum(1), torch.randn(B, D)).ok
 
 
-def test_what_a_loss_cannot_run_is_a_note_and_no_error() -> None:
+def test_a_loss_that_fails_on_parts_of_the_batch_gives_a_note() -> None:
     def needs_four(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         if len(x) < 4:
             raise ValueError(f"only {len(x)} of them")
@@ -93,7 +93,7 @@ def test_what_a_loss_cannot_run_is_a_note_and_no_error() -> None:
 
 
 def test_losses_that_drift_from_call_to_call_are_accepted() -> None:
-    """As with a factor that grows with the steps, by too little to be seen in two calls."""
+    """For instance with a factor that grows slowly from call to call."""
     calls: list[None] = []
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_losses_that_drift_from_call_to_call_are_accepted() -> None:
     assert check(perceptron(), loss, vectors()).ok
 
 
-def test_one_loss_that_is_nan_hides_nothing_of_the_others() -> None:
+def test_a_nan_loss_does_not_hide_coupling_of_others() -> None:
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         broken = torch.zeros(len(x)).masked_fill(torch.arange(len(x)) == len(x) - 1, torch.nan)
@@ -112,7 +112,7 @@ def test_one_loss_that_is_nan_hides_nothing_of_the_others() -> None:
     assert not check(perceptron(), loss, vectors()).ok
 
 
-def test_nothing_is_left_behind() -> None:
+def test_model_and_random_state_are_restored() -> None:
     model = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8, momentum=0.5), nn.Dropout(0.5), nn.Linear(8, 3))
     before = {name: (id(t), t._version, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
     modes = [m.training for m in model.modules()]
@@ -164,7 +164,7 @@ def test_tied_weights_stay_tied() -> None:
     assert report.ok and not report.notes
 
 
-def test_other_tensors_are_gone_after_an_error() -> None:
+def test_the_models_tensors_are_restored_after_an_error() -> None:
     model = perceptron()
     weight = model[0].weight
 

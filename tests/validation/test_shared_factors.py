@@ -1,4 +1,4 @@
-"""Losses that are scaled by a number of the whole batch are refused, by every strategy that bounds single examples."""
+"""Per-example strategies refuse losses that are scaled by a number of the whole batch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def losses_of(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("how", DIVIDED)
-def test_two_sizes_show_a_factor_that_follows_them(how: str) -> None:
+def test_a_factor_that_follows_the_batch_size_is_refused(how: str) -> None:
     lint = SharedFactors()
     for size in (4, 4):
         lint.examine(DIVIDED[how](losses_of(size)), [])
-    with pytest.raises(CoupledExamplesError, match="leave the division out"):
+    with pytest.raises(CoupledExamplesError, match="Remove the division"):
         lint.examine(DIVIDED[how](losses_of(6)), [])
     lint.examine(DIVIDED[how](losses_of(4)), [])
     with pytest.raises(CoupledExamplesError):  # also on the next try
@@ -49,7 +49,7 @@ def test_two_sizes_show_a_factor_that_follows_them(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", CONSTANT)
-def test_constants_stay(how: str) -> None:
+def test_constants_are_accepted(how: str) -> None:
     lint = SharedFactors()
     for size in (4, 7, 4, 9, 2):
         lint.examine(CONSTANT[how](losses_of(size)), [])
@@ -63,10 +63,10 @@ STRATEGIES: dict[str, Callable[[], tuple[nn.Module, Strategy]]] = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_refuses_a_mean_in_disguise(strategy: str) -> None:
+def test_every_strategy_refuses_division_by_the_batch_size(strategy: str) -> None:
     model, clipping = STRATEGIES[strategy]()
     _, private = private_run(model, clipping=clipping)
-    with pytest.raises(CoupledExamplesError, match="leave the division out"):
+    with pytest.raises(CoupledExamplesError, match="Remove the division"):
         for _ in range(20):
             for x, y in private.loader:
                 outputs = model(x)
@@ -113,7 +113,7 @@ SHARED: dict[str, Tokens] = {
     "an inverse float": lambda t, y: t.sum(1) * (1 / int((y != -100).sum())),
     "a shifted float": lambda t, y: t.sum(1) / float((y[:, 1:] != -100).sum()),
 }
-AT_ONCE = list(SHARED)[:8]  # where torch's own tensors lead from the labels to the number
+AT_ONCE = list(SHARED)[:8]  # computed from the labels by torch operations
 OWN: dict[str, Tokens] = {
     "own tokens": lambda t, y: t.sum(1) / means(y),
     "own mask": lambda t, y: (t * (y != -100)).sum(1) / (y != -100).sum(1).clamp(min=1),

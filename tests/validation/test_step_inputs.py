@@ -1,4 +1,4 @@
-"""What is refused: parameters and optimizers that do not fit, losses of a wrong shape, buffers that learn."""
+"""Wrong parameters, optimizers and losses are refused, and buffers that a forward pass updates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_trainable_parameters_are_those_of_model_and_optimizer() -> None:
     assert list(trainable_parameters(model, sgd(*model.parameters()))) == ["weight"]
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_parameters_are_refused_by_name() -> None:
     model = nn.Linear(D, 2)
     everything = sgd(*model.parameters())
     for bad, words in (
@@ -70,13 +70,13 @@ GOOD = torch.ones(B, requires_grad=True) * 2
         (GOOD.detach(), "no gradient"),
     ],
 )
-def test_losses_that_cannot_be_told_apart_are_refused(losses: object, words: str) -> None:
+def test_losses_that_are_not_one_per_example_are_refused(losses: object, words: str) -> None:
     with pytest.raises(StepError, match=words) as error:
         require_losses(losses, B)
-    assert str(B) not in str(error.value), "the size drawn is secret"
+    assert str(B) not in str(error.value), "the realised batch size is secret"
 
 
-def test_one_loss_an_example_is_accepted() -> None:
+def test_one_loss_per_example_is_accepted() -> None:
     assert require_losses(GOOD, B) is GOOD
     assert len(require_losses(GOOD[:0], 0)) == 0
 
@@ -84,15 +84,15 @@ def test_one_loss_an_example_is_accepted() -> None:
 # Buffers
 
 
-def test_a_buffer_is_remembered_from_batch_to_batch() -> None:
-    """After the first batches only versions are looked at; a change is still found."""
+def test_buffers_are_compared_on_later_batches() -> None:
+    """After the first batches only versions are compared."""
     model = nn.Linear(D, 2)
     model.register_buffer("count", torch.zeros(()))
     guard = BufferGuard(model)
     for _ in range(5):
         guard.remember()
         guard.compare()
-    model.count += 1  # between batches: not learned in a forward pass
+    model.count += 1  # between batches, not in a forward pass
     guard.remember()
     guard.compare()
     model.count += 1
@@ -109,7 +109,7 @@ def test_a_nan_in_a_buffer_is_no_change() -> None:
 
 
 def test_spectral_norm_may_iterate() -> None:
-    """Its buffers look at weights alone."""
+    """Its buffers depend on weights alone."""
     model = nn.utils.parametrizations.spectral_norm(nn.Linear(D, 2))
     guard = BufferGuard(model)
     guard.remember()
@@ -136,7 +136,7 @@ def _give_gradient(model: nn.Sequential) -> None:
         (lambda m: setattr(m[0], "bias", nn.Parameter(torch.zeros(2))), "was set or changed", True),
     ],
 )
-def test_a_model_that_was_touched_within_a_step_is_refused(
+def test_a_model_changed_within_a_step_is_refused(
     change: Callable[[nn.Sequential], object], words: str, is_seen_at_the_draw: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(D, 2), nn.BatchNorm1d(2).eval())

@@ -22,7 +22,7 @@ def remembered(*tensors: torch.Tensor) -> Changes:
         lambda t: setattr(t, "data", t.clone()),  # other memory, the same contents
     ],
 )
-def test_it_sees_what_torch_counts_and_what_it_does_not(change: object) -> None:
+def test_counted_and_uncounted_changes_are_found(change: object) -> None:
     t = torch.ones(3)
     changes = remembered(torch.zeros(2), t)
     assert not changes.has_changed() and not changes.may_have_changed()
@@ -32,7 +32,7 @@ def test_it_sees_what_torch_counts_and_what_it_does_not(change: object) -> None:
     assert not changes.has_changed()
 
 
-def test_a_fused_optimizer_is_seen() -> None:
+def test_a_fused_update_is_found() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     changes = remembered(p)
     p.grad = torch.ones(3)
@@ -40,12 +40,12 @@ def test_a_fused_optimizer_is_seen() -> None:
     assert changes.has_changed()
 
 
-def test_what_is_not_a_number_has_not_changed_by_that() -> None:
+def test_nan_is_no_change() -> None:
     for value in (torch.nan, torch.inf):
         assert not remembered(torch.full((3,), value)).has_changed()
 
 
-def test_whole_numbers_and_other_precisions_are_watched_too() -> None:
+def test_changes_in_other_dtypes_are_found() -> None:
     whole = torch.zeros(2, dtype=torch.int64)
     changes = remembered(whole, torch.ones(2), torch.ones(2).double())
     assert not changes.has_changed()
@@ -53,24 +53,24 @@ def test_whole_numbers_and_other_precisions_are_watched_too() -> None:
     assert changes.has_changed()
 
 
-def test_before_the_first_look_everything_is_new() -> None:
+def test_everything_is_changed_before_remember() -> None:
     assert Changes([torch.ones(1)]).has_changed()
     assert Changes([]).has_changed() and not remembered().has_changed()
 
 
-def test_it_is_of_these_tensors_and_no_others() -> None:
+def test_are_of_compares_identities() -> None:
     a, b = torch.ones(1), torch.ones(1)
     assert Changes([a, b]).are_of([a, b])
     assert not Changes([a, b]).are_of([a]) and not Changes([a, b]).are_of([b, a])
 
 
-def test_nobody_is_unchanged_before_the_first_look() -> None:
+def test_contents_have_moved_before_remember() -> None:
     for t in (torch.ones(3), torch.arange(3)):
         assert bool(Changes([t]).has_moved()) and not bool(remembered(t).has_moved())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
-def test_numbers_that_come_and_go_are_seen_and_what_is_none_stays_what_it_is(value: float) -> None:
+def test_non_finite_numbers_are_compared(value: float) -> None:
     t = torch.zeros(3)
     changes = remembered(t, torch.ones(2))
     t.data.fill_(value)
@@ -83,7 +83,7 @@ def test_numbers_that_come_and_go_are_seen_and_what_is_none_stays_what_it_is(val
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.bool])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 4), (5, 7)])
-def test_one_number_that_changes_uncounted_is_seen(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_an_uncounted_change_of_one_number_is_found(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     t = torch.ones(shape, dtype=dtype)
     changes = remembered(t)
     for change in (lambda: t.data.reshape(-1)[-1:].zero_(), lambda: t.data.fill_(1)):
@@ -93,15 +93,15 @@ def test_one_number_that_changes_uncounted_is_seen(dtype: torch.dtype, shape: tu
         assert not changes.has_moved()
 
 
-def test_the_last_digit_of_one_among_many_is_seen() -> None:
-    """A norm would stay what it is."""
+def test_a_change_of_the_last_bit_is_found() -> None:
+    """A norm would not change."""
     t = torch.rand(1000) + 1
     changes = remembered(t)
     t.data[17] = torch.nextafter(t[17], torch.tensor(4.0))
     assert changes.has_moved()
 
 
-def test_what_does_not_lie_in_one_piece_is_seen_by_its_length() -> None:
+def test_non_contiguous_tensors_are_compared() -> None:
     t = torch.ones(4, 6).mT
     changes = remembered(t, torch.zeros(2))
     assert not changes.has_changed()
@@ -109,7 +109,7 @@ def test_what_does_not_lie_in_one_piece_is_seen_by_its_length() -> None:
     assert not changes.was_counted() and changes.has_changed() and changes.may_have_changed()
 
 
-def test_memory_that_was_taken_away_is_not_read() -> None:
+def test_freed_memory_is_not_read() -> None:
     t = torch.ones(1000)
     changes = remembered(t)
     t.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""Mistakes of training loops around a private run: refused, or warned of before anything is lost."""
+"""Mistakes in training loops are refused or cause warnings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_second_backward_before_the_update_is_refused_and_costs_nothing() -> N
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_released_gradient_may_be_thrown_away(set_to_none: bool) -> None:
+def test_a_released_gradient_may_be_discarded(set_to_none: bool) -> None:
     model, private = private_run(sampling="fixed-size")
     batches = iter(private.loader)
     private.backward(losses_of(model, next(batches)))
@@ -86,7 +86,7 @@ def test_a_gradient_that_was_cleared_before_the_update_is_warned_of_once(set_to_
 )
 def test_a_released_gradient_that_is_made_smaller_is_warned_of_once(change: Callable[[Any], Any]) -> None:
     model, private = private_run(sampling="fixed-size")
-    with pytest.warns(PrivacyWarning, match=r"already clipped and noised.*Leave it out") as caught:
+    with pytest.warns(PrivacyWarning, match=r"already clipped and noised.*Remove it") as caught:
         for batch in private.loader:
             private.optimizer.zero_grad()
             private.backward(losses_of(model, batch))
@@ -101,11 +101,13 @@ def test_a_released_gradient_that_is_made_smaller_is_warned_of_once(change: Call
     [
         lambda model: losses_of(model, data()[:8]).mean().backward(),
         lambda model: [p.grad.mul_(-1) for p in model.parameters()],
-        lambda model: model[0].weight.grad.mul_(2),  # of one layer: not of all alike
+        lambda model: model[0].weight.grad.mul_(2),  # one layer only
         lambda model: [p.grad.data.add_(0.1) for p in model.parameters()],
     ],
 )
-def test_what_is_not_a_multiple_of_the_release_is_to_be_declared(change: Callable[[Any], Any]) -> None:
+def test_gradients_that_are_no_multiple_of_the_release_need_a_declaration(
+    change: Callable[[Any], Any],
+) -> None:
     model, private = private_run(sampling="fixed-size")
     private.backward(losses_of(model, next(iter(private.loader))))
     change(model)
@@ -145,7 +147,7 @@ def test_scaled_losses_are_refused_before_the_first_release(act: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, torch.tensor(0.5), torch.tensor(3.0), torch.tensor(1000.0)])
-def test_other_factors_are_none_of_a_scaler(factor: Any) -> None:
+def test_other_factors_are_accepted(factor: Any) -> None:
     model, private = private_run(sampling="fixed-size")
     private.step(losses_of(model, next(iter(private.loader))) * factor)
 
@@ -195,7 +197,7 @@ def test_torchrun_is_refused_before_the_process_group_exists(
         train(model, private, 1)
 
 
-def test_a_second_optimizer_on_released_gradients_is_not_known_to_the_run() -> None:
+def test_a_second_optimizer_on_released_gradients_is_refused() -> None:
     model, private = private_run(sampling="fixed-size")
     private.backward(losses_of(model, next(iter(private.loader))))
     sgd(model).step()
@@ -211,10 +213,10 @@ def test_a_run_cannot_be_copied(copied: Any) -> None:
     model, private = private_run()
     with pytest.raises(StepError, match=r"cannot be copied or pickled.*state_dict"):
         copied(private)
-    train(model, private, 1)  # and goes on
+    train(model, private, 1)  # the run continues
 
 
-def test_what_is_meant_to_travel_can_be_copied() -> None:
+def test_state_dicts_models_and_spent_can_be_copied() -> None:
     model, private = private_run()
     train(model, private, 1)
     assert copy.deepcopy(private.state_dict())["position"] == 1
@@ -255,7 +257,7 @@ def test_momentum_and_weight_decay_see_released_gradients_only() -> None:
         torch.testing.assert_close(p.detach(), shadow[name])
 
 
-# Other hands on the parameters
+# Other code that changes parameters
 
 
 def test_a_second_optimizer_between_two_steps_is_refused() -> None:
@@ -283,7 +285,7 @@ def test_a_second_optimizer_within_a_step_is_refused() -> None:
         private.step(losses)
 
 
-def test_averages_that_are_put_back_are_no_change() -> None:
+def test_swapped_and_restored_averages_are_no_change() -> None:
     model, private = private_run(sampling="fixed-size")
     averages = AveragedParameters(model)
     with silent():
@@ -294,7 +296,7 @@ def test_averages_that_are_put_back_are_no_change() -> None:
                 pass
 
 
-def test_an_optimizer_that_is_stepped_by_hand_is_no_change() -> None:
+def test_manual_optimizer_steps_are_no_change() -> None:
     model, private = private_run(sampling="fixed-size")
     with silent():
         for batch in private.loader:
@@ -312,12 +314,12 @@ def test_another_run_on_the_same_model_is_warned_of() -> None:
 
 
 def test_runs_that_share_a_ledger_or_follow_each_other_may_share_a_model() -> None:
-    book = MemoryLedger()
-    model, first = private_run(sampling="fixed-size", ledger=book)
+    ledger = MemoryLedger()
+    model, first = private_run(sampling="fixed-size", ledger=ledger)
     train(model, first, 1)
     model.zero_grad()
     with silent():
-        _, second = private_run(model, sampling="fixed-size", ledger=book)
+        _, second = private_run(model, sampling="fixed-size", ledger=ledger)
         train(model, second, 1)
         second.close()
         first.close()
@@ -332,7 +334,7 @@ def with_dropout(layer: nn.Module | None = None) -> nn.Sequential:
 
 
 def test_eval_left_on_is_warned_of_once() -> None:
-    torch.seed()  # one that was set by hand is warned of too
+    torch.seed()  # a manual seed would cause another warning
     model, private = private_run(with_dropout(), sampling="fixed-size")
     with silent():
         train(model, private, 1)
@@ -343,7 +345,7 @@ def test_eval_left_on_is_warned_of_once() -> None:
 
 
 @pytest.mark.parametrize("model", [network().eval(), with_dropout(nn.Dropout(0.0)).eval()])
-def test_eval_that_changes_nothing_is_fine(model: nn.Module) -> None:
+def test_eval_without_random_layers_is_accepted(model: nn.Module) -> None:
     _, private = private_run(model, sampling="fixed-size")
     with silent():
         train(model, private, 2)
@@ -352,13 +354,13 @@ def test_eval_that_changes_nothing_is_fine(model: nn.Module) -> None:
 # Schedulers
 
 
-def test_a_scheduler_that_is_fed_a_metric_is_warned_of_and_named_in_the_statement() -> None:
+def test_a_scheduler_with_a_metric_causes_a_warning_and_is_in_the_statement() -> None:
     model, private = private_run(sampling="fixed-size")
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(private.optimizer, patience=0)
     with silent():
         train(model, private, 1)
         plateau.step(1.0)
-        train(model, private, 1)  # it has changed nothing yet
+        train(model, private, 1)  # the learning rate has not changed yet
     assert "followed a metric" not in str(private.statement())
     plateau.step(2.0)
     with pytest.warns(PrivacyWarning, match=r"ReduceLROnPlateau.*public data"):
@@ -367,7 +369,7 @@ def test_a_scheduler_that_is_fed_a_metric_is_warned_of_and_named_in_the_statemen
     assert [about["followed_metric"] for about in private._context.ledger.about] == [False, True]
 
 
-def test_a_scheduler_that_counts_steps_is_fine() -> None:
+def test_a_scheduler_that_counts_steps_is_accepted() -> None:
     model, private = private_run(sampling="fixed-size")
     schedule = torch.optim.lr_scheduler.StepLR(private.optimizer, 1, gamma=0.5)
     other = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(network()))  # of another run
@@ -379,10 +381,10 @@ def test_a_scheduler_that_counts_steps_is_fine() -> None:
     assert "followed a metric" not in str(private.statement())
 
 
-# A forward pass that is no part of the losses
+# Forward passes outside of the losses
 
 
-def test_a_forward_pass_beside_the_losses_changes_nothing() -> None:
+def test_a_forward_pass_outside_of_the_losses_is_accepted() -> None:
     runs = []
     for looks in (False, True):
         model, private = private_run(sampling="fixed-size", seed=1)
@@ -395,7 +397,7 @@ def test_a_forward_pass_beside_the_losses_changes_nothing() -> None:
     assert same(*runs)
 
 
-def test_a_forward_pass_beside_the_losses_that_learns_is_refused() -> None:
+def test_a_forward_pass_outside_of_the_losses_that_updates_a_buffer_is_refused() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -416,10 +418,10 @@ def test_a_forward_pass_beside_the_losses_that_learns_is_refused() -> None:
         private.step(losses)
 
 
-# Releases that nobody uses
+# Unused releases
 
 
-def test_who_steps_on_every_batch_is_told_nothing() -> None:
+def test_a_step_on_every_batch_causes_no_warning() -> None:
     with silent():
         model, private = private_run(sampling="fixed-size", max_physical_batch_size=2)
         for batch in private.loader.pieces():

@@ -1,4 +1,4 @@
-"""Checks of arguments: numbers, words, paths, models and functions. An error names the argument and what it may be."""
+"""Checks of arguments. Each error names the argument and its allowed values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from clipwise.errors import ClipwiseError, ConfigurationError
 
 
 def plain(value: Any) -> Any:
-    """Numbers of numpy as Python's own, in mappings, lists and tuples too; all else as it is.
+    """Convert NumPy scalars to Python numbers, also inside mappings, lists and tuples.
 
-    They would be in checkpoints otherwise, and those are loaded with `weights_only=True`, which does not know them.
+    Checkpoints are loaded with `weights_only=True`, which rejects NumPy scalars.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -36,39 +36,39 @@ def plain(value: Any) -> Any:
 
 
 def with_plain_numbers(settings: Any) -> None:
-    """For the beginning of a dataclass's `__post_init__`: its numbers are checked, used and told as Python's own."""
+    """Convert the NumPy scalars among a dataclass's fields. Call it first in `__post_init__`."""
     for each in fields(settings):
         object.__setattr__(settings, each.name, plain(getattr(settings, each.name)))
 
 
 def require_path(argument: str, given: object) -> None:
-    """Refuse what names no file."""
+    """Raise if `given` is not a path."""
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigurationError(f"{argument} must be the path of a file, not {type(given).__name__}.")
 
 
 def require_bool(argument: str, given: object) -> None:
-    """Refuse what is neither True nor False: a word such as "no" would count as True."""
+    """Raise if `given` is not a bool: a string such as "no" is truthy."""
     if not isinstance(given, bool):
         raise ConfigurationError(f"{argument} must be True or False, not {given!r}.")
 
 
 @contextmanager
 def naming(argument: str, taker: str = "the model") -> Iterator[None]:
-    """Data runs through the model, or a loss, in this block: what goes wrong is told with the name of the argument."""
+    """Name the argument in errors that the model or the loss raises on its data inside this block."""
     try:
         yield
     except ClipwiseError:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{argument}: {taker} does not take such rows ({type(error).__name__}: {error}). Give them as it is "
-            "trained on them."
+            f"{argument}: {taker} does not take such rows ({type(error).__name__}: {error}). Give them in the form "
+            "used in training."
         ) from error
 
 
 def require_module(given: object) -> None:
-    """Refuse what is no model."""
+    """Raise if `given` is not an `nn.Module`."""
     if not isinstance(given, nn.Module):
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(given).__name__}.")
 
@@ -82,7 +82,7 @@ def number(
     below: float | None = None,
     most: float | None = None,
 ) -> float:
-    """`value` as a finite float within the limits that are given."""
+    """Return `value` as a float. Raise if it is not finite or outside of the limits."""
     # A tensor is no number: settings are written to ledgers and checkpoints as they are.
     is_number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
     try:
@@ -103,7 +103,7 @@ def number(
 
 
 def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    """`value` as an int from `least` to `most`; only integers of Python and numpy are accepted."""
+    """Return `value` as an int from `least` to `most`. Only Python and NumPy integers are accepted."""
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most:g}"
@@ -112,7 +112,7 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
-    """The member of `allowed` that `value` is or names; other types are refused as well."""
+    """Return the member of `allowed` that `value` is or names, or raise."""
     members = list(allowed)
     for member in members:
         if isinstance(value, str) and value in (member, str(member)):
@@ -122,12 +122,12 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    """Raise the error of an argument that is not what it must be."""
+    """Raise the error for an invalid argument."""
     raise ConfigurationError(f"{name} must be {allowed}, not {_shown(value)}.")
 
 
 def _shown(value: Any) -> str:
-    """The value itself only if it is a plain one: an array in its place could hold data."""
+    """Return the value for a message, or only its type if it could hold data."""
     if isinstance(value, str):
         return repr(str(value))
     is_plain = value is None or isinstance(value, (bool, numbers.Number))
@@ -135,19 +135,16 @@ def _shown(value: Any) -> str:
 
 
 def require_takes(argument: str, function: Callable[..., Any], how: str, *arguments: Any) -> None:
-    """Refuse a function that does not take what it is called with, `how` in words.
-
-    What goes wrong inside the function stays its own error.
-    """
+    """Raise if `function` cannot be called with `arguments`; `how` describes the call. It is not called here."""
     if not callable(function):
         raise ConfigurationError(f"{argument} must be a function {how}, not {type(function).__name__}.")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C do not tell
+    except (TypeError, ValueError):  # some C functions have no signature
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigurationError(
-            f"{argument} is called as {how}, here with {len(arguments)} arguments, and does not take that: {error}."
+            f"{argument} is called as {how}, here with {len(arguments)} arguments, and does not accept them: {error}."
         ) from error

@@ -1,9 +1,8 @@
-"""`clipwise.check`: would this model and this loss be accepted, and if not, why?
+"""`clipwise.check` reports whether a model and a loss can be trained privately, and why not.
 
-It runs the model and the loss again with examples replaced, taken out and in another order (validation/replacement.py),
-and so also sees couplings that no gradient shows, such as a loss divided by the number of valid tokens in
-the batch, or by the number of its examples.
-Run it on synthetic or public rows: what it says depends on them.
+It runs the replacement test (validation/replacement.py). The test also finds coupling that no gradient shows, such as
+a loss divided by the number of examples or valid tokens of the batch. The report depends on the rows: use synthetic
+or public ones.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_i
 from clipwise.validation.arguments import require_module, require_takes
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.forward_changes import BufferGuard
-from clipwise.validation.mixing_layer import first_meeting, first_random
+from clipwise.validation.mixing_layer import first_mixing, first_random
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
 from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
@@ -35,7 +34,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found: `problems` are refusals, `notes` are worth knowing and break no guarantee."""
+    """Result of `check`: `problems` prevent private training, `notes` do not affect the guarantee."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -56,19 +55,19 @@ class Report:
 
 
 def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = None) -> Report:
-    """Say whether `loss(model, *batch)` can be trained privately, or `loss(model, batch)` for a mapping or a tensor.
+    """Report whether `loss(model, *batch)` can be trained privately.
 
     Args:
-        model: in the mode in which it will be trained.
-        loss: gives one loss an example.
-        batch: as a loader hands it out: a tuple or list of the loss's further arguments, or one argument that is a
-            mapping or a tensor. Examples are along the first axis of each tensor; at least two, synthetic or public.
-        clipping: the strategy to train with; one that clips single examples if left out, which for a model of
-            `layers.clip_inputs` is `Backprop()`. Under one that clips whole mini-sets, such as `Batch`, examples may
-            depend on one another, and the loss may be a single number.
+        model: the model, in the mode in which it will be trained.
+        loss: returns one loss per example. It is called as `loss(model, batch)` if `batch` is a mapping or a tensor.
+        batch: a batch as a loader returns it: a tuple or list of the loss's further arguments, or a mapping or tensor.
+            The first axis of each tensor counts examples. Give at least two, synthetic or public.
+        clipping: the strategy to train with. The default clips single examples; for a model of `layers.clip_inputs`
+            it is `Backprop()`. With a strategy that clips whole microbatches, such as `Batch`, examples may depend on
+            one another, and the loss may be a single number.
 
     Returns:
-        A report that is true (`report.ok`, or printed) where nothing was found. It is a lint and no proof.
+        A report that is true (`report.ok`) if no problem was found. This is a lint, not a proof.
     """
     require_module(model)
     size = _size(batch)
@@ -90,31 +89,29 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is checked: `loss(model, *batch)` of so many examples."""
-
     model: nn.Module
     loss: Loss
     batch: tuple[Any, ...]
     size: int
 
     def run(self, batch: tuple[Any, ...], seed: int = 0, model: nn.Module | None = None) -> Tensor:
-        """The losses under a fixed random state, so that dropout draws the same mask every time."""
+        """Return the losses under a fixed random state, so that dropout draws the same mask every time."""
         with fixed_random_state(seed):
             return self.loss(self.model if model is None else model, *batch)
 
     def rows(self, places: Sequence[int]) -> Any:
-        """A batch of these examples."""
+        """Return a batch of the examples at these indices."""
         return take_rows(self.batch, list(places), self.size)
 
     def without(self, batch: Any, place: int) -> Any:
-        """A batch with zeros in place of one example."""
+        """Return the batch with one example set to zeros."""
         return with_zeros(batch, slice(place, place + 1), self.size)
 
 
 def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
-    """The checks that a first training step makes."""
+    """Run the checks of a first training step."""
     model = subject.model
-    if strategy.has_local_update:  # works on a copy, which may learn anything
+    if strategy.has_local_update:  # the step works on a copy, which may keep statistics
         model = copied(model)
     else:
         require_no_batch_statistics(model, strategy.is_coupled)
@@ -136,7 +133,7 @@ def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
 
 
 def _coupling(subject: _Subject, report: Report) -> None:
-    """The replacement test, also with weights drawn at random."""
+    """Run the replacement test, with the model's weights and with random ones."""
     model, loss = subject.model, subject.loss
     trial = Trial(
         model,
@@ -152,22 +149,22 @@ def _coupling(subject: _Subject, report: Report) -> None:
 
 @torch.no_grad()
 def _random_numbers(subject: _Subject, report: Report) -> None:
-    """Note if examples share their random numbers: the same example everywhere, and all losses move as one."""
+    """Add a note if all examples share their random numbers: copies of one example then have equal losses."""
     alike = subject.rows([0] * subject.size)
     one, other = subject.run(alike), subject.run(alike, seed=1)
     if not _moved(one, other) or _moved(one, one[:1].expand_as(one)):
         return
     where = first_random(subject.model, partial(subject.run, alike), partial(subject.run, alike, seed=1))
     report.notes.append(
-        f"All examples of a batch share their random numbers, first in {where or 'the loss function'}: a dropout mask "
-        "for the whole batch, for instance. They depend on no example, so the guarantee holds; but a mask for each "
-        "example trains better."
+        f"All examples of a batch share their random numbers, first in {where or 'the loss function'}, for instance "
+        "one dropout mask for the whole batch. These numbers depend on no example, so the guarantee holds. One mask "
+        "per example trains better."
     )
 
 
 @torch.no_grad()
 def _where(subject: _Subject) -> str:
-    """A sentence about the first layer that mixes examples, or nothing if no replacement shows it."""
+    """Return a sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
     batch, size = subject.batch, subject.size
     before = subject.run(batch)
     for place in sorted({0, size // 2, size - 1}):
@@ -175,13 +172,13 @@ def _where(subject: _Subject) -> str:
         others = torch.arange(size) != place
         if _moved(before[others], subject.run(replaced)[others], before):
             as_it_is, changed = partial(subject.run, batch), partial(subject.run, replaced)
-            found = first_meeting(subject.model, as_it_is, changed, place, size)
-            return f" Examples meet first in {found or 'the loss function, outside of all layers'}."
+            found = first_mixing(subject.model, as_it_is, changed, place, size)
+            return f" Examples are first mixed in {found or 'the loss function, outside of all layers'}."
     return ""
 
 
 def _moved(before: Tensor, after: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether a loss changed by more than rounding, of the scale of all losses."""
+    """Whether a loss changed by more than rounding, relative to the largest loss."""
     tolerance = 1e-5 * (before if scale is None else scale).abs().max().clamp_min(1e-30)
     return bool(((after - before).abs() > tolerance).any())
 

@@ -1,16 +1,13 @@
-"""Whether the loss of one example depends on another one, as far as the losses' graph shows it.
+"""Detect losses that depend on the inputs of other examples, from input gradients.
 
-d loss_i / d input_j must be 0 for i != j (gradients/layout.py says how one extra backward pass shows it). A gradient of
-exactly 0 shows nothing: behind a head that is still 0, a gate, or an auxiliary loss with weight 0, any coupling is
-hidden. So a place in the graph counts as examined once a gradient arrived there, and the probe goes on looking:
+d loss_i / d input_j must be 0 for i != j; gradients/layout.py explains how one extra backward pass shows it. A gradient
+of exactly 0 shows nothing: a head or gate that is still 0 hides any coupling behind it. So a place in the graph counts
+as examined once a gradient has arrived there. The probe runs before the release:
 
-    - at the first batches, and at the first batches of any graph with new operations;
-    - at a batch in which a place without gradients so far gets one.
+    - on the first batches, and on the first batches of any graph with new operations;
+    - on a batch in which a place without gradients so far gets one.
 
-It looks before the batch is released. All inputs are marked (marked.py), so that it can.
-
-A lint, not a proof: it sees what a gradient shows, on inputs that are floating point and, for ids, at the outputs of
-trainable embeddings.
+This is a lint, not a proof. It covers floating-point inputs (marked.py) and, for ids, outputs of trainable embeddings.
 """
 
 from __future__ import annotations
@@ -39,27 +36,27 @@ from clipwise.validation.shared_factors import SharedFactors
 
 _PROBED_BATCHES = 2
 _MOST_WIRINGS = 512
-_FRUITLESS = 64  # batches on which nothing was learned; afterwards only some are examined
+_FRUITLESS = 64  # batches without a new finding; afterwards only every `_SOME`-th is examined
 _SOME = 16
 USE_BATCH = (
-    "Batch(max_norm=...) clips whole mini-sets instead, within which examples may depend on one another; it needs "
+    "Batch(max_norm=...) clips whole microbatches instead, within which examples may depend on one another; it needs "
     "far more noise"
 )
 PAIRS = (
     "losses are made of one entry for each pair of examples: outputs of shape (B, 1) were broadcast against targets "
-    "of shape (B,), or the other way round, so that each loss holds the targets of all examples. Give both the same "
-    "shape: outputs.squeeze(1), or targets.unsqueeze(1)."
+    "of shape (B,), or vice versa, so each loss depends on the targets of all examples. Give both the same shape: "
+    "outputs.squeeze(1), or targets.unsqueeze(1)."
 )
 _COUPLED = (
     "The loss of one example depends on the inputs of another, so clipping single examples bounds nothing. Usual "
-    "causes: batch statistics, subtracting a mean over the batch, a loss that compares examples or is divided by "
-    "something of the whole batch. clipwise.check(model, loss, batch) helps to find the place. If the coupling is "
-    f"meant, {USE_BATCH}."
+    "causes: batch statistics, subtracting a mean over the batch, a loss that compares examples or is divided by a "
+    "quantity of the whole batch. clipwise.check(model, loss, batch) helps to find the layer. If the coupling is "
+    f"intended, {USE_BATCH}."
 )
 _COUPLED_ROWS = (
-    "A row that a layer of clipwise.layers.with_released_statistics gets depends on the inputs of another example than "
-    "its own, so its statistics would not be bounded by clipping single rows. Usual causes: batch statistics before "
-    f"it, or rows in another order than the examples. If the coupling is meant, {USE_BATCH}."
+    "An input row of a layer of clipwise.layers.with_released_statistics depends on the inputs of another example, so "
+    "clipping single rows does not bound its statistics. Usual causes: batch statistics in an earlier layer, or rows "
+    f"in another order than the examples. If the coupling is intended, {USE_BATCH}."
 )
 
 Pattern = tuple[str, tuple[str, ...]]  # an operation and those that feed it
@@ -67,7 +64,7 @@ Place = tuple[Pattern, int]  # the n-th operation of that pattern, counted from 
 
 
 class IndependenceProbe:
-    """Refuses losses that depend on other examples' inputs, on the first batches and whenever something is new."""
+    """Raises if losses depend on other examples' inputs, on the first batches and on new parts of the graph."""
 
     def __init__(self) -> None:
         self._left, self._fruitless = _PROBED_BATCHES, 0
@@ -79,16 +76,16 @@ class IndependenceProbe:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every place in the graphs so far was examined."""
+        """Whether every place of the graphs so far was examined."""
         return self._left == 0 and not self._dead
 
     def mark(self, batch: Any) -> Any:
-        """The same batch, with marked tensors."""
+        """Return the batch with marked tensors."""
         self._trace = Trace()
         return self._trace.mark(batch)
 
     def examine(self, losses: Tensor) -> None:
-        """Refuse losses that depend on other examples' inputs, or on a number of the whole batch."""
+        """Raise if losses depend on other examples' inputs, or on a number of the whole batch."""
         if len(losses) < 2 or losses.grad_fn is None:
             return
         trace = self._trace
@@ -99,14 +96,14 @@ class IndependenceProbe:
             has_woken = self._factors.examine(losses, trace.others)
             inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
             if not inputs:
-                self._left = 0  # nothing can be examined, until the graph has new operations
+                self._left = 0  # nothing to examine until the graph has new operations
                 return
             places = self._places(nodes, names)
             if self._is_due(has_woken) and (self._left or self._has_awoken(losses, nodes, places)):
                 self._probe(losses, inputs, len(trace.inputs), dict(zip(nodes, places, strict=True)))
 
     def _places(self, nodes: list[Node], names: list[str]) -> list[Place]:
-        """The names of all nodes' places. New operations have to be examined."""
+        """Return the place of each node. New operations restart the probe."""
         wiring = hash(tuple(names))
         if wiring in self._wirings:
             return self._wirings[wiring]
@@ -125,14 +122,14 @@ class IndependenceProbe:
         return places
 
     def _is_due(self, has_woken: bool) -> bool:
-        """What stays without a gradient for ever must not cost a backward pass in every step."""
+        """Whether to probe now. A place that never gets a gradient must not cost a backward pass in every step."""
         if self.is_settled:
             return False
         self._fruitless += 1
         return has_woken or self._fruitless <= _FRUITLESS or self._fruitless % _SOME == 0
 
     def _has_awoken(self, losses: Tensor, nodes: list[Node], places: list[Place]) -> bool:
-        """Whether a gradient arrives at a place that had none: a backward pass as far as the first such places."""
+        """Whether a gradient arrives at a place that had none. Runs a backward pass up to the first such places."""
         dead = {node for node, place in zip(nodes, places, strict=True) if place in self._dead}
         alive = (node for node in nodes if node not in dead)
         first = {edge for node in alive for edge in node.next_functions if edge[0] in dead}
@@ -147,14 +144,16 @@ class IndependenceProbe:
     def _probe(
         self, losses: Tensor, inputs: list[GradientEdge], marked: int, places: dict[Node, Place]
     ) -> None:
-        """Backward passes to the inputs, of which the first `marked` are as the loader handed them out."""
+        """Run backward passes to the inputs. The first `marked` are the loader's tensors, with examples on axis 0."""
         weights_B = probe_weights(len(losses), losses)
         arrived: dict[Place, list[Tensor]] = {}
         with ExitStack() as hooks:
             for node, place in places.items():
                 hooks.callback(node.register_prehook(partial(_note, arrived, place)).remove)
             is_proof = _require_apart(losses, torch.ones_like(losses), inputs, marked, weights_B, _COUPLED)
-        for seen, output in observations(losses):  # what a layer learns of a row is of that example alone
+        for seen, output in observations(
+            losses
+        ):  # the statistics of a row may depend on its own example only
             if seen.shape[0] == len(losses):
                 random = torch.randn(seen.shape, generator=private_generator())
                 random = random.to(seen.mean_BC.device, seen.dtype)
@@ -174,17 +173,17 @@ def _require_apart(
     weights_B: Tensor,
     refusal: str,
 ) -> bool:
-    """Refuse outputs, one row an example, that depend on other examples' inputs.
+    """Raise if outputs, with one row per example, depend on other examples' inputs.
 
-    `plain_sum` is what the outputs are multiplied with before they are added up. Returns whether this proves anything:
-    a NaN can hide what all examples share, and a gradient of 0 shows nothing.
+    `plain_sum` holds the outputs' factors in the unweighted sum. Returns whether the result is conclusive: a NaN can
+    hide coupling, and a gradient of 0 shows nothing.
     """
 
     def gradients(given: Tensor) -> tuple[Tensor | None, ...]:
         with ieee_arithmetic(), unclipped():
             return torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
 
-    # If one example depends on another, it is seen where the other has the larger weight: in one of these two.
+    # Coupling of two examples shows where the other one has the larger weight: in one of these two passes.
     both, one_a_row = (weights_B, LARGEST_WEIGHT / weights_B), [1] * (plain_sum.dim() - 1)
     found = gradients(plain_sum)
     weighted = [gradients(plain_sum * w_B.to(plain_sum).view(-1, *one_a_row)) for w_B in both]
@@ -200,7 +199,7 @@ def _require_apart(
             thrice = thrice or gradients(3 * plain_sum)
             layouts = surviving([replace(probe, thrice=thrice[number]) for probe in probes])
         if number < marked and len(p) == len(weights_B):
-            # As the loader hands them out: one loss a *position*, of all examples, is none an example.
+            # In the loader's tensors, examples are on axis 0: one loss per position is not one per example.
             layouts = [layout for layout in layouts if layout.axis == 0]
             p_Bn, w_Bn = (t.reshape(len(t), t[0].numel()) for t in (p, ws[0]))
             finite_B, live_B = torch.isfinite(p_Bn).all(1), w_Bn.any(1)
@@ -209,17 +208,17 @@ def _require_apart(
         else:
             is_live |= _is_live(ws[0])
             is_finite &= bool(torch.isfinite(p).all())
-        # Where the plain sum is 0 the weighted one must be too: sum_i (l_i - mean l) hides every example.
+        # Where the plain sum is 0 the weighted one must be too: the sum of (l_i - mean l) is 0 for any input.
         if not layouts and any(bool(each.any()) for each in ws):
             raise CoupledExamplesError(refusal)
     return is_finite and is_live
 
 
 def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
-    """All nodes of the losses' graph, the last operation first, and their names."""
+    """Return all nodes of the losses' graph, the last operation first, and their names."""
     root: Node = losses.grad_fn
     nodes, names, entered = [root], [], {None, root}
-    for node in nodes:  # grows on the way
+    for node in nodes:  # the list grows in the loop
         name = node.name()
         names.append(name)
         for child, _ in node.next_functions:
@@ -231,12 +230,12 @@ def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
 
 
 def _lookups(nodes: Iterable[Node], ids: list[Tensor]) -> list[GradientEdge]:
-    """What embeddings made of these ids, as edges of the losses' graph."""
+    """Return the outputs of embeddings of these ids, as edges of the losses' graph."""
     if not ids:
         return []
 
     def is_of_batch(saved: Tensor, given: Tensor) -> bool:
-        """Whether these ids are a view of the batch's, or a copy on another device or in another type."""
+        """Whether the saved ids are a view of the batch's ids, or a copy on another device or in another dtype."""
         if saved.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
             return True
         return saved.shape == given.shape and torch.equal(saved, given.to(saved))
@@ -250,7 +249,7 @@ def _lookups(nodes: Iterable[Node], ids: list[Tensor]) -> list[GradientEdge]:
 
 
 def _note(arrived: dict[Place, list[Tensor]], place: Place, gradients: tuple[Tensor | None, ...]) -> None:
-    """Before a node runs: whether a gradient arrives there. (To read it now would wait for the device.)"""
+    """Record on the device whether a gradient arrives at a node. (Reading it here would synchronise.)"""
     arrived.setdefault(place, []).extend(
         torch.ones((), dtype=torch.bool) if g.is_sparse else g.any() for g in gradients if g is not None
     )

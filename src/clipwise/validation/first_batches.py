@@ -1,7 +1,7 @@
-"""The replacement test of a private run, on its first batches and on how they are collated.
+"""The replacement test of a private run, on its first batches and on their collation.
 
-A refusal here is an output that depends on private data, and no epsilon covers it. It is raised before anything is
-charged or released, and its message is a constant.
+An error here depends on private data, and no epsilon covers it. It is raised before anything is charged or released,
+and its message is constant.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Loss = Callable[..., Tensor]
 _TESTED_BATCHES = 2
 
 _REFUSAL = (
-    "The loss of an example, or its gradient, moved when other examples of its batch were replaced, taken out or put "
-    "in another order, or when its record was collated with other records. Usual causes: mixup or statistics of the "
-    "batch (in collate_fn, in the loss or in a frozen backbone), padding to the longest record with an average over "
-    "padding, a divisor of the whole batch, a choice of hard examples, a branch or a loop that looks at all examples. "
-    "Compute each loss from its own example, or use Batch(max_norm=...), which bounds whole mini-sets and needs far "
-    "more noise. clipwise.check(model, loss, batch) says more, on public rows. This refusal depends on private data "
-    "and is not covered by epsilon."
+    "The loss of an example, or its gradient, moved when other examples of its batch were replaced, removed or "
+    "reordered, or when its record was collated with other records. Usual causes: mixup or batch statistics "
+    "(in collate_fn, in the loss or in a frozen backbone), padding to the longest record with an average over "
+    "padding, a divisor of the whole batch, selection of hard examples, a branch or a loop that depends on all "
+    "examples. Compute each loss from its own example, or use Batch(max_norm=...), which bounds whole microbatches and "
+    "needs far more noise. clipwise.check(model, loss, batch) gives details on public rows. This error depends on "
+    "private data and is not covered by epsilon."
 )
 
 
 class ReplacementTest:
-    """Tests the first batches of at least two examples.
+    """Runs the replacement test on the first batches of at least two examples.
 
     Args:
-        model: that is trained.
-        loss: from a batch to one loss a row, called as `loss(*arguments_of(batch))`.
-        views: what is handed out of each example; None for the example itself.
-        probe_inputs: also let the probe of input gradients look, with weights drawn at random.
+        model: the model to train.
+        loss: returns one loss per row, called as `loss(*arguments_of(batch))`.
+        views: augmented views of each example; None for the example itself.
+        probe_inputs: whether to run the probe of input gradients too, with random weights.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, views: Views | None, probe_inputs: bool) -> None:
@@ -51,19 +51,19 @@ class ReplacementTest:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are batches still to be tested."""
+        """Whether further batches will be tested."""
         return len(self._seen) < _TESTED_BATCHES
 
     def examine(
         self, batch: Any, size: int, which: Hashable, arrangements: Callable[[], Sequence[Arrange]]
     ) -> None:
-        """Refuse a loss that depends on other examples.
+        """Raise if a loss depends on other examples.
 
         Args:
-            batch: as it was handed out, with a row for each view.
+            batch: the loader's batch, with one row per view.
             size: the number of examples.
-            which: identifies the batch. One that passed is not tested again.
-            arrangements: give functions that make batches of the same records anew, without views.
+            which: identifies the batch. A batch that passed is not tested again.
+            arrangements: returns functions that collate the same records again, without views.
         """
         if not self.is_pending or which in self._seen or size < 2:
             return
@@ -79,10 +79,10 @@ class ReplacementTest:
                 slice(place * count, (place + 1) * count),
                 [len(t) for t in tensors_in(whole) if t.dim()],
             )
-            # Ids, lengths and masks stay: 0 need not be one of them.
+            # Ids, lengths and masks stay: 0 may not be a valid value.
             return with_zeros(whole, rows, all_rows[0] if all_rows else 0, only_floats=True)
 
-        # Of a packed batch only the records can be arranged anew.
+        # A packed batch cannot be rearranged by rows, only collated again.
         is_by_rows = all(len(t) == size * count for t in tensors_in(batch) if t.dim())
         others = arrangements()
 
@@ -97,17 +97,19 @@ class ReplacementTest:
         try:
             self._with_memory(tested, size)
         except CoupledExamplesError:
-            raise CoupledExamplesError(_REFUSAL) from None  # what moved, and when, depends on private data
-        self._seen.add(which)  # only a batch that passed
+            raise CoupledExamplesError(_REFUSAL) from None  # the original message depends on private data
+        self._seen.add(which)
 
     def _with_memory(self, tested: Callable[[int], None], size: int) -> None:
-        """Test all examples of a batch, or as many as memory takes."""
+        """Test all examples of a batch, or as many as fit into memory."""
         try:
             return tested(size)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        with_smaller_pieces(tested, size)  # here the error is gone, with the tensors that its frames held
+        with_smaller_pieces(
+            tested, size
+        )  # outside of `except`, so that the tensors of the error's frames are freed
 
     def _run(self, batch: Any) -> Tensor:
         device = next(self._model.parameters()).device
@@ -120,7 +122,7 @@ class ReplacementTest:
 
 @cache
 def recommend_check() -> None:
-    """Log one line for a loop written by hand, once in a process."""
+    """Log once per process that a hand-written loop runs no replacement test."""
     logging.getLogger("clipwise").warning(
         "No replacement test runs in this training loop: give make_private(..., loss=...), or run "
         "clipwise.check(model, loss, batch) on public rows."

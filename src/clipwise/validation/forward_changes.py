@@ -1,7 +1,7 @@
-"""Refuses a forward pass that keeps what it saw: in buffers, parameters, or attributes of modules.
+"""Detect forward passes that store data in buffers, parameters or attributes of modules.
 
-A running mean in a buffer, a NumPy array or a list leaves with the model without any noise. The model is compared when
-the losses come back with what it was when the batch was handed out.
+A running mean in a buffer, a NumPy array or a list would be published with the model without noise. The model is
+compared at the draw of a batch and at the step on its losses.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from clipwise.validation.tensor_changes import checksums
 
 _TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
 _PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
-_BUILT_IN = frozenset(vars(nn.Module()))  # what every module has: dictionaries of torch's own, and `training`
+_BUILT_IN = frozenset(vars(nn.Module()))  # attributes of every module
 _DEEPEST = 4
 _MOST = 10_000  # entries of one container
 _MOST_OF_ARRAY = 1_000_000
 _IGNORED = (str, bytes, bool, type(None), nn.Module, nn.Parameter)
 _CHANGED = (
-    "was set or changed between the draw of a batch and private.step, as in a forward pass that learns. What it "
-    "learned from private data would leave with the model without any noise. Set it before the first batch, from "
-    "public data; update parameters before the next batch is drawn; what forward computes for the loss, let it return."
+    "was set or changed between the draw of a batch and private.step, for instance by a forward pass that stores "
+    "statistics. It would be published with the model without any noise. Set it before the first batch, from public "
+    "data. Update parameters before the next batch is drawn. Return from forward what the loss needs."
 )
 _FIRST_PASS = (
-    "(What a first forward pass sets once: let the model run on synthetic rows before make_private. A count of forward "
-    "passes may stay, if it advances by the same number each time.)"
+    "(If only the first forward pass sets it, run the model on synthetic rows before make_private. A count of forward "
+    "passes is allowed if it advances by the same number each time.)"
 )
 
-Snapshot = dict[str, tuple[object, object]]  # by name: the value of a whole number, and what is held
+Snapshot = dict[str, tuple[object, object]]  # by name: the value if it is an int, and comparable contents
 
 
 class BufferGuard:
-    """Compares parameters, buffers and attributes at the draw of a batch and when its losses come back."""
+    """Compares parameters, buffers and attributes at the draw of a batch and at the step on its losses."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inventory = Inventory(model)
         self._versions: dict[str, tuple[object, ...]] = {}
-        self._held: list[Tensor] = []  # while they are held, no other tensor gets their identity
+        self._held: list[Tensor] = []  # keeps their ids from being reused
         self._tensors_left, self._plain_left = _TENSOR_BATCHES, _PLAIN_BATCHES
         self._plain = PlainState()
 
     def remember(self, batch: object = None) -> None:
-        """Called when a batch is handed out."""
+        """Record the state at the draw of a batch."""
         self.inventory.up_to_date()
         self._versions, self._held = self._now()
         if self._plain_left:
             self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
 
     def compare(self) -> None:
-        """Called when its losses come back."""
+        """Raise if the state changed since `remember`."""
         self.inventory.up_to_date()
         self.compare_listed()
 
@@ -74,7 +74,7 @@ class BufferGuard:
             self._plain_left -= 1
         if self._tensors_left:
             self._tensors_left -= 1
-            now, held = self._now()  # contents may be compared no longer
+            now, held = self._now()  # without checksums after the last compared batch
         self._versions, self._held = now, held
 
     def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
@@ -91,9 +91,9 @@ class BufferGuard:
 class PlainState:
     """Compares numbers, NumPy arrays and containers in the attributes of modules.
 
-    A whole number may advance by the same amount in each forward pass, other than by the number of examples: a count of
-    calls is public. Strings, flags and objects of other libraries are not compared; an object of a class that is
-    defined beside its module is.
+    An int may advance by the same amount in each forward pass, unless that is the number of examples: a count of calls
+    is public. Strings, flags and objects of other libraries are not compared. Objects of classes defined in the same
+    Python module are.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ class PlainState:
         self._sizes: set[int] = set()
 
     def remember(self, modules: Iterable[tuple[str, nn.Module]], sizes: set[int]) -> None:
-        """Called when a batch is handed out. `sizes` are the lengths of its tensors."""
+        """Record the attributes at the draw of a batch. `sizes` are the lengths of its tensors."""
         self._before, self._sizes = _snapshot(modules), sizes - {1}
 
     def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-        """The name of an attribute that was changed since, other than a count of calls."""
+        """Return the name of an attribute that changed since `remember`, other than a count of calls."""
         now = _snapshot(modules)
         for name in sorted(now.keys() | self._before.keys()):
             before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
@@ -137,7 +137,7 @@ def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
 
 
 def _held(value: Any, home: str, depth: int) -> object:
-    """What a value holds, in a form that can be compared; None for what is not compared."""
+    """Return the contents of a value in a comparable form; None if they are not compared."""
     if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
         return repr(value)  # NaN equals itself
     if isinstance(value, np.ndarray):

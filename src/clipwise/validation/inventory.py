@@ -1,7 +1,7 @@
-"""Flat lists of a model's parameters, buffers and layers, which are made anew only when its structure has changed.
+"""Cached flat lists of a model's parameters, buffers and layers.
 
-A step needs them several times. To walk through the modules each time takes longer than all checks together; to see
-that nothing was added, removed or replaced since the last walk does not.
+A step needs them several times, and walking the modules takes longer than all checks together. The lists are rebuilt
+only if something was added, removed or replaced.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._I
 
 
 class Inventory:
-    """The lists of one model, as they were when `up_to_date` was called last.
+    """The lists of one model at the last call of `up_to_date`.
 
     Attributes:
-        tensors: a name for messages, and the place where the tensor (or None) is found, of every buffer, parameter
-            and tensor that is a plain attribute; not those that follow from weights alone, which are released
-            anyway: of spectral norm's power iteration, and weights that torch computes of a parametrization.
-        state: of every buffer and parameter among these, its name and module, and the place where it is found.
-        parameters: as `named_parameters` gives them.
-        statistics: layers that may keep statistics of a batch.
-        modules: as `named_modules` gives them.
+        tensors: (name for messages, dictionary, key) of every buffer, parameter and tensor in a plain attribute.
+            Tensors that follow from weights alone are left out, since weights are released: spectral norm's power
+            iteration, and weights that torch computes from a parametrization.
+        state: (name, module, dictionary, key) of every buffer and parameter among these.
+        parameters: the result of `named_parameters`.
+        statistics: layers that may keep batch statistics.
+        modules: the result of `named_modules`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,16 +40,14 @@ class Inventory:
         self.modules: list[tuple[str, nn.Module]] = []
 
     def up_to_date(self) -> Inventory:
-        """Itself, after another walk if there is anything new."""
+        """Rebuild the lists if the structure changed, and return self."""
         if not self._modules or _structure(self._modules) != self._structure:
             self._walk()
         return self
 
     def _walk(self) -> None:
         self.modules = list(self._model.named_modules())
-        self._modules = [
-            module for _, module in self.modules
-        ]  # held here, so that no other can get their identity
+        self._modules = [module for _, module in self.modules]  # keeps their ids from being reused
         self._structure = _structure(self._modules)
         self.parameters = list(self._model.named_parameters())
         self.statistics = [(name, m) for name, m in self.modules if isinstance(m, _KEEPS_STATISTICS)]
@@ -73,13 +71,13 @@ class Inventory:
 
 
 def _kept_in(module: nn.Module) -> list[str]:
-    """Attributes that are tensors; not a `weight` that weight norm or pruning makes of `weight_g` or `weight_orig`."""
+    """Return attributes that are tensors, without a `weight` computed from `weight_g` or `weight_orig`."""
     made = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig")}
     return [name for name, value in vars(module).items() if isinstance(value, Tensor) and name not in made]
 
 
 def _structure(modules: list[nn.Module]) -> tuple[list[object], ...]:
-    """Types, names and identities of all that a walk depends on. (A buffer's identity is not: it has its place.)"""
+    """Return types, names and ids of everything the lists depend on. (Buffers are found by key: no ids needed.)"""
     entries: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
     every = [*entries, *(m._buffers for m in modules)]
     return (
@@ -93,7 +91,7 @@ def _structure(modules: list[nn.Module]) -> tuple[list[object], ...]:
 
 
 def _tensor_attributes(modules: list[nn.Module]) -> list[object]:
-    """Modules with tensors in plain attributes, and which; what was None or 0 may have become one."""
+    """Return the plain attributes that hold tensors now; an attribute may have been None before."""
     kinds = set(map(type, chain.from_iterable(map(_VALUES, map(vars, modules)))))
     if not any(issubclass(kind, Tensor) for kind in kinds):
         return []

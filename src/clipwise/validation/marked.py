@@ -1,12 +1,11 @@
-"""The tensors of a batch, marked, so that the losses' graph shows what was computed from which input.
+"""Marked batch tensors, which make the inputs visible in the losses' graph.
 
-A marked tensor is tracked by autograd but behaves as the ordinary tensor that the data set gave: `requires_grad` is
-False, `numpy()` works, `requires_grad = True` may be set. The mark spreads to everything that is computed from the
-batch alone. What a parameter takes part in requires a gradient anyway, and is a plain tensor again, so a mark costs
-some microseconds in the first layer and nothing behind it.
+Autograd tracks a marked tensor, but it behaves like the data set's own tensor: `requires_grad` is False, `numpy()`
+works, `requires_grad = True` may be set. Everything computed from the batch alone is marked too. A result that involves
+a parameter is a plain tensor again, so marks cost microseconds in the first layer and nothing later.
 
-Integers carry no gradient. Their mark shows two things that no gradient shows: a number that was computed from the
-whole batch (`pooled`), and a comparison of each example with each other one (`Trace.pairs`).
+Integers carry no gradient. Their marks show two things that no gradient shows: a number computed from the whole batch
+(`is_pooled`), and a comparison of each example with every other one (`Trace.pairs`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from clipwise.sampling.batch_structure import map_tensors, tensors_in
 
 @dataclass(eq=False)
 class Trace:
-    """What is known of the tensors of one batch.
+    """The tensors of one batch in the graph.
 
     Attributes:
-        inputs: where the batch's floating-point tensors enter the graph.
-        others: the tensors that carry no gradient, such as ids.
-        pairs: nodes of operations that made one entry for each pair of examples.
+        inputs: edges at which the batch's floating-point tensors enter the graph.
+        others: tensors that carry no gradient, such as ids.
+        pairs: nodes of operations that compute one entry for each pair of examples.
     """
 
     inputs: list[GradientEdge] = field(default_factory=list)
@@ -38,42 +37,41 @@ class Trace:
     pairs: list[Any] = field(default_factory=list)
 
     def mark(self, batch: Any) -> Any:
-        """The same batch with every tensor marked. It shares memory with the original."""
+        """Return the batch with every tensor marked. It shares memory with the original."""
         return map_tensors(self._marked, batch)
 
     def _marked(self, value: Tensor) -> Tensor:
         if value.dim() == 0:
-            return value  # a number of the whole batch, and no example's
+            return value  # one number for the whole batch
         if type(value) is not Tensor or value.requires_grad:
-            self.others.append(value)  # a type of the user's own, with rules of its own
+            self.others.append(value)  # a user-defined tensor class, or already tracked
             return value
         if not (value.is_floating_point() or value.is_complex()):
             self.others.append(value)
             return _as_marked(value.detach(), self, is_pooled=False)
-        # The anchor requires a gradient, so that there is a node. In place of a leaf, which could not be changed in
-        # place, and without a copy.
+        # The anchor requires a gradient, so the result has a node. A leaf would not allow in-place changes.
         entered: Tensor = _Enter.apply(torch.zeros((), requires_grad=True), (value,))  # type: ignore[no-untyped-call]
-        self.inputs.append(get_gradient_edge(entered))  # which keeps the node, also if the tensor is not used
+        self.inputs.append(get_gradient_edge(entered))  # keeps the node alive
         return _as_marked(entered, self, is_pooled=False)
 
 
 class MarkedTensor(Tensor):
-    """A tensor that was computed from a batch and from no parameter.
+    """A tensor computed from a batch and from no parameter.
 
     Attributes:
         origin: the trace of its batch.
-        is_pooled: whether a single number of several rows of the batch is in it.
+        is_pooled: whether it depends on a single number computed from several rows of the batch.
     """
 
     origin: Trace
     is_pooled: bool
 
     @classmethod
-    @_disable_dynamo  # compiled regions take no tensors of classes of their own: they begin behind the marks
+    @_disable_dynamo  # compiled regions accept no tensor subclasses
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The function's result, marked if it was computed from the batch alone."""
+        """Return the function's result, marked if it was computed from the batch alone."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FACTS:
@@ -89,7 +87,7 @@ class MarkedTensor(Tensor):
 
 
 def plain(value: Tensor) -> Tensor:
-    """The values of a tensor as the data set gave them, without mark and history; other tensors as they are."""
+    """Return a marked tensor's values without mark and history; return other tensors unchanged."""
     if not isinstance(value, MarkedTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -97,7 +95,7 @@ def plain(value: Tensor) -> Tensor:
 
 
 def tracked(value: Tensor) -> Tensor:
-    """The same tensor, which autograd tracks for its user as well."""
+    """Remove the mark if autograd tracks the tensor, so that the user sees `requires_grad=True`."""
     if isinstance(value, MarkedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if value.requires_grad:
@@ -106,7 +104,7 @@ def tracked(value: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """The identity, at whose node a batch's tensor enters the graph."""
+    """The identity. Its node is where a batch's tensor enters the graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, held: tuple[Tensor]) -> Tensor:
@@ -125,7 +123,7 @@ def _as_marked(value: Tensor, trace: Trace, is_pooled: bool) -> MarkedTensor:
 
 
 def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result of a function; whatever has no parameter in it is marked."""
+    """Call a function and mark results that involve no parameter."""
     given = list(tensors_in((args, kwargs)))
     marked = [t for t in given if isinstance(t, MarkedTensor)]
     has_parameters = any(t.requires_grad for t in given if not isinstance(t, MarkedTensor))
@@ -140,14 +138,14 @@ def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if _is_of_pairs(found, given):
                 marked[0].origin.pairs.append(found.grad_fn)
         elif type(found) is Tensor and (torch.is_grad_enabled() or not found.is_floating_point()):
-            # (Without gradients, as in the forward pass of a torch.autograd.Function, parameters are not known.)
+            # Without gradients, as in the forward pass of a torch.autograd.Function, parameters cannot be detected.
             is_one = found.numel() == 1 and any(t.numel() > 1 for t in marked)
             _as_marked(found, marked[0].origin, is_pooled or is_one)
     return result
 
 
 def _is_of_pairs(result: Tensor, given: list[Tensor]) -> bool:
-    """Whether n rows were compared with n rows: [n, 1] and [n] (or [1, n]) make [n, n]. Not rows of a weight."""
+    """Whether n rows were compared with n rows: [n, 1] and [n] (or [1, n]) give [n, n]. Weights do not count."""
     if result.dim() != 2 or result.shape[0] != result.shape[1] or len(result) < 2:
         return False
     n = len(result)
@@ -156,12 +154,12 @@ def _is_of_pairs(result: Tensor, given: list[Tensor]) -> bool:
 
 
 def _overwrites_another(func: Callable[..., Any], args: Any) -> bool:
-    """Whether a batch is copied into memory of the user's own, which lasts: it must not hold this batch's graph."""
+    """Whether a batch is copied into a tensor of the user, which must not keep this batch's graph alive."""
     return func is Tensor.copy_ and not isinstance(args[0], MarkedTensor) and not args[0].requires_grad
 
 
 def _track(func: Callable[..., Any], value: Tensor, is_wanted: bool = True) -> Tensor | None:
-    """`requires_grad = True` and `requires_grad_()`: from here on autograd tracks the tensor for its user as well."""
+    """Implement `requires_grad = True` and `requires_grad_()`: remove the mark."""
     if is_wanted:
         is_new = not value.requires_grad
         value.__class__ = Tensor
@@ -170,21 +168,21 @@ def _track(func: Callable[..., Any], value: Tensor, is_wanted: bool = True) -> T
     return value if func is Tensor.requires_grad_ else None
 
 
-_tensor: Any = Tensor  # whose properties have types of their own for mypy
-# What an ordinary tensor of a batch says of itself.
+_tensor: Any = Tensor  # for mypy, which types the properties differently
+# Properties of an ordinary batch tensor.
 _FACTS: dict[Any, Any] = {
     _tensor.requires_grad.__get__: False,
     _tensor.is_leaf.__get__: True,
     _tensor.grad_fn.__get__: None,
 }
 _TRACKING: set[Any] = {Tensor.requires_grad_, _tensor.requires_grad.__set__}
-# What takes a size, a type or a device of the batch, and no value.
+# Functions that use the shape, dtype or device of the batch, and no value.
 _NEW: set[Any] = {
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(torch.rand_like, torch.randn_like, torch.randint_like),
 }
-# What takes values out of the graph.
+# Functions that read values out of the graph.
 _READS: set[Any] = {
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist, Tensor.item),
     *(Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.__repr__, Tensor.__format__),

@@ -1,7 +1,7 @@
-"""The first layer that mixes examples: its output for one example moves when only another example is replaced.
+"""Find the first layer that mixes examples.
 
-Two passes are compared, layer call by layer call. A layer that mixes examples gets rows that did not move and gives
-rows that did; every layer after it gets moved rows.
+Two passes, before and after one example is replaced, are compared call by call. In the first layer that mixes examples,
+the other examples' inputs are unchanged and their outputs change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Differ = Callable[[list[Tensor], list[Tensor]], bool]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer: what went in and what came out."""
+    """Inputs and outputs of one layer call."""
 
     name: str
     kind: str
@@ -31,14 +31,14 @@ class Call:
 
     @property
     def label(self) -> str:
-        """The layer in messages."""
+        """The layer's name in messages."""
         return f"layer {self.name!r} ({self.kind})" if self.name else f"the model's own forward ({self.kind})"
 
 
-def first_meeting(model: nn.Module, before: Pass, after: Pass, place: int, size: int) -> str | None:
-    """The first layer that mixes examples, by name and kind; None if they are mixed outside of all layers.
+def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: int) -> str | None:
+    """Return the first layer that mixes examples, or None if they are mixed outside of all layers.
 
-    `after` is the pass `before` with the example at `place` replaced, of `size` examples.
+    `after` is the pass `before` with the example at index `place`, of `size` examples, replaced.
     """
 
     def are_mixed(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -48,7 +48,7 @@ def first_meeting(model: nn.Module, before: Pass, after: Pass, place: int, size:
 
 
 def first_random(model: nn.Module, before: Pass, after: Pass) -> str | None:
-    """The first layer that gives something else for the same input, in two passes with other random numbers."""
+    """Return the first layer with equal inputs and different outputs in two passes with different random numbers."""
 
     def are_other(one: list[Tensor], other: list[Tensor]) -> bool:
         return not all(torch.equal(a, b) for a, b in zip(one, other, strict=False))
@@ -57,14 +57,14 @@ def first_random(model: nn.Module, before: Pass, after: Pass) -> str | None:
 
 
 def _first(model: nn.Module, before: Pass, after: Pass, differ: Differ) -> str | None:
-    """The first layer whose inputs do not differ between two passes, while its outputs do."""
+    """Return the first layer with inputs that do not differ between two passes and outputs that do."""
     with recorded(model) as calls:
         before()
     with recorded(model) as again:
         after()
     for one, other in zip(calls, again, strict=False):
         if one.name != other.name:
-            return None  # which layers run depends on the batch: nothing can be compared
+            return None  # the layers that run depend on the batch: nothing can be compared
         if not differ(one.inputs, other.inputs) and differ(one.outputs, other.outputs):
             return one.label
     return None
@@ -72,7 +72,7 @@ def _first(model: nn.Module, before: Pass, after: Pass, differ: Differ) -> str |
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """In this block every call of a layer is recorded, in the order in which calls end."""
+    """Record every layer call in this block, in the order in which calls end."""
     calls: list[Call] = []
 
     def ended(name: str) -> Callable[..., None]:
@@ -91,7 +91,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
 
 
 def _is_mixed(before: Tensor, after: Tensor, place: int, size: int) -> bool:
-    """Whether more moved than the rows of one example, wherever those may lie."""
+    """Whether rows of other examples moved, in every layout of examples that the shape allows."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     moved = before != after
@@ -105,7 +105,7 @@ def _is_mixed(before: Tensor, after: Tensor, place: int, size: int) -> bool:
 
 
 def _layouts(t: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:
-    """Every way in which a tensor can hold the examples: along an axis, or folded into the first one."""
+    """Yield every possible layout of the examples: along an axis, or folded into the first one."""
     for axis in range(t.dim()):
         if t.shape[axis] == size:
             yield t, axis

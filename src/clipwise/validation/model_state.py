@@ -1,9 +1,9 @@
-"""Whether the model still holds what the run left in it.
+"""Detect changes of the model that the private run did not make.
 
-A statement is a claim about the weights that exist. A private run therefore remembers every parameter and buffer as
-`make_private` or the last update left it, and compares. Version counters and addresses cost nothing and miss writes
-through `.data`, of fused optimizers and of replayed CUDA graphs. Checksums of the contents show all of these, for one
-pass over memory (tensor_changes.py).
+A privacy statement is about the current weights. A run therefore records every parameter and buffer after
+`make_private` and after each update, and compares. Version counters and addresses are free, but miss writes through
+`.data`, by fused optimizers and by replayed CUDA graphs. Checksums find these in one pass over memory
+(tensor_changes.py).
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.tensor_changes import checksums
 
-_SAMPLED = 128  # entries of each tensor, which are compared before an update and after a change of the dtype
+_SAMPLED = 128  # entries of each tensor that are compared before an update and after a dtype change
 _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ModelState:
-    """Every parameter and buffer of a model, as a run left it.
+    """Every parameter and buffer of a model after the last verified update.
 
-    Runs that train one model and count in one ledger share it. Not included are buffers that follow from weights and
-    public rows alone: those of `PublicBatchNorm` and of spectral norm.
+    Runs with the same model and ledger share it. Buffers that follow from weights and public rows alone are left out:
+    those of `PublicBatchNorm` and of spectral norm.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.is_updating = False  # whether a run steps the optimizer on a gradient that it has released
+        self.is_updating = False  # whether a run steps the optimizer on a released gradient
         self._inventory = Inventory(model)
-        self._saved: set[tuple[int, ...]] = set()  # checksums of checkpoints, and those at the beginning
-        self._found: list[str] = []  # names of what was changed before an update,
-        self._moved: Tensor | None = None  # and, on an accelerator, entries of the sample that were
+        self._saved: set[tuple[int, ...]] = set()  # checksums of checkpoints and of the initial weights
+        self._found: list[str] = []  # names of tensors changed before an update
+        self._moved: Tensor | None = None  # changed entries of the sample, still on an accelerator
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         self._places: list[tuple[str, int, int]] = []
         self.take()
-        self.save()  # to go back to the first weights changes nothing
+        self.save()  # restoring the initial weights is allowed
 
     def take(self) -> None:
-        """The model is what an update left, on what was verified before it. Waits for no device."""
+        """Record the model after an update of verified weights. Does not synchronise."""
         tensors = self._tensors_now()
         places = _places(tensors)
         if places != self._places:
@@ -53,27 +53,27 @@ class ModelState:
         self._sample = self._sample_now()
 
     def accept(self) -> None:
-        """The model is as it should be, whatever was found before."""
+        """Accept the current model and discard earlier findings."""
         self._found, self._moved = [], None
         self.take()
 
     def is_of_same_tensors(self) -> bool:
-        """Whether the model has parameters and buffers of the same names as before."""
+        """Whether the model has parameters and buffers with the same names as before."""
         return self._tensors_now().keys() == self._tensors.keys()
 
     def was_counted(self) -> bool:
-        """Whether torch has counted a write, or a tensor was replaced or moved: all that the host can find out."""
+        """Whether torch counted a write, or a tensor was replaced or moved. Does not synchronise."""
         return self._is_counted(self._tensors_now())
 
     def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:
-        """The names of what is not as it should be: of other contents, or not there when `take` was called.
+        """Return the names of tensors that changed, were added or were removed since `take`.
 
-        A copy of the contents elsewhere is as good (`.to(device)`, weights that were swapped and put back), and so are
-        the contents rounded to another dtype (`.half()`), those of a checkpoint of the run, and the first ones.
+        Equal contents elsewhere are accepted (`.to(device)`, weights swapped and restored). So are contents rounded to
+        another dtype (`.half()`), those of a checkpoint of the run, and the initial ones.
 
         Args:
-            looks_inside: compare contents even if nothing was counted.
-            may_wait: report what `changed_before_update` left on an accelerator, too.
+            looks_inside: compare contents even if torch counted no write.
+            may_wait: also read what `changed_before_update` left on an accelerator.
         """
         now = self._tensors_now()
         is_counted = self._is_counted(now)
@@ -93,10 +93,10 @@ class ModelState:
         return []
 
     def changed_before_update(self) -> list[str]:
-        """`changed`, before an update writes over the contents. Waits for no device.
+        """Run `changed` before an update overwrites the contents. Does not synchronise.
 
-        What torch has not counted shows in a sample of each tensor: an update by a fused optimizer or through `.data`
-        moves nearly all entries. On an accelerator it is compared there, and `changed` reports it the next time.
+        Writes that torch does not count show in a sample of each tensor: an update by a fused optimizer or through
+        `.data` moves nearly all entries. On an accelerator the result stays there until the next `changed`.
         """
         if self.was_counted():
             return self.changed()
@@ -107,14 +107,14 @@ class ModelState:
         return []
 
     def save(self) -> dict[str, int]:
-        """Checksums of what a `state_dict` of the model holds, in plain types. These contents are accepted later."""
+        """Return checksums of the model's `state_dict`, in plain types. These contents are accepted later."""
         values = self._sums.tolist()
         self._saved.add(tuple(values))
         kept = self._persistent()
         return {name: value for name, value in zip(self._tensors, values, strict=True) if name in kept}
 
     def differing(self, saved: Mapping[str, int]) -> list[str]:
-        """The names of what the model holds otherwise than it was when `save` returned this."""
+        """Return the names of tensors that differ from the checksums that `save` returned."""
         now = {name: t for name, t in self._tensors_now().items() if name in self._persistent()}
         values = dict(zip(now, checksums(now.values()).tolist(), strict=True))
         return sorted(n for n in values.keys() | saved.keys() if values.get(n) != saved.get(n))
@@ -145,7 +145,7 @@ class ModelState:
         return _versions(now) != self._versions or _places(now) != self._places
 
     def _persistent(self) -> set[str]:
-        """What is in a `state_dict` of the model."""
+        """Return the names in a `state_dict` of the model."""
         return {
             name
             for name, module, tensors, key in self._inventory.state
@@ -153,7 +153,7 @@ class ModelState:
         }
 
     def _rounded(self, found: list[str], now: Mapping[str, Tensor]) -> set[str]:
-        """Which of these have another dtype and hold the numbers that were there, rounded. A sample is compared."""
+        """Return those with another dtype that hold the recorded numbers, rounded. Compares a sample."""
         before = self._split(self._sample)
         after = _sampled({name: now[name] for name in found if now[name].dtype != self._dtypes[name]})
         return {
@@ -174,12 +174,12 @@ def _places(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int]]:
 
 
 def _bits(sample: Tensor) -> Tensor:
-    """To compare with: what is not a number is not equal to itself."""
+    """Return the bits for comparison: NaN is not equal to itself."""
     return sample.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sample.itemsize])
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of a few entries of each tensor, evenly over its memory; none of a model on several devices."""
+    """Return views of evenly spaced entries of each tensor; empty for a model on several devices."""
     if len({t.device for t in tensors.values()}) > 1:
         return {}
 

@@ -1,7 +1,7 @@
-"""Refuses public data that holds records of the private data set.
+"""Detect public data that shares records with the private data set.
 
-Records are compared by where they come from, never by value: by the number of a record in the same data set object, and
-by the address at which the inputs of a record begin in memory. No record is loaded.
+Records are compared by origin, never by value: by the index in the same data set object, and by the memory address of
+the inputs. No record is loaded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from clipwise.errors import ConfigurationError
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.sampling.base import Indices
 
-_Source = tuple[Hashable, Indices]  # an object or a device, and numbers of records or addresses in it
+_Source = tuple[Hashable, Indices]  # an object or a device, and record indices or addresses in it
 
 
 def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatistics) -> None:
-    """Refuse public data that shares records with the private data set. A copy of private records is not seen."""
+    """Raise if public data shares records with the private data set. Copies of private records are not detected."""
     used = [("public rows of normalization layers", rows) for rows in statistics.public_rows()]
     used += [(f"Public({public.name})", public.data) for public in strategy.public_data()]
     private = _gathered(_sources(dataset)) if used else {}
@@ -40,9 +40,9 @@ def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatist
         public = _gathered(_sources(data, in_batches=isinstance(data, (list, tuple))))
         if any(np.isin(public[space], private[space]).any() for space in public.keys() & private.keys()):
             raise ConfigurationError(
-                f"{name}: the data that is marked as public holds records of the private data set. What is "
-                "computed of it gets no noise, so these records would have no privacy. Hold records out for "
-                "it: use them there, and leave them out of dataset."
+                f"{name}: the data that is marked as public holds records of the private data set. Results "
+                "computed from it get no noise, so these records would have no privacy. Hold these records out: "
+                "use them as public data only, and leave them out of dataset."
             )
 
 
@@ -54,7 +54,7 @@ def _gathered(sources: Iterator[_Source]) -> dict[Hashable, Indices]:
 
 
 def _sources(data: Any, rows: Indices | None = None, in_batches: bool = False) -> Iterator[_Source]:
-    """Where these records of a data set come from, or all of them; `in_batches` if a list holds batches."""
+    """Yield the origins of these records, by default of all; `in_batches` if a list holds batches."""
     if rows is None:
         rows = np.arange(max(1, length_hint(data)))
     if isinstance(data, DataLoader):
@@ -67,7 +67,7 @@ def _sources(data: Any, rows: Indices | None = None, in_batches: bool = False) -
             yield from _sources(part, rows[(rows >= begin) & (rows < end)] - begin, in_batches)
     else:
         yield ("records of", id(data)), rows
-        if isinstance(data, TensorDataset):  # inputs come first: labels of two data sets may well be the same
+        if isinstance(data, TensorDataset):  # inputs only: two data sets may share labels
             yield from _sources(data.tensors[0], rows)
         elif isinstance(data, StackDataset):
             columns = data.datasets
@@ -83,7 +83,7 @@ def _sources(data: Any, rows: Indices | None = None, in_batches: bool = False) -
 
 
 def _sampled(loader: DataLoader[Any]) -> Indices | None:
-    """Which records a loader reads, if its sampler has a list of them; None for all."""
+    """Return the indices that a loader reads if its sampler has a list of them; None for all."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, SubsetRandomSampler):
         sampler = sampler.indices
@@ -100,7 +100,7 @@ def _numbers(indices: Any, data: Any) -> Indices:
 
 
 def _first_array(record: Any) -> Any:
-    """The inputs of a record or a batch, by the custom that they come first; None if there is no array."""
+    """Return the first array of a record or a batch, by convention its inputs; None if there is no array."""
     if isinstance(record, (dict, UserDict)):
         record = tuple(record.values())
     if isinstance(record, (list, tuple)):
@@ -109,7 +109,7 @@ def _first_array(record: Any) -> Any:
 
 
 def _row_addresses(array: Tensor | np.ndarray[Any, Any], rows: Indices) -> Iterator[_Source]:
-    """Where rows begin in memory; nothing for arrays without memory of their own, and for one row that is repeated."""
+    """Yield the addresses of rows; nothing for arrays without memory, and for one expanded row."""
     if isinstance(array, np.ndarray):
         device, address = torch.device("cpu"), array.__array_interface__["data"][0]
         stride = array.strides[0] if array.ndim else 0

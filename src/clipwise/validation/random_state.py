@@ -1,4 +1,4 @@
-"""Fixed random numbers for a block of code, and a model with other tensors for one call. Both leave no trace."""
+"""Run a block with fixed random numbers, or a call with other model tensors, and restore the state afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Found = TypeVar("Found")
 
 @contextmanager
 def fixed_random_state(seed: int) -> Iterator[None]:
-    """In this block torch, numpy and Python draw from a given seed. Afterwards they go on where they were.
+    """Seed torch, NumPy and Python in this block, and restore their states afterwards.
 
-    CUDA generators are included once CUDA is in use. (To seed them earlier would start CUDA, or leave the seed behind.)
+    CUDA generators are included once CUDA is in use: seeding them earlier would start CUDA, or keep the seed.
     """
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if _uses_cuda() else []):
@@ -37,7 +37,7 @@ def fixed_random_state(seed: int) -> Iterator[None]:
 
 
 def random_state_now() -> tuple[object, ...]:
-    """Equal after two blocks from one seed if they drew equally many numbers."""
+    """Return the generators' states, which are equal if two blocks drew equally many numbers from one seed."""
     of_numpy: Any = np.random.get_state()
     of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _uses_cuda() else [])]
     return [t.numpy().tobytes() for t in of_torch], random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
@@ -48,7 +48,7 @@ def _uses_cuda() -> bool:
 
 
 class _Around(nn.Module):
-    """A function as a module around the model, whose tensors `functional_call` can exchange while it runs."""
+    """Wraps a function and the model in a module, so that `functional_call` can exchange the model's tensors."""
 
     def __init__(self, model: nn.Module, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -60,16 +60,16 @@ class _Around(nn.Module):
 
 
 def with_other_tensors(model: nn.Module, tensors: Mapping[str, Tensor], act: Callable[[], Found]) -> Found:
-    """What `act` returns while the model has these tensors for its own, and copies of its buffers.
+    """Return `act()`, called while the model holds these tensors and copies of its buffers.
 
-    The model's parameters and buffers are untouched, and back in their places afterwards. A model with layers that have
-    public statistics keeps its own tensors, because the statistics belong to them.
+    The model's own parameters and buffers are unchanged and restored afterwards. A model with layers of public
+    statistics keeps its own tensors, because the statistics belong to them.
     """
     if any(isinstance(module, PublicBatchNorm) for module in model.modules()):
         return act()
     buffers = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
     given = {f"model.{name}": t for name, t in {**buffers, **tensors}.items()}
-    # A forward pass of a recurrent layer lists the weights that it finds.
+    # The forward pass of a recurrent layer overwrites its list of weights.
     listed = [(m, list(m._flat_weights)) for m in model.modules() if isinstance(m, nn.RNNBase)]
     try:
         found: Found = torch.func.functional_call(_Around(model, act), given, (), tie_weights=False)

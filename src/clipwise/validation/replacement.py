@@ -1,17 +1,15 @@
-"""The replacement test: an example's loss must stay what it is when the other examples of its batch change.
+"""The replacement test: the loss of an example must not change when the other examples of its batch change.
 
 The losses are computed again on other arrangements of the same examples:
 
     replaced   one example is exchanged for another     batch statistics, shared divisors, mixup, mining
-    reversed   the same examples in another order       outputs that depend on the place in the batch
-    fewer      every second example, and single ones    sizes, any() over the batch, loops that wait for all, padding
+    reversed   the same examples in another order       outputs that depend on the index in the batch
+    fewer      every second example, and single ones    sizes, any() over the batch, loops until all converge, padding
 
-and again on a few examples with randomly drawn weights, with their gradients: a gate or a head that starts at zero
-hides a coupling from the losses, and a detached factor hides it from the losses for good.
+A few examples are also compared with random weights, including their gradients: a gate or a head that starts at zero
+hides coupling from the losses, and so does a detached factor. Arrangements may change rounding (rounding.py).
 
-An arrangement may change rounding, since kernels add in another order: see rounding.py.
-
-It is a lint and no proof.
+This is a lint, not a proof.
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ from clipwise.validation.random_state import fixed_random_state, random_state_no
 from clipwise.validation.rounding import FLOAT32, CoarsestType, differing, largest, limits, perturbed
 from clipwise.validation.step_inputs import require_losses
 
-Arrange = Callable[[Sequence[int]], Any]  # from places of examples to a batch of these examples, in order
-Run = Callable[[Any], Tensor]  # from a batch to one loss an example
-Blank = Callable[[Any, int], Any]  # the batch with an empty example in one place
+Arrange = Callable[[Sequence[int]], Any]  # from indices to a batch of these examples, in order
+Run = Callable[[Any], Tensor]  # from a batch to one loss per example
+Blank = Callable[[Any, int], Any]  # returns the batch with the example at one index emptied
 
 _REPLACED, _ALONE = 3, 16
-_FEW = 4  # examples for the part with gradients
+_FEW = 4  # examples for the test with gradients
 
 _ADVICE = (
-    "Compute each loss from its own example, or use Batch(max_norm=...), which bounds whole mini-sets and needs far "
+    "Compute each loss from its own example, or use Batch(max_norm=...), which bounds whole microbatches and needs far "
     "more noise."
 )
 _REFUSALS: Mapping[str, str] = {
-    "replaced": "only another example was replaced. Usual causes: a loss divided by something of the whole batch (such "
-    "as its number of valid tokens), batch statistics, mixup, a choice of hard examples",
-    "reversed": "only the order of the batch was changed. Usual cause: what depends on the place in the batch",
-    "fewer": "other examples were taken out of the batch. Usual causes: a loss divided by the number of examples "
-    "(private.step divides by a constant of its own), a branch on any example of the batch, a loop that stops when the "
+    "replaced": "only another example was replaced. Usual causes: a loss divided by a quantity of the whole batch (for "
+    "instance its number of valid tokens), batch statistics, mixup, selection of hard examples",
+    "reversed": "only the order of the batch was changed. Usual cause: an output that depends on the batch index",
+    "fewer": "other examples were removed from the batch. Usual causes: a loss divided by the number of examples "
+    "(private.step already divides by a constant), a branch on any example of the batch, a loop that stops when the "
     "whole batch has converged",
 }
 
@@ -62,13 +60,13 @@ class Arrangement:
     """Some examples of a batch, in some order."""
 
     kind: str  # how it differs from the batch
-    places: tuple[int, ...]  # the examples, by their places in the batch
-    compared: tuple[int, ...]  # the positions here whose examples are compared
-    blank: int | None = None  # the position of an example that is emptied
+    places: tuple[int, ...]  # the examples' indices in the batch
+    compared: tuple[int, ...]  # the positions in `places` that are compared
+    blank: int | None = None  # the position of an emptied example
 
     @property
     def examples(self) -> tuple[int, ...]:
-        """The places in the batch of those that are compared."""
+        """The indices in the batch of the compared examples."""
         return tuple(self.places[position] for position in self.compared)
 
 
@@ -94,7 +92,7 @@ def _rearrangements(size: int) -> list[Arrangement]:
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """At most so many places, from the first to the last."""
+    """Return at most `most` evenly spaced indices, including the first and the last."""
     if size <= most:
         return list(range(size))
     return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
@@ -102,7 +100,7 @@ def _spread(size: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Observed:
-    """The losses that are compared, gradients by the weights if there are any, and the random numbers used up."""
+    """The compared losses, then gradients if the trial has weights; and the generators' state after the run."""
 
     tensors: list[Tensor]
     random_state: object
@@ -110,27 +108,27 @@ class _Observed:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run on each arrangement of a batch, and what is compared."""
+    """Runs a loss on arrangements of a batch and compares."""
 
-    model: nn.Module  # whose modes and tensors are used. It stays as it is
+    model: nn.Module  # is not changed
     run: Run
     arrange: Arrange
     size: int  # the number of examples
-    blank: Blank | None = None  # empties an example; None where nothing is an empty example
-    # Parameters in place of the model's own. Then gradients by them are compared too.
+    blank: Blank | None = None  # empties an example; None if examples cannot be emptied
+    # Used instead of the model's parameters. Gradients with respect to them are compared too.
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what could not be compared
+    notes: list[str] = field(default_factory=list)  # comparisons that could not be made
 
     def require_uncoupled(self) -> None:
-        """Refuse losses that depend on other examples.
+        """Raise if losses depend on other examples.
 
-        Random layers draw other numbers for another order or size. A model that has them is tested in `.eval()`
-        there, and as it is where an example is replaced.
+        Random layers draw other numbers for another order or size. A model with random layers is tested there in
+        `.eval()`, and in its own mode where an example is replaced.
         """
         replacements = _replacements(self.size, self.blank is not None)
         as_it_is = _Mode(self)
         if self.weights and not as_it_is.is_finite:
-            return  # such weights show nothing about this model
+            return  # the random weights show nothing about this model
         if as_it_is.is_repeatable:
             as_it_is.examine(replacements)
             if not as_it_is.is_random:
@@ -139,17 +137,12 @@ class Trial:
         with evaluating(self.model):
             in_eval = _Mode(self)
             if in_eval.is_random or not in_eval.is_repeatable:
-                self._note(
-                    "The losses are random even in .eval(): other sizes of the batch were not compared."
-                )
+                self._note("The losses are random even in .eval(): other batch sizes were not compared.")
                 return
             in_eval.examine(_rearrangements(self.size) + ([] if as_it_is.is_repeatable else replacements))
 
     def with_random_weights(self, probe_inputs: bool) -> None:
-        """The same on a few of the examples with weights drawn at random, which let every gradient through.
-
-        With `probe_inputs` the probe of input gradients looks as well.
-        """
+        """Test a few examples with random weights, which block no gradient; `probe_inputs` runs the probe too."""
         weights = _random_weights(self.model)
         if not weights:
             return
@@ -165,8 +158,8 @@ class Trial:
                 trial._probe_inputs()
         except CoupledExamplesError:
             raise
-        except Exception:  # weights that the model cannot have, or too little memory for them
-            self._note("The model does not run with weights drawn at random: gradients were not compared.")
+        except Exception:  # weights that the model does not accept, or too little memory
+            self._note("The model does not run with random weights: gradients were not compared.")
 
     def _probe_inputs(self) -> None:
         def probed() -> None:
@@ -181,7 +174,7 @@ class Trial:
     def observe(
         self, arrangement: Arrangement, seed: int = 0, weights: Mapping[str, Tensor] | None = None
     ) -> _Observed:
-        """Run an arrangement, by default with the trial's own weights."""
+        """Run an arrangement, by default with the trial's weights."""
         used = self.weights if weights is None else weights
         with fixed_random_state(seed), without_tf32(), torch.set_grad_enabled(bool(self.weights)):
             batch = self.arrange(arrangement.places)
@@ -195,7 +188,7 @@ class Trial:
         found = [losses.detach().double()]
         if self.weights and losses.requires_grad:
             leaves = list({id(t): t for t in weights.values()}.values())
-            # No two losses have the same factor.
+            # The factors of all losses differ.
             factors = [1.0 + (0.6180339887 * (example + 1)) % 1.0 for example in arrangement.examples]
             total = (losses * torch.tensor(factors).to(losses)).sum()
             with unclipped():
@@ -203,7 +196,7 @@ class Trial:
         return found
 
     def _one_each(self, losses: object, arrangement: Arrangement) -> Tensor:
-        """The losses as a vector; refused if there is not one for each example."""
+        """Return the losses as a vector. Raise if there is not one per example."""
         count = len(arrangement.places)
         if isinstance(losses, Tensor) and (losses.shape == (count,) or losses.numel() == count == 1):
             return losses.reshape(-1)
@@ -212,8 +205,8 @@ class Trial:
         raise CoupledExamplesError(self.refusal("loss", "fewer"))
 
     def refusal(self, what: str, kind: str) -> str:
-        """In words, without anything of the data."""
-        drawn = " (with weights drawn at random: training may lead there)" if self.weights else ""
+        """Return the error message. It holds no data."""
+        drawn = " (with random weights, which training may reach)" if self.weights else ""
         return f"The {what} of an example moved{drawn} when {_REFUSALS[kind]}. {_ADVICE}"
 
     def _note(self, text: str) -> None:
@@ -222,7 +215,7 @@ class Trial:
 
 
 class _Mode:
-    """A trial in the modes that the model's layers have now."""
+    """A trial with the layers' current training modes."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -246,42 +239,42 @@ class _Mode:
         return not self._is_same(self._trial.observe(self._everyone, seed=1))
 
     def _is_same(self, observed: _Observed) -> bool:
-        """Whether the same batch gave the same losses, by the same kernels."""
+        """Whether a second run of the same batch gave the same losses."""
         return differing([self._losses], observed.tensors[:1], limits(self._sizes[:1], FLOAT32)) is None
 
     def examine(self, arrangements: Sequence[Arrangement]) -> None:
-        """Refuse losses and gradients that move."""
+        """Raise if losses or gradients move."""
         for arrangement in arrangements:
             what = self._moved(arrangement)
             if what is not None:
                 raise CoupledExamplesError(self._trial.refusal(what, arrangement.kind))
 
     def _moved(self, arrangement: Arrangement) -> str | None:
-        """What is not as it is in the batch, "loss" or "gradient", beyond rounding."""
+        """Return "loss" or "gradient" if it differs from the original batch by more than rounding, else None."""
         try:
             found = self._trial.observe(arrangement)
         except CoupledExamplesError:
             raise
         except Exception as error:
-            # An empty example, or one alone, need not be possible. What the error says may hold data.
+            # The loss may not support an empty or a single example. The error's text may hold data.
             if is_out_of_memory(error):
                 raise
             self._trial._note("The loss fails on some parts of the batch: they were not compared.")
             return None
         if found.random_state != self._random_state and self.is_random:
-            return None  # the others got other random numbers, which is no coupling
+            return None  # other examples drew other random numbers, which is no coupling
         expected = [self._losses[list(arrangement.examples)]]
-        if len(self._sizes) > 1:  # gradients are too large to be kept
+        if len(self._sizes) > 1:  # gradients are too large to keep
             same = replace(self._everyone, compared=arrangement.examples)
             expected = self._trial.observe(same).tensors
         if differing(expected, found.tensors, limits(self._sizes, FLOAT32)) is None:
-            return None  # as nearly always
+            return None  # the usual case
         number = differing(expected, found.tensors, self._limits)
         return None if number is None else "gradient" if number else "loss"
 
     @cached_property
     def _limits(self) -> list[float]:
-        """How far rounding may move each tensor, from the type that runs and from how far the model magnifies it."""
+        """How far rounding may move each tensor, from the coarsest dtype and the model's amplification of rounding."""
         with CoarsestType() as coarsest:
             expected = self._trial.observe(self._everyone).tensors
         weights = self._trial.weights or dict(self._trial.model.named_parameters(remove_duplicate=False))
@@ -294,7 +287,7 @@ class _Mode:
 
 
 def _random_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters drawn anew: gates and heads that start at zero come to life."""
+    """Draw all trainable parameters at random, so that no gate or head is zero."""
     if any(is_lazy(p) for p in model.parameters()):
         return {}
     drawn: dict[int, Tensor] = {}
@@ -307,6 +300,6 @@ def _random_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _drawn(p: Tensor) -> Tensor:
-    if p.dim() < 2:  # biases, scales, gates: away from where they are, and from zero
+    if p.dim() < 2:  # biases, scales, gates: move away from the current value and from zero
         return p + (torch.rand_like(p) / 2 + 0.25) * torch.randn_like(p).sign()
     return torch.randn_like(p) / math.sqrt(max(1, p.numel() // max(1, p.shape[0])))  # 1 / sqrt(fan-in)

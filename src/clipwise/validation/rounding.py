@@ -1,11 +1,11 @@
-"""Whether two computations of the same numbers differ by more than rounding.
+"""Compare two computations of the same numbers up to rounding.
 
-Kernels add in another order for another size or order of a batch. A difference counts if it is above
+Kernels sum in another order for another size or order of a batch. A difference counts if it exceeds
 
-    a few unit roundoffs of the coarsest type that runs, times the largest of the numbers,
-    plus a multiple of what a random change of all weights by that roundoff does.
+    a few unit roundoffs of the coarsest dtype in use, times the largest number,
+    plus a multiple of the effect of a random change of all weights by that roundoff.
 
-The second part measures how far a model magnifies rounding: losses may be small beside the logits they come from.
+The second term measures how much a model amplifies rounding: losses may be small compared with their logits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from clipwise.validation.random_state import fixed_random_state
 FLOAT32 = torch.finfo(torch.float32).eps
 
 _ROUNDINGS, _SPREADS = 64.0, 16.0
-_ROUNDINGS_HALF = 8.0  # of types with 8 or 11 bits, whose sums are formed in float32
+_ROUNDINGS_HALF = 8.0  # for dtypes with 8 or 11 bits, which are summed in float32
 
 
 class CoarsestType(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the largest unit roundoff of the results in a block."""
+    """Records the largest unit roundoff among the results in a block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class CoarsestType(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def perturbed(weights: Mapping[str, Tensor], roundoff: float, seed: int) -> dict[str, Tensor]:
-    """The weights, each moved by about a roundoff of itself. Tied ones stay tied."""
+    """Return the weights, each changed by about one roundoff. Tied weights stay tied."""
     moved: dict[int, Tensor] = {}
     with fixed_random_state(seed), torch.no_grad():
         for t in weights.values():
@@ -57,24 +57,24 @@ def perturbed(weights: Mapping[str, Tensor], roundoff: float, seed: int) -> dict
 
 
 def largest(t: Tensor) -> float:
-    """The largest finite entry, by its absolute value."""
+    """Return the largest absolute value of the finite entries."""
     return float(t.abs().nan_to_num(0.0, 0.0).max()) if t.numel() else 0.0
 
 
 def limits(sizes: Sequence[float], roundoff: float, spreads: Sequence[float] | None = None) -> list[float]:
-    """How far rounding may move the losses, which come first, and gradients.
+    """Return how far rounding may move the losses (first) and each gradient.
 
-    `sizes` are the largest entries of the tensors, `spreads` how far they move when all weights move by the roundoff.
+    `sizes` are the tensors' largest entries, `spreads` their changes when all weights change by the roundoff.
     """
     roundings = roundoff * (_ROUNDINGS if roundoff < 1e-5 else _ROUNDINGS_HALF)
-    least = max(sizes[1:], default=0.0) / 8  # a gradient that cancels has the rounding of larger ones
+    least = max(sizes[1:], default=0.0) / 8  # a gradient that cancels has rounding errors of larger ones
     scales = [sizes[0], *(max(size, least) for size in sizes[1:])]
     spreads = [0.0] * len(sizes) if spreads is None else spreads
     return [roundings * scale + _SPREADS * s + 1e-30 for scale, s in zip(scales, spreads, strict=True)]
 
 
 def differing(expected: Sequence[Tensor], found: Sequence[Tensor], most: Sequence[float]) -> int | None:
-    """Which tensor is the first to differ by more than its limit. Gradients that are not finite are not compared."""
+    """Return the index of the first tensor beyond its limit, or None. Gradients that are not finite are skipped."""
     for number, (a, b, limit) in enumerate(zip(expected, found, most, strict=True)):
         if number and not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
             continue

@@ -1,11 +1,11 @@
-"""Losses that are all scaled by one number of the batch.
+"""Detect losses that are all scaled by one number of the batch.
 
-    sum_i clip(g_i / n),    n = the realised batch size, its number of valid tokens, the sum of its class weights
+    sum_i clip(g_i / n),    n = the realised batch size, the number of valid tokens, the sum of class weights
 
-Where an example is not clipped its part follows n, so that one record moves the parts of all others: by up to
-(number of examples) x C. n is computed from integers, so no gradient shows it. The factors in the graph do.
+The contribution of an unclipped example depends on n, so one record moves the contributions of all others: by up to
+(number of examples) x C. n is computed from integers, so no gradient shows it. The saved factors in the graph do.
 
-A lint, not a proof. It reads the factors between the losses and what makes them of the model's outputs.
+This is a lint, not a proof: it reads the factors of linear operations at the end of the losses' graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clipwise.gradients.walk import Node
 from clipwise.validation.marked import MarkedTensor, plain
 
 _SCALES = named("Div", "Mul")
-# Operations behind which the losses are still a sum of terms, each times its factors.
+# Operations through which the losses stay a sum of terms times factors.
 _LINEAR = _SCALES | named(
     *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Where", "MaskedFill", "Cat", "Stack", "Clone", "ToCopy"),
     *("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Expand", "Permute"),
@@ -30,27 +30,27 @@ _LINEAR = _SCALES | named(
     "MaskedScatter",
 )
 _NEAR = 1e-5  # relative: 1 / n may be rounded in float32
-_IGNORED = (-100, -1, 0)  # the usual labels of positions that do not count
+_IGNORED = (-100, -1, 0)  # the usual labels of ignored positions
 _SIZE = (
-    "losses are divided by the number of examples in the batch, which is drawn and secret: with one record more or "
-    "less the losses of all others would change. private.step divides by a constant of its own: leave the division out."
+    "losses are divided by the number of examples in the batch, which is random and secret: with one record more or "
+    "less the losses of all others would change. Remove the division: private.step already divides by a constant."
 )
 _SHARED = (
     "losses are multiplied or divided by a number that is computed from the whole batch, such as its number of valid "
     "tokens or the sum of its class weights. One record changes that number, and with it the gradients of all others, "
     "so clipping single examples bounds nothing. Divide each example by its own count, as in (token_losses * "
-    "mask).sum(1) / mask.sum(1).clamp(min=1), or by a public constant. If the number is a schedule that does not look "
-    "at the data, give it as a Python float."
+    "mask).sum(1) / mask.sum(1).clamp(min=1), or by a public constant. If the number is a schedule that does not "
+    "depend on the data, give it as a Python float."
 )
 
 
 class SharedFactors:
-    """Refuses losses in whose graph a factor is a number of the batch.
+    """Raises if the losses' graph has a factor that is a number of the batch.
 
-    - A number that was computed from the batch's own tensors is refused at once.
-    - An integer, or a tensor with one number, that changes from batch to batch is refused.
-    - A Python float may change (a schedule), unless it was 1 / n or n of the realised batch size or of a count of
-      valid entries on two batches.
+    - A number computed from the batch's own tensors is refused at once.
+    - An integer, or a tensor with one number, is refused if it changes between batches.
+    - A Python float may change (a schedule), unless on two batches it was n or 1 / n, with n the realised batch size
+      or a count of valid entries.
     """
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class SharedFactors:
 
     def _forget(self) -> None:
         self._before: dict[int, float] = {}  # the factor at each place in the graph
-        self._sizes: defaultdict[int, set[int]] = defaultdict(set)  # batch sizes that it was,
-        self._counts: defaultdict[int, set[float]] = defaultdict(set)  # and counts of valid entries
+        self._sizes: defaultdict[int, set[int]] = defaultdict(set)  # batch sizes that it was equal to
+        self._counts: defaultdict[int, set[float]] = defaultdict(set)  # counts that it was equal to
 
     def examine(self, losses: Tensor, batch: Sequence[Tensor]) -> bool:
-        """Look at the factors of one batch, whose tensors are given. Returns whether a factor was 0 and is not now."""
+        """Check the factors of one batch. Returns whether a factor was 0 and is not now."""
         try:
             return self._examine(losses, batch)
         except CoupledExamplesError:
-            self._forget()  # the next attempt is examined from the beginning
+            self._forget()  # the next attempt starts from the beginning
             raise
 
     def _examine(self, losses: Tensor, batch: Sequence[Tensor]) -> bool:
@@ -93,7 +93,7 @@ class SharedFactors:
         return has_woken
 
     def _compare_size(self, place: int, factor: float, size: int) -> None:
-        """A constant that happens to be the size of one batch is not that of another."""
+        """Raise if the factor equals the size of two batches of different sizes: a constant cannot."""
         if not _is_near(factor, size):
             self._sizes.pop(place, None)
             return
@@ -103,7 +103,7 @@ class SharedFactors:
 
 
 def _factors(root: Node) -> Iterator[tuple[int, Tensor]]:
-    """What the losses' terms are scaled by, each with its place: a hash of the operations on the way to it."""
+    """Yield the factors of the losses' terms, each with its place: a hash of the operations on the path to it."""
     stack: list[tuple[Node, int]] = [(root, 0)]
     entered = {root}
     while stack:
@@ -123,7 +123,7 @@ def _factors(root: Node) -> Iterator[tuple[int, Tensor]]:
 
 
 def _is_one_number(saved: Tensor) -> bool:
-    """Whether a factor that no gradient goes to holds one number, also if it was expanded."""
+    """Whether a factor without gradient holds one number, possibly expanded."""
     if saved.requires_grad or saved.numel() == 0 or saved.dtype.is_complex:
         return False
     return not any(size > 1 and stride for size, stride in zip(saved.shape, saved.stride(), strict=True))
@@ -134,7 +134,7 @@ def _is_near(factor: float, count: float) -> bool:
 
 
 def _counts(batch: Sequence[Tensor]) -> set[float]:
-    """How many entries of a batch count, by the usual rules: with and without the first position."""
+    """Return counts of valid entries by the usual rules, with and without the first position."""
     found: set[float] = set()
     for tensor in map(plain, batch):
         is_mask = not tensor.is_floating_point() and not tensor.is_complex()

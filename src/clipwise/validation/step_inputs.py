@@ -1,4 +1,4 @@
-"""Checks of what a step is given: parameters, layers, losses and batches. No message carries a data value."""
+"""Checks of the inputs of a step: parameters, layers, losses and batches. No message holds a data value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clipwise.validation.training_loop import ReleasedGradients, require_one_pro
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters to train privately, which are those of the model and of the optimizer alike."""
+    """Return the trainable parameters. Raise if the model and the optimizer do not hold the same ones."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -26,8 +26,8 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "optimizer is LBFGS, which asks for several gradients of one batch a step: use SGD, Adam or another "
-            "that takes one."
+            "optimizer is LBFGS, which needs several gradients of one batch per step: use SGD, Adam or another "
+            "optimizer that needs one."
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -53,18 +53,18 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks on parameters: they would see gradients before the noise, or change them (momentum, decay)."""
+    """Raise if parameters have hooks: they would read or change gradients before the noise."""
     for name, p in parameters.items():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ConfigurationError(
-                f"Parameter {name!r} has a hook on its gradient (register_hook). It would see or change gradients "
-                "before the noise, and nothing bounds what it does with them. Remove it: momentum, weight decay and "
-                "further clipping belong into the optimizer, or on .grad after private.backward."
+                f"Parameter {name!r} has a hook on its gradient (register_hook). It could read or change gradients "
+                "before the noise. Remove it: apply momentum, weight decay and further clipping in the optimizer, or "
+                "to .grad after private.backward."
             )
 
 
 def require_real(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
-    """Refuse complex parameters, for a strategy that does not know them."""
+    """Raise if a parameter is complex, for a strategy that supports real ones only."""
     for name, p in parameters.items():
         if p.is_complex():
             raise ConfigurationError(
@@ -74,42 +74,42 @@ def require_real(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
 
 
 _LEARNED = (
-    "What it has learned from private data so far must not leave with the model: call reset_running_stats() on it, or "
-    "load statistics from before."
+    "Statistics that it already computed from private data must not be published with the model: call "
+    "reset_running_stats() on it, or load earlier statistics."
 )
 
 
 def require_no_batch_statistics(model: nn.Module, is_coupled: bool = False) -> None:
-    """Refuse layers that keep statistics of private data, or that mix the examples of a batch if that is not bounded.
+    """Raise if a layer keeps statistics of private data, or mixes examples without a bound.
 
-    `is_coupled` if it is bounded, since whole microbatches are clipped.
+    `is_coupled`: whole microbatches are clipped, which bounds the mixing.
     """
     for name, module in model.named_modules():
         require_no_statistics_in(name, module, is_coupled)
 
 
 def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = False) -> None:
-    """The same of a single layer."""
+    """Check a single layer as `require_no_batch_statistics` does."""
     layer = f"Layer {name!r} ({type(module).__name__})"
     if isinstance(module, ReleasedStatisticsNorm):
-        return  # its statistics are constants that follow from releases
+        return  # its statistics are computed from releases
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         has_none = module.running_mean is None
         if is_coupled:
-            # Statistics of the batch may be used: the clip bounds what comes of them. To keep them is no part of that.
-            # A layer of torch's that keeps none fails on a draw of one record, and its message shows the size drawn.
+            # The clip bounds the use of batch statistics, but not running statistics. A torch layer without running
+            # statistics fails on a batch of one record, and its message shows the realised batch size.
             if isinstance(module, BatchStatisticsNorm) or not (module.training or has_none):
                 return
             trouble = (
-                "would fail on a microbatch of one record, which a random draw may bring"
+                "would fail on a microbatch of one record, which sampling may produce"
                 if has_none
-                else "would update running statistics from private data, and they would leave with the model without "
-                "any noise"
+                else "would update running statistics from private data, and they would be published with the model "
+                "without any noise"
             )
             raise UnsupportedModelError(
                 f"{layer} {trouble}. Call clipwise.layers.without_running_statistics(model) before make_private: the "
                 "layer then uses the statistics of each batch. For evaluation, Batch(..., "
-                "running_statistics=NoisedStatistics()) learns them from noised releases, and "
+                "running_statistics=NoisedStatistics()) estimates them from noised releases, and "
                 "clipwise.layers.recompute_statistics(model, public_batches) sets them from public data."
             )
         if module.training:
@@ -133,32 +133,31 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
 
 
 def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
-    """One loss an example, attached to a graph. The size drawn is secret and not in the messages.
+    """Return losses that are one per example and carry a gradient, or raise. The batch size is secret: not in messages.
 
-    Where whole microbatches are clipped, a single number will do, and that of an empty one is not used.
+    With `is_coupled` (whole microbatches are clipped) a single number is accepted.
     """
     if not isinstance(losses, Tensor):
-        raise StepError(f"losses must be a tensor with one loss an example, not {type(losses).__name__}.")
+        raise StepError(f"losses must be a tensor with one loss per example, not {type(losses).__name__}.")
     losses = tracked(losses)
     if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
-        return torch.zeros(0)  # whatever it is, and of whatever type: no example is in it
+        return torch.zeros(0)  # the loss of an empty microbatch is not used
     if losses.dim() == 0 and not is_coupled:
         raise StepError(
-            "losses is a single number, so the examples can no longer be told apart. Give one loss an "
-            "example: use reduction='none' and no mean or sum over the batch."
+            "losses is a single number, so the examples cannot be separated. Give one loss per example: use "
+            "reduction='none' and no mean or sum over the batch."
         )
     if losses.shape == (size, size) and size > 1:
-        raise StepError(
-            f"{PAIRS} If the second dimension counts positions, as many as there are examples, sum or average it."
-        )
+        raise StepError(f"{PAIRS} If the second dimension counts positions instead, sum or average over it.")
     if losses.dim() > 1:
         raise StepError(
-            f"losses has {losses.dim()} dimensions. Give one loss an example: first make sure that outputs and targets "
-            "have the same shape, then sum or average each example's own positions, as in losses.flatten(1).sum(1)."
+            f"losses has {losses.dim()} dimensions. Give one loss per example: first make sure that outputs and "
+            "targets have the same shape, then sum or average over each example's positions, as in "
+            "losses.flatten(1).sum(1)."
         )
     if losses.dim() == 1 and len(losses) != size:
         raise StepError(
-            "losses does not have one entry for each example of the batch that private.loader handed out. "
+            "losses does not have one entry for each example of the batch that private.loader returned. "
             "Do not drop, repeat or pool examples."
         )
     if not losses.is_floating_point():
@@ -172,21 +171,21 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
 
 
 def require_empty(size: int) -> None:
-    """Losses may be left out for an empty batch only: no batch is skipped because of what it holds."""
+    """Raise if the batch is not empty: losses may be None for an empty batch only."""
     if size:
         raise StepError(
-            "losses is None, and the batch that private.loader handed out last is not empty. Give one loss an example: "
-            "only an empty batch needs none."
+            "losses is None, and the last batch of private.loader is not empty. Give one loss per example: only an "
+            "empty batch needs none."
         )
 
 
 def require_rows(batch: object, size: int) -> None:
-    """The batch given to a compiled step must be the one that was handed out. Its size is secret."""
+    """Raise if a compiled step does not get the loader's last batch. The batch size is secret: not in messages."""
     rows = {len(t) for t in tensors_in(batch) if t.dim()}
     if rows != {size}:
         raise StepError(
-            "step(*batch) takes the batch that private.loader handed out last: tensors whose first dimension "
-            "counts its examples. Do not drop, repeat or pool examples, and put nothing else into it."
+            "step(*batch) takes the last batch of private.loader: tensors with a first dimension that counts its "
+            "examples. Do not drop, repeat or pool examples, and add nothing else to it."
         )
 
 
@@ -194,9 +193,9 @@ class StepGuard:
     """All checks of the model around one step of a private run.
 
     Args:
-        model: that is trained.
-        parameters: those that `make_private` found trainable.
-        released: what the run has written to their `.grad`.
+        model: the model to train.
+        parameters: the trainable parameters at `make_private`.
+        released: the gradients that the run wrote to `.grad`.
         is_coupled: whether whole microbatches are clipped, within which examples may depend on one another.
         has_local_update: whether a step works on a copy of the model, which may keep statistics.
     """
@@ -214,19 +213,20 @@ class StepGuard:
         self._forward = BufferGuard(model)
 
     def before_draw(self) -> None:
-        """Before anything is done for the next batch."""
+        """Check before the next batch is drawn."""
         require_one_process()
         self._forward.inventory.up_to_date()
         self._require_same_parameters()
 
     def at_draw(self, batch: object) -> None:
-        """When the batch is handed out: remember what its forward pass may not change."""
+        """Record the state that the forward pass may not change."""
         self._forward.remember(batch)
 
     def before_step(self) -> None:
-        """When losses come back, before they are used: the model is what it was at the draw, and nothing else is there.
+        """Check before the losses are used.
 
-        No layer keeps statistics, no hook sees gradients, and `.grad` holds nothing but what the run has written.
+        The model is unchanged since the draw, no layer keeps statistics, no parameter has hooks, and `.grad` holds only
+        gradients that the run wrote.
         """
         inventory = self._forward.inventory.up_to_date()
         if not self._has_local_update:
@@ -238,7 +238,7 @@ class StepGuard:
         self._released.require_own()
 
     def _require_same_parameters(self) -> None:
-        """The model has the parameters that `make_private` found, and trains the same ones."""
+        """Raise if the trainable parameters are not those of `make_private`."""
         for name, p in self._forward.inventory.parameters:
             if p.requires_grad != (name in self._parameters) or p is not self._parameters.get(name, p):
                 raise StepError(

@@ -1,4 +1,4 @@
-"""Whether tensors were changed: by torch's version counters, and by a checksum for writes that torch does not count."""
+"""Detect changes of tensors, by torch's version counters and by checksums for writes that torch does not count."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @torch.no_grad()
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of the words that hold each tensor, mod 2^64: int64 [tensors], on the accelerator if any tensor is.
+    """Return the sum of each tensor's words, mod 2^64: int64 [tensors], on the accelerator if any tensor is.
 
-    A change of a single number always shows. It takes one pass over memory, and waits for no device.
+    A change of a single number always shows. It takes one pass over memory and does not synchronise.
     """
     found = [_checksum(t) for t in tensors]
     device = next((s.device for s in found if s.device.type != "cpu"), torch.device("cpu"))
@@ -33,43 +33,43 @@ def _checksum(t: Tensor) -> Tensor:
 
 
 class Changes:
-    """Whether tensors were changed since `remember`, also in ways that torch does not count.
+    """Detects changes of tensors since `remember`.
 
-    Writes through `.data` are not counted, nor are those of fused optimizers. They show in the checksums.
+    Torch does not count writes through `.data` and by fused optimizers. Checksums show them.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)  # held here, so that no other can get their identity
+        self._tensors = list(tensors)  # keeps their ids from being reused
         self._versions: list[int] | None = None
         self._places: list[int] = []
         self._sums = torch.zeros(0)
 
     def remember(self) -> None:
-        """The tensors are as they should be. Waits for no device."""
+        """Record the current contents. Does not synchronise."""
         self._versions, self._places = self._versions_now(), self._places_now()
         self._sums = checksums(self._tensors)
 
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors that are compared."""
+        """Whether these are the compared tensors."""
         return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
     def was_counted(self) -> bool:
-        """Whether torch has counted a change since `remember`: all that the host can find out."""
+        """Whether torch counted a change since `remember`. Does not synchronise."""
         return self._versions_now() != self._versions or self._places_now() != self._places
 
     def has_moved(self) -> Tensor | bool:
-        """Whether contents or their place differ from those of `remember`; on an accelerator the answer stays there."""
+        """Whether contents or addresses changed since `remember`; on an accelerator the result stays there."""
         if self._versions is None or self._places_now() != self._places:
             return True
         has_moved = (checksums(self._tensors) != self._sums).any()
         return bool(has_moved) if has_moved.device.type == "cpu" else has_moved
 
     def has_changed(self) -> bool:
-        """Whether torch counted a change or contents differ."""
+        """Whether torch counted a change or contents changed."""
         return self.was_counted() or bool(self.has_moved())
 
     def may_have_changed(self) -> bool:
-        """`has_changed`; on an accelerator `was_counted`, which does not wait."""
+        """Return `has_changed()`, or on an accelerator `was_counted()`, which does not synchronise."""
         return self.has_changed() if self._sums.device.type == "cpu" else self.was_counted()
 
     def _versions_now(self) -> list[int]:

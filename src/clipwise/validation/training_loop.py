@@ -1,7 +1,7 @@
-"""What a training loop does around the steps of a private run: what is refused, and what is warned of.
+"""Checks of the user's training loop around the steps of a private run.
 
-A private run leaves the optimizer to the user. Hooks on its `step` distinguish an update on released gradients from
-every other one: a plain `loss.backward(); optimizer.step()`, a framework that steps by itself, a closure.
+The user steps the optimizer. Hooks on its `step` distinguish updates on released gradients from all others: a plain
+`loss.backward(); optimizer.step()`, a framework with its own optimizer steps, a closure.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from clipwise.noise.generators import is_seeded_by_hand
 if TYPE_CHECKING:
     from clipwise.engine.context import StepContext
 
-_RUNS: WeakValueDictionary[int, StepContext] = (
-    WeakValueDictionary()
-)  # by the id of a parameter, which the run holds
+# By the id of a parameter. The run keeps the parameter alive.
+_RUNS: WeakValueDictionary[int, StepContext] = WeakValueDictionary()
 _SAMPLED = 32  # entries of each gradient
 _NEAR = 1e-5  # relative: rounding of a gradient that was multiplied
-_LEAST_SCALE = 128.0  # of a GradScaler, which begins at 65536
+_LEAST_SCALE = 128.0  # of a GradScaler, which starts at 65536
 _SOURCES = (
     "",
     "key",
     "torch",
     "seeded",
-)  # of random layers' draws, strongest first; none before the first step
+)  # of random layers' draws, strongest first; "" before the first step
 
 DECLARED = ("public", "post-processing")
 CLEARED = (
     "optimizer.step() found no gradient: the one that private.backward released was cleared before it was used. It is "
-    "counted all the same. Call optimizer.zero_grad() after optimizer.step() or leave it out: private.backward writes "
-    "each gradient anew."
+    "still counted. Call optimizer.zero_grad() after optimizer.step(), or not at all: private.backward overwrites "
+    "each gradient."
 )
 RESCALED = (
     "Gradients were changed between private.backward and optimizer.step() (clip_grad_norm_, GradScaler.unscale_, a "
     "factor). They are already clipped and noised, so this costs no privacy; it only changes the size of the update. "
-    "Leave it out: max_norm of the strategy bounds each example, and lr sets the size of the update."
+    "Remove it: max_norm of the strategy bounds each example, and lr sets the size of the update."
 )
 FOREIGN = (
     "private.optimizer was stepped on gradients that private.backward did not write, as in a plain loss.backward(); "
@@ -57,7 +56,7 @@ FOREIGN = (
 
 
 def unverified(changed: Sequence[str]) -> str:
-    """That the model is not what the run left in it, and what to do."""
+    """Return the message for a model that something else than the run changed."""
     what = "private.optimizer was stepped on gradients that private.backward did not write"
     if changed:
         what = f"{changed[0]!r} is not what the last release, or make_private, left in the model"
@@ -68,15 +67,15 @@ def unverified(changed: Sequence[str]) -> str:
         "statement about the model would be true. If the change came from private data, go back to a checkpoint of "
         "this run: model.load_state_dict(...), then private.load_state_dict(...). If it came from public data or from "
         "released values alone, call private.declare_update(kind='public' or 'post-processing', reason=...): the "
-        "statement prints that as your assertion."
+        "statement reports it as your assertion."
     )
 
 
 class ReleasedGradients:
-    """What `private.backward` wrote to `.grad`, and whether an update has used it.
+    """The gradients that `private.backward` wrote to `.grad`.
 
     Attributes:
-        is_unused: whether a gradient was released that no update has used.
+        is_unused: whether no update has used the last released gradient.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -86,45 +85,45 @@ class ReleasedGradients:
         self._sample: Tensor | None = None
 
     def remember(self, keeps_sample: bool = False) -> None:
-        """What is in `.grad` now was released. With a sample of it, a multiple can be recognised later."""
+        """Record `.grad` as released. A sample of it allows a multiple to be recognised later."""
         grads = self._grads()
         self._written = {name: (grad, grad._version) for name, grad in grads.items()}
         self._sample = _sample_of(grads) if keeps_sample else None
 
     def clear(self) -> None:
-        """Set `.grad` to None: its memory is needed."""
+        """Set `.grad` to None to free its memory."""
         for p in self._parameters.values():
             p.grad = None
         self._written, self._sample = {}, None
 
     def is_foreign(self, name: str, grad: Tensor) -> bool:
-        """Whether this is not what was written, and not zeros, as `zero_grad(set_to_none=False)` leaves."""
+        """Whether the run did not write this gradient, and it is not zero (as after `zero_grad(set_to_none=False)`)."""
         return not self._is_written(name, grad) and bool(grad.any())
 
     def require_own(self) -> None:
-        """Refuse gradients that the run did not write."""
+        """Raise if `.grad` holds gradients that the run did not write."""
         for name, grad in self._grads().items():
             if self.is_foreign(name, grad):
                 raise StepError(
-                    f"Parameter {name!r} has a gradient that private.backward did not write. If somebody called "
-                    "backward() on the losses, leave that out: it is not private. If you changed .grad "
-                    "after private.backward, or another private run trains this model too, call "
-                    "optimizer.zero_grad() after the update."
+                    f"Parameter {name!r} has a gradient that private.backward did not write. If your code calls "
+                    "backward() on the losses, remove that call: it is not private. If you changed .grad after "
+                    "private.backward, or another private run trains this model too, call optimizer.zero_grad() "
+                    "after the update."
                 )
 
     def require_used(self) -> None:
-        """Refuse to write over a released gradient that still waits for its update."""
+        """Raise if no update has used the last released gradient: the next one would overwrite it."""
         if self.is_unused and any(self._is_written(n, g) or bool(g.any()) for n, g in self._grads().items()):
             raise StepError(
-                "private.backward was called again before optimizer.step(). Gradients of several batches do not add up "
-                "in .grad, and the one there would be lost, though it is counted. Nothing more was released. Call "
-                "optimizer.step() for each complete batch, as private.step does. To use more examples in a step give "
-                "make_private a larger batch_size, and max_physical_batch_size for what fits into memory. To leave a "
-                "released gradient unused, call optimizer.zero_grad()."
+                "private.backward was called again before optimizer.step(). Gradients of several batches are not "
+                "accumulated in .grad, so the last one, which is already counted, would be lost. Nothing more was "
+                "released. Call optimizer.step() for each complete batch, as private.step does. For more examples per "
+                "step, give make_private a larger batch_size, and max_physical_batch_size to fit it into memory. To "
+                "discard a released gradient, call optimizer.zero_grad()."
             )
 
     def warning(self) -> str | None:
-        """What is wrong with the gradients that an optimizer is about to use; None if nothing is."""
+        """Return a warning about the gradients that an optimizer is about to use, or None."""
         grads = self._grads()
         if any(self.is_foreign(name, grad) for name, grad in grads.items()) or self._was_written_to(grads):
             return RESCALED if self._is_rescaled(grads) else FOREIGN
@@ -139,14 +138,14 @@ class ReleasedGradients:
         return written is not None and grad is written[0] and grad._version == written[1]
 
     def _was_written_to(self, grads: Mapping[str, Tensor]) -> bool:
-        """Whether gradients were changed uncounted by torch. Looks at the CPU only, so as not to wait."""
+        """Whether gradients changed without torch's count. Compares on the CPU only, so as not to synchronise."""
         if self._sample is None or self._sample.device.type != "cpu" or grads.keys() != self._written.keys():
             return False
         is_all_written = all(self._is_written(name, grad) for name, grad in grads.items())
         return is_all_written and not torch.equal(_sample_of(grads), self._sample)
 
     def _is_rescaled(self, grads: Mapping[str, Tensor]) -> bool:
-        """Whether these are the released gradients times one positive number, or clamped to one."""
+        """Whether these are the released gradients times a positive number, or clamped to [-c, c]."""
         if self._sample is None or grads.keys() != self._written.keys():
             return False
         before, after = self._sample.double(), _sample_of(grads).double()
@@ -160,13 +159,13 @@ class ReleasedGradients:
 
 
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
-    """A copy of some entries of each."""
+    """Return a copy of some entries of each gradient."""
     flat = [grad.detach().reshape(-1) for grad in grads.values()]
     return torch.cat([g[:: max(1, len(g) // _SAMPLED)][:_SAMPLED] for g in flat]) if flat else torch.zeros(0)
 
 
 def watch_steps(optimizer: torch.optim.Optimizer, run: StepContext) -> list[RemovableHandle]:
-    """Let a run see each step of its optimizer. The optimizer does not hold the run: it may live longer."""
+    """Report each optimizer step to the run. The hooks hold the run weakly: the optimizer may live longer."""
     watching = ref(run)
 
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -182,9 +181,9 @@ def watch_steps(optimizer: torch.optim.Optimizer, run: StepContext) -> list[Remo
 
 
 def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> StepContext | None:
-    """Warn if another open run trains the same parameters and counts in a ledger of its own.
+    """Warn if another open run trains the same parameters with another ledger.
 
-    Returns an open run that trains the same model and counts in the same ledger.
+    Returns an open run with the same model and ledger, or None.
     """
     found = None
     for name, p in parameters.items():
@@ -195,8 +194,8 @@ def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> S
             found = other if other.model is run.model else found
         elif other.ledger.position:
             _warn(
-                f"Parameter {name!r} is trained by another private run that is still open. What both release of it "
-                "adds up, and neither counts the other: close the first one, or give both the same ledger.",
+                f"Parameter {name!r} is trained by another private run that is still open. Their privacy losses add "
+                "up, and neither run counts the other: close the first one, or give both the same ledger.",
                 depth=6,
             )
             break
@@ -207,9 +206,9 @@ def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> S
 def changed_since_last_run(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
-    """The names of what was changed in a model since the run that trained it before, as long as that run exists.
+    """Return the names of tensors that changed since the previous run of this model, while that run object exists.
 
-    A model that was built differently since counts as another one, and so does one that no run has changed.
+    Nothing is reported if the model's tensors have other names since, or if that run changed nothing.
     """
     other = next((run for p in parameters.values() if (run := _RUNS.get(id(p))) is not None), None)
     if other is None or other.model is not model or not other.weights.state.is_of_same_tensors():
@@ -225,7 +224,7 @@ def changed_since_last_run(
 
 
 def require_one_process() -> None:
-    """Refuse to train on several ranks, each of which would train a model of its own and claim for it alone."""
+    """Raise on several ranks: each would train its own model and count only its own releases."""
     distributed = torch.distributed
     ranks = 1
     if distributed.is_available() and distributed.is_initialized():
@@ -235,14 +234,14 @@ def require_one_process() -> None:
     if ranks > 1:
         raise ConfigurationError(
             f"torch.distributed has {ranks} ranks. A private run on several ranks is not supported yet: each rank "
-            "would draw batches and noise of its own, train a model of its own and count its releases alone. Start one "
+            "would draw its own batches and noise, train its own model and count only its own releases. Start one "
             "process (python train.py instead of torchrun) on one device; max_physical_batch_size lets large batches "
             "fit into its memory."
         )
 
 
 def require_no_loss_scaling(losses: Tensor) -> None:
-    """Refuse losses that `GradScaler.scale` has multiplied: their last factor is a tensor that holds a power of two."""
+    """Raise if `GradScaler.scale` multiplied the losses: their last factor is then a tensor with a power of two."""
     node = losses.grad_fn
     if node is None or node.name() != "MulBackward0":
         return
@@ -252,20 +251,20 @@ def require_no_loss_scaling(losses: Tensor) -> None:
             if value >= _LEAST_SCALE and value.hex().startswith("0x1.0000000000000p"):
                 raise StepError(
                     "losses were multiplied by a large power of two, as torch.amp.GradScaler.scale does. Loss scaling "
-                    "is of no use here: each example's gradient is clipped, so the factor only makes all of them "
-                    "reach max_norm. Leave the scaler out, call private.step(losses), and use autocast with "
+                    "does not help here: each example's gradient is clipped, so the factor only makes all of them "
+                    "reach max_norm. Remove the scaler, call private.step(losses), and use autocast with "
                     "torch.bfloat16, which needs no scaling."
                 )
 
 
 class LoopWarnings:
-    """Looks at model and optimizer at every step, and warns of each mistake once.
+    """Checks model and optimizer at every step, and warns of each mistake once.
 
     Attributes:
-        follows_metric: whether the learning rate is set by a scheduler that is fed a metric.
-        draws: the weakest source that random layers drew from so far: the run's "key", "torch", or "seeded".
-        draws_from_key: whether those of the batch at hand draw from the run's key.
-        is_reproducible: whether the run has a given seed and so makes no claim that another seed could spoil.
+        follows_metric: whether a scheduler sets the learning rate from a metric.
+        draws: the weakest source of random layers' draws so far: the run's "key", "torch", or "seeded".
+        draws_from_key: whether random layers draw from the run's key for the current batch.
+        is_reproducible: whether the run has a given seed, and so makes no claim that needs a secret one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -279,7 +278,7 @@ class LoopWarnings:
         self._warned_of_mode = False
 
     def before_step(self) -> bool:
-        """Called with the losses of a batch; returns whether there is something new for a statement."""
+        """Check before the step of a batch. Returns whether the statement has to change."""
         if not self._model.training and not self._warned_of_mode:
             self._look_at_mode()
         return self._look_at_rates() | self._look_at_draws()
@@ -289,8 +288,8 @@ class LoopWarnings:
             if _is_random_in_training(module):
                 self._warned_of_mode = True
                 return _warn(
-                    f"The model is in .eval(), so layer {name!r} ({type(module).__name__}) drops nothing while it is "
-                    "trained. If .eval() was left on after an evaluation, call model.train() before the next step."
+                    f"The model is in .eval(), so layer {name!r} ({type(module).__name__}) drops nothing in training. "
+                    "If .eval() is left over from an evaluation, call model.train() before the next step."
                 )
 
     def _look_at_rates(self) -> bool:
@@ -298,21 +297,20 @@ class LoopWarnings:
         if rates == self._rates or self.follows_metric:
             return False
         self._rates, self._rate_changes = rates, self._rate_changes + 1
-        if self._rate_changes & (
-            self._rate_changes - 1
-        ):  # changes 1, 2, 4, 8, ...: a look takes milliseconds
+        # The search takes milliseconds: it runs at changes 1, 2, 4, 8, ...
+        if self._rate_changes & (self._rate_changes - 1):
             return False
         self.follows_metric = any(map(_is_fed_scheduler, gc.get_referrers(self._optimizer)))
         if self.follows_metric:
             _warn(
                 "The learning rate follows a metric (ReduceLROnPlateau). If that is a loss or an accuracy of the "
-                "private data, it is a release that is not accounted: feed the scheduler from public data, or use one "
-                "that only counts steps. The privacy statement names it."
+                "private data, it is a release that is not accounted: use a metric of public data, or a scheduler "
+                "that only counts steps. The privacy statement reports it."
             )
         return self.follows_metric
 
     def _look_at_draws(self) -> bool:
-        """Whether random layers draw from a weaker source than before; warns of a seed that was set by hand."""
+        """Return whether random layers draw from a weaker source than before; warn of a manual seed."""
         found = "key" if self.draws_from_key else "torch"
         if found == "torch" and not self.is_reproducible and is_seeded_by_hand(self._devices):
             found = self._seeded_or_torch()
@@ -322,15 +320,15 @@ class LoopWarnings:
         if found == "seeded":
             _warn(
                 "torch's generator was seeded by hand (torch.manual_seed), and the model has random layers, such as "
-                "dropout, that draw from it. Which numbers a record gets depends on the records drawn before it, so to "
-                "someone who knows that seed the removal of one record shows in the draws of others, and no clip "
-                "bounds that. Compute the losses inside `with private.randomness():`, or call torch.seed() after the "
-                "first weights are made. The privacy statement names it."
+                "dropout, that draw from it. The numbers of a record depend on the records before it in the batch. "
+                "With a known seed, the removal of one record is visible in the draws of others, and no clip bounds "
+                "that. Compute the losses inside `with private.randomness():`, or call torch.seed() after the model "
+                "is initialised. The privacy statement reports it."
             )
         return True
 
     def _seeded_or_torch(self) -> str:
-        """Whether a random layer draws; looked up again when the model's mode or the seed has changed."""
+        """Return "seeded" if a random layer is active, else "torch". Cached per training mode and seed."""
         now = self._model.training, torch.initial_seed()
         if now != self._looked_at[:2]:
             is_random = any(m.training and _is_random_in_training(m) for m in self._model.modules())
@@ -338,12 +336,12 @@ class LoopWarnings:
         return self._looked_at[2]
 
     def _rates_now(self) -> list[float]:
-        """Numbers only: to read a tensor would wait for its device, and a scheduler that is fed sets numbers."""
+        """Return learning rates that are numbers: reading a tensor would synchronise, and schedulers set numbers."""
         return [g["lr"] for g in self._optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
 
 
 def _is_fed_scheduler(holder: object) -> bool:
-    """Whether this is a ReduceLROnPlateau, or the dictionary of its attributes."""
+    """Whether this is a ReduceLROnPlateau or its `__dict__`."""
     return isinstance(holder, ReduceLROnPlateau) or (isinstance(holder, dict) and "num_bad_epochs" in holder)
 
 
@@ -355,5 +353,5 @@ def _is_random_in_training(module: nn.Module) -> bool:
 
 
 def _warn(message: str, depth: int = 7) -> None:
-    """Of the line of the user's own code, `depth` calls from here."""
+    """Warn at the line of the user's code, `depth` calls up."""
     warnings.warn(message, PrivacyWarning, stacklevel=depth)

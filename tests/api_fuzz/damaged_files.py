@@ -1,4 +1,4 @@
-"""Ledgers and checkpoints that somebody has damaged, and checks of models."""
+"""Damaged ledgers and checkpoints, and checks of models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.api_fuzz.values import Choice
 
 
 def damaged_ledger(choice: Choice) -> list[str]:
-    """A file that was cut, changed or replaced never reads as fewer releases than were made, unless cut by lines."""
+    """A damaged file never reads as fewer releases than were made, unless whole lines are missing."""
     event = Event.from_dict(
         {
             "sampling": "poisson",
@@ -31,12 +31,12 @@ def damaged_ledger(choice: Choice) -> list[str]:
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.ledger"
-        with FileLedger(path, block=choice.dice.choice((1, 4))) as book:
+        with FileLedger(path, block=choice.dice.choice((1, 4))) as opened:
             for _ in range(choice.dice.randint(0, 6)):
-                book.charge(event)
-            made = book.position
+                opened.charge(event)
+            made = opened.position
         data = bytearray(path.read_bytes())
-        last = data[:-1].rfind(b"\n") + 1  # where the last line begins
+        last = data[:-1].rfind(b"\n") + 1  # start of the last line
         place = choice.dice.randrange(len(data))
         how = choice.dice.choice(("cut", "flip", "insert", "zeros", "foreign", "none"))
         if how == "cut":
@@ -53,13 +53,13 @@ def damaged_ledger(choice: Choice) -> list[str]:
         refusals = []
         try:
             found = ledger.read(path).position
-            # Whole lines that are gone at the end cannot be seen; a torn last line can.
+            # Missing whole lines at the end cannot be detected; a torn last line can.
             gone = how in ("cut", "zeros") and place <= last
             require(found >= made or gone, f"{made} releases read as {found} after {how}")
-            with FileLedger(path) as book:
-                require(book.position >= found, "opening it has lost releases")
-                book.charge(event)
-                require(book.position == found + 1, "a charge counts otherwise")
+            with FileLedger(path) as opened:
+                require(opened.position >= found, "opening it has lost releases")
+                opened.charge(event)
+                require(opened.position == found + 1, "a charge was not counted once")
         except ClipwiseError as refusal:
             refusals.append(type(refusal).__name__)
             require(str(path) in str(refusal), f"the message does not name the file: {refusal}")
@@ -67,7 +67,7 @@ def damaged_ledger(choice: Choice) -> list[str]:
 
 
 def damaged_checkpoint(choice: Choice) -> list[str]:
-    """A file that is no checkpoint is refused by its name."""
+    """A damaged checkpoint is refused, and the error names the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.pt"
         checkpoint.save(path, {"model": {"w": torch.ones(2)}, "position": 3})
@@ -86,7 +86,7 @@ def damaged_checkpoint(choice: Choice) -> list[str]:
 
 
 def checked(choice: Choice) -> list[str]:
-    """`check` reports, whatever model, loss and batch are."""
+    """`check` returns a report for every model, loss and batch."""
     model = choice.of("model", nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)))
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
 
