@@ -1,12 +1,12 @@
-"""How long the path of one steady eager step is: which files of clipwise take part, and how often one calls another.
+"""The calls between files of clipwise in one eager step after warm-up.
 
     python -m benchmarks.step_calls [--json FILE]
 
-An MLP is trained with PerExample, Poisson sampling and a ledger file. After some warm-up steps some are traced:
-`next(loader)`, forward, `private.step`. Batches of different sizes take different ways, so the figures are those of
-the step with the median number of calls. A call counts if caller and callee are in different files of clipwise;
-comprehensions and generators count as part of the function that they are in, calls by torch as made by the
-function of clipwise that called torch.
+An MLP is trained with PerExample, Poisson sampling and a ledger file. After warm-up some steps are traced:
+`next(loader)`, forward, `private.step`. The path depends on the batch size, so the figures are those of the step with
+the median number of calls. A call counts if caller and callee are in different files of clipwise. Comprehensions and
+generators belong to the function that contains them. A call from torch counts as made by the function of clipwise
+that called torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRACED = 15
 
 
 class Calls:
-    """Files that take part, and calls from one file to another, while it is the interpreter's profile function."""
+    """A profile function that counts the calls from one file of clipwise to another."""
 
     def __init__(self) -> None:
         self.files: Counter[str] = Counter()  # calls of their functions from other files
@@ -62,11 +62,11 @@ class Calls:
 
 
 def traced_step() -> Calls:
-    """The calls of the median step of a run that has settled."""
+    """The calls of the median step after warm-up."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
     data = TensorDataset(torch.randn(1000, 20), torch.randint(0, 5, (1000,)))
-    torch.seed()  # a seed by hand would be looked into at every step
+    torch.seed()  # clipwise would check a seed set by hand at every step
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     traced = [Calls() for _ in range(_TRACED)]
     with (
@@ -99,7 +99,7 @@ def traced_step() -> Calls:
 
 
 def main() -> None:
-    """Print the figures, from the command line."""
+    """Print the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
