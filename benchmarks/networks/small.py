@@ -68,7 +68,7 @@ class RowReader(nn.Module):
 
 
 class Reader(nn.Module):
-    """Frozen random word vectors (in the paper GloVe's), sine positions, one encoder block, a linear layer on the mean."""
+    """Frozen random word vectors (the paper: GloVe), sine positions, one encoder block, a linear layer on the mean."""
 
     def __init__(self, tokens: Tokens, heads: int = 8) -> None:
         super().__init__()

@@ -123,10 +123,10 @@ def averaging_verdict(results: Results) -> list[str]:
         return []
     means = {method: 100 * sum(values) / len(values) for method, values in gains.items()}
     alike = abs(means["lip"] - means["dp-sgd"]) < 1
-    told = ", ".join(f"{TITLES[m]} {gain:+.1f} points" for m, gain in means.items())
+    words = ", ".join(f"{TITLES[m]} {gain:+.1f} points" for m, gain in means.items())
     return [
         f'"Averaged parameters have a similar effect on both methods": **{"Survives" if alike else "Does not survive"}'
-        f".** {told} ({len(gains['lip'])} runs each; similar means within one point)."
+        f".** {words} ({len(gains['lip'])} runs each; similar means within one point)."
     ]
 
 
@@ -153,24 +153,24 @@ def runtime_verdict(results: Results) -> list[str]:
 
 def bias_verdict(results: Results) -> list[str]:
     """Of figure 3."""
-    told, grown = [], 0
+    words, grown = [], 0
     seeds: list[int] = []
     for name in BIASED:
         curves = [cell["curve"] for cell in results.at("3", name) if cell.get("curve")]
         for curve in curves:
             first, last = curve[0]["error"], curve[-1]["error"]
             grown += last > first
-            told.append(f"{SCHEMAS[name].title} {first:.3g} to {last:.3g}")
+            words.append(f"{SCHEMAS[name].title} {first:.3g} to {last:.3g}")
         if curves:
             seeds.append(len(curves))
-    if not told:
+    if not words:
         return []
-    word = survival(grown, len(told))
+    word = survival(grown, len(words))
     if min(seeds) < SEEDS:
         word = f"{NOT_TESTED} (fewer than {SEEDS} seeds)"
     return [
         f'"The error that clipping makes grows along a run of DP-SGD": **{word}.** From the first step to the last: '
-        f"{'; '.join(told)}."
+        f"{'; '.join(words)}."
     ]
 
 

@@ -43,8 +43,8 @@ def _survival(table: Table, found: Results, family: str, method: str) -> str:
             by_verdict.setdefault(verdict(gain, claim), []).append(
                 f"epsilon {value:g} ({gain.signed()}{beside})"
             )
-    told = (f"{word} at {', '.join(places)}" for word, places in by_verdict.items())
-    return f"{family}, {method} against no norm: " + "; ".join(told) + "." if by_verdict else ""
+    words = (f"{word} at {', '.join(places)}" for word, places in by_verdict.items())
+    return f"{family}, {method} against no norm: " + "; ".join(words) + "." if by_verdict else ""
 
 
 def claimed_gain(table: Table, family: str, method: str, value: float) -> float | None:
@@ -72,13 +72,13 @@ def verdict(gain: Measured, claim: float | None) -> str:
 def _best(table: Table, found: Results, family: str) -> Iterator[str]:
     """Whether public statistics are worth more than group norm, which needs no public data."""
     for kind in (method for method in table.methods if method in PUBLIC_KINDS):
-        told = []
+        words = []
         for value in table.values:
             gain = _gain(found, family, kind, "group norm", value)
             if gain is not None:
-                told.append(f"{gain.signed()} at epsilon {value:g}")
-        if told:
-            yield f"{family}, {kind} against group norm: {', '.join(told)}."
+                words.append(f"{gain.signed()} at epsilon {value:g}")
+        if words:
+            yield f"{family}, {kind} against group norm: {', '.join(words)}."
 
 
 def _gain(found: Results, family: str, method: str, other: str, value: float) -> Measured | None:

@@ -84,10 +84,10 @@ def _table(table: Table, found: Results) -> Iterator[str]:
             seeds = " to ".join(map(str, dict.fromkeys((*counts[:1], *counts[-1:]))))
             entries = [f"{value:g}", *claims, *map(_entry, cells.values()), seeds]
             yield "| " + " | ".join(entries) + " |"
-    told = findings(table, found)
-    if told:
+    words = findings(table, found)
+    if words:
         yield ""
-        yield from (f"- {line}" for line in told)
+        yield from (f"- {line}" for line in words)
 
 
 def _entry(cells: list[Cell]) -> str:
@@ -105,5 +105,5 @@ def _chosen(table: Table, found: Results) -> Iterator[str]:
         done = [cell for cell in cells if "accuracy" in cell]
         if done:
             cell = max(done, key=lambda run: float(run["epsilon"]))
-            told = f"{rounded_up(cell['epsilon'])} | {cell['noise_multiplier']:.4g} | {cell['steps']}"
-            yield f"| {family} | {method} | {value:g} | {told} | `{cell['setting']}` |"
+            words = f"{rounded_up(cell['epsilon'])} | {cell['noise_multiplier']:.4g} | {cell['steps']}"
+            yield f"| {family} | {method} | {value:g} | {words} | `{cell['setting']}` |"

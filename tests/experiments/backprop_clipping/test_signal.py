@@ -1,4 +1,4 @@
-"""Signal and noise by layer are those of the release."""
+"""Signal and noise per layer are those of the release."""
 
 import math
 
