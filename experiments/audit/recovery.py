@@ -47,9 +47,7 @@ ATTACKS: dict[str, Callable[[float], AuditReport]] = {
 
 def main(arguments: Sequence[str]) -> None:
     """Measure and write."""
-    parser_of("python -m experiments audit/recovery", __doc__).parse_args(
-        arguments
-    )  # no options
+    parser_of("python -m experiments audit/recovery", __doc__).parse_args(arguments)  # no options
     torch.set_num_threads(1)
     lines = ["| attack | runs | mu | measured | epsilon | measured | seconds |\n", "|---" * 7 + "|\n"]
     for name, attack in ATTACKS.items():

@@ -135,13 +135,13 @@ class _Grid:
         if "unfinished" in cell and not cell.get("public_accuracy_by_epoch"):
             return  # it has no result yet
         setting = task.setting
-        words = {
+        result = {
             "setting": setting.key,
             "seed": task.seed,
             "judged_by": task.judged_by,
             "epochs": setting.epochs,
         }
-        self._store.add(task.key, words | cell)
+        self._store.add(task.key, result | cell)
         self._store.show(task.key, task.place.to_dict())
 
     def _tasks(self) -> Iterator[Task]:

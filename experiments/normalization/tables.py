@@ -197,7 +197,7 @@ TABLES: tuple[Table, ...] = (
         claims=CLAIMS["3"],
     ),
 )
-QUICK = ("5", "2", "7", "4")  # what a quick run takes, by default
+QUICK = ("5", "2", "7", "4")  # the tables of a quick run by default
 # Figure 1 is drawn from the accuracies after each epoch of these columns.
 FIGURE_1 = {"2": "batch norm", "3": "batch norm"}
 
