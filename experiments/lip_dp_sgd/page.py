@@ -1,4 +1,4 @@
-"""Results of the weight-clipping paper as Markdown: our runs beside what is printed, and what is left of its claims."""
+"""Results of the weight-clipping paper as Markdown: our runs next to the printed numbers, and verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def markdown(store: Store, quick: bool) -> str:
     results = Results(store.cells, quick)
     lines = ["# Lip-DP-SGD: results", ""]
     if quick:
-        lines += ["**A quick run on small digits: it shows that everything works, and nothing else.**", ""]
+        lines += ["**A quick run on small digits, to check that everything runs.**", ""]
     lines += how(store)
     lines += [
         "Accuracy in percent on the test part, read once a seed: mean and standard error. Every method has the same "

@@ -32,7 +32,7 @@ def markdown(store: Store, is_quick: bool) -> str:
     """The whole page."""
     lines = ["# Normalization layers: results", ""]
     if is_quick:
-        lines += ["**A quick run on small data: it shows that everything works, and nothing else.**", ""]
+        lines += ["**A quick run on small data, to check that everything runs.**", ""]
     lines += report.how(store)
     lines += [
         "Accuracy in percent on the test part, read once at the end of a run: mean and standard error over seeds. "
@@ -61,7 +61,7 @@ def markdown(store: Store, is_quick: bool) -> str:
 
 
 def _table(table: Table, found: Results) -> Iterator[str]:
-    """Values down; the paper's methods, then ours, across."""
+    """One row per value; columns are the paper's methods, then ours."""
     number = f"Table {table.name}" if table.name.isdigit() else f"Beside table {table.name.partition('-')[0]}"
     yield f"## {number}. {table.title}"
     yield ""
@@ -96,7 +96,7 @@ def _entry(cells: list[Cell]) -> str:
 
 
 def _chosen(table: Table, found: Results) -> Iterator[str]:
-    """Which of the trials were taken, and the noise that they had."""
+    """The chosen trials and their noise."""
     yield f"## Settings chosen for table {table.name}"
     yield ""
     yield "| network | method | epsilon | spent | noise multiplier | steps | setting |"
