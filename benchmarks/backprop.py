@@ -256,7 +256,7 @@ def _synchronize(device: torch.device) -> None:
 def _captured_table(names: list[str], device: torch.device, seconds: float) -> list[str]:
     lines = [
         "",
-        "Captured steps: times over those of the captured floor.",
+        "Captured steps: times over those of captured non-private plus noise (floor).",
         "",
         "| network | captured floor, ms | upstream | gradient |",
         "| --- | ---: | ---: | ---: |",
@@ -301,7 +301,7 @@ def measured(names: list[str], device: torch.device, seconds: float) -> str:
         else f"CPU, {torch.get_num_threads()} threads"
     )
     lines = [
-        f"{what}, torch {torch.__version__}; times and memory over those of the floor.",
+        f"{what}, torch {torch.__version__}; times and memory over those of non-private plus noise (floor).",
         "",
         "| network | floor, ms | upstream | gradient | floor, MiB | upstream | gradient |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

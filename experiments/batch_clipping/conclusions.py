@@ -154,9 +154,9 @@ EQUAL_CLAIMS = tuple(
             "BC, 4 groups, batch norm",
             "BC, enhanced, batch norm",
         ),
-        ("Many mini-sets are better than one", "BC, 16 mini-sets, batch norm", "BC, flat, batch norm"),
+        ("Many microbatches are better than one", "BC, 16 mini-sets, batch norm", "BC, flat, batch norm"),
         (
-            "Momentum inside mini-sets is better than one clipped mean",
+            "Momentum inside microbatches is better than one clipped mean",
             "BC, momentum inside 8 mini-sets, group norm",
             "BC, flat, group norm",
         ),

@@ -71,7 +71,7 @@ def _equal(shown: Rows) -> list[str]:
         "",
         "BN-LeNet-5 in the norm that the row says, MNIST, Poisson batches, a record left out (zero-out). For each "
         "method and epsilon the best of the same trials by accuracy on a validation tenth; then trained anew with that "
-        "tenth, and tested once a seed. The choice of settings is not accounted for.",
+        "tenth, and tested once per seed. The choice of settings is not accounted for.",
         "",
         "| method | " + " | ".join(f"epsilon {b:g}" for b in budgets) + " |",
         "|---" * (1 + len(budgets)) + "|",

@@ -30,7 +30,7 @@ def markdown(store: Store, quick: bool) -> str:
         lines += ["**A quick run on small digits, to check that everything runs.**", ""]
     lines += how(store)
     lines += [
-        "Accuracy in percent on the test part, read once a seed: mean and standard error. Every method has the same "
+        "Accuracy in percent on the test part, read once per seed: mean and standard error. Every method has the same "
         "network (where a row names one, that), the same epsilon (by PLD, Poisson batches, a record left out), the "
         "same number of trials on a validation part, and the same seeds. Weight clipping is run in its sound form: "
         "noise for all layers jointly, certified norms, a constant divisor. The choice of settings is not accounted "

@@ -21,8 +21,8 @@ _OURS["epsilon"] = (
     "scheme lets one record move all gradients of its batch."
 )
 _BY_MINI_SET = (
-    f" BC clips the mean gradient of mini-sets of about {MINI_SET} records, to the same bound, and normalizes by the "
-    "mini-set at hand; for evaluation, by the public rows, or by noised statistics of the run. Its rates are such that "
+    f" BC clips the mean gradient of microbatches of about {MINI_SET} records, to the same bound, and normalizes by "
+    "the microbatch; for evaluation, by the public rows, or by noised statistics of the run. Its rates are such that "
     "an update's noise is about as large."
 )
 _RELEASED = " Noised statistics take a tenth of the privacy of each step."

@@ -102,14 +102,14 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(
         "5-mini-sets",
-        "The same with batch norm over mini-sets, whose mean gradients are clipped",
+        "The same with batch norm over microbatches, whose mean gradients are clipped",
         over="epsilon",
         values=(7.0, 1.0),
         families={"LeNet-5": _PRIVATE},
         methods={name: _NORMS[name] for name in ("no norm", "group norm")} | _BY_MINI_SET,
         trials=tuple({"epochs": 3, "learning_rate": rate} for rate in (0.7, 2.0, 6.0)),
         seeds=2,
-        shortened="2 of 6 budgets, 3 epochs, 3 trials, 2 seeds: every mini-set needs passes of its own; "
+        shortened="2 of 6 budgets, 3 epochs, 3 trials, 2 seeds: every microbatch needs its own passes; "
         "columns not run: layer norm, public, self+public, public-exact",
     ),
     Table(

@@ -56,8 +56,8 @@ def store(tmp_path):
 
 
 def keep(store, task, **cell):
-    told = {"setting": task.setting.key, "judged_by": task.judged_by}
-    store.add(task.key, told | cell)
+    result = {"setting": task.setting.key, "judged_by": task.judged_by}
+    store.add(task.key, result | cell)
 
 
 def needed(store, **given):
